@@ -1,0 +1,75 @@
+"""The error tree. Every error says what was expected, what came, and what to do about it.
+
+The three parts are fields as well as text, so that a program can act on them::
+
+    try:
+        npuzero.zero(model, stage=4)
+    except npuzero.ConfigError as error:
+        print(error.expected, error.got, error.do, error.facts)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NpuZeroError(Exception):
+    """Root of every error this package raises on purpose.
+
+    Args:
+        subject: what the error is about, e.g. ``"flat_adam: grad"``.
+        expected: what would have been right.
+        got: what came instead.
+        do: what the reader can do about it.
+        facts: further values, kept as ``error.facts``.
+    """
+
+    def __init__(self, subject: str, *, expected: str, got: str, do: str, **facts: Any) -> None:
+        super().__init__(f"{subject}: expected {expected}; got {got}. {do}")
+        self.subject = subject
+        self.expected = expected
+        self.got = got
+        self.do = do
+        self.facts = facts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between processes (multiprocessing, pytest-xdist): rebuild from the parts.
+        return _rebuild, (type(self), self.subject, self.expected, self.got, self.do, self.facts)
+
+
+def _rebuild(
+    kind: type[NpuZeroError], subject: str, expected: str, got: str, do: str, facts: dict[str, Any]
+) -> NpuZeroError:
+    return kind(subject, expected=expected, got=got, do=do, **facts)
+
+
+class ConfigError(NpuZeroError, ValueError):
+    """A setting, plan or model that cannot work, found before any work was done."""
+
+
+class ContractError(NpuZeroError, ValueError):
+    """An argument of an op breaks the op's contract (dtype, device, size, overlap)."""
+
+
+class KernelUnavailable(NpuZeroError, RuntimeError):
+    """The op has no kernel for this device in this build."""
+
+
+class StateError(NpuZeroError, RuntimeError):
+    """A call that does not fit the present state of a unit, model or optimizer."""
+
+
+class OutOfSpace(NpuZeroError, MemoryError):
+    """A memory space cannot hold what was asked of it."""
+
+
+class CollectiveError(NpuZeroError, RuntimeError):
+    """A collective failed: a rank died, timed out, or called something else."""
+
+
+class StorageError(NpuZeroError, OSError):
+    """A file or block device failed."""
+
+
+class CheckpointError(NpuZeroError, RuntimeError):
+    """A checkpoint is missing, torn, or does not fit the model."""
