@@ -1,0 +1,61 @@
+"""Builds the one extension module, npuzero._C, by CMake and Ninja. Everything else is in pyproject.toml.
+
+    pip install .                            a wheel, in build isolation
+    pip install -e . --no-build-isolation    for development
+    python setup.py build_ext --inplace      rebuild after a change in csrc (compiles only what changed)
+
+Environment: NPUZERO_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer (see csrc/CMakeLists.txt);
+CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL mean what they mean everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def find_tool(name: str) -> str:
+    """Path of a build tool: of this Python's environment if it has one, else of the system."""
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    tool = shutil.which(name, path=search)
+    if tool is None:
+        raise SystemExit(f"npuzero: building needs {name}; `pip install {name}` and build again")
+    return tool
+
+
+class CMakeBuild(build_ext):
+    """Hands each extension to CMake, which leaves the module where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = ROOT / "build" / "inplace" if self.inplace else Path(self.build_temp).resolve()
+        sanitize = os.environ.get("NPUZERO_SANITIZE", "0") not in ("", "0")
+        cmake = find_tool("cmake")
+        configure = [
+            cmake,
+            *([] if self.inplace else ["--fresh"]),  # an isolated build's tools are gone at the next build
+            *("-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
+            f"-DCMAKE_BUILD_TYPE={'Debug' if sanitize else 'Release'}",
+            f"-DNPUZERO_SANITIZE={'ON' if sanitize else 'OFF'}",
+            f"-DNPUZERO_OUTPUT={target.parent}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build)], check=True)
+
+
+setup(ext_modules=[Extension("npuzero._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
