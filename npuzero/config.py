@@ -1,0 +1,290 @@
+"""Settings: frozen dataclasses, and the only reader of files and of the environment.
+
+Three small records, each checked when it is made, whoever makes it:
+
+    Settings      how the engine works; never what it computes
+    Environment   the ``NPUZERO_*`` variables
+    Launch        what the launcher (torchrun) says about this process
+
+Invariants:
+    * a record that exists is valid: types and ranges are checked in ``__post_init__``;
+    * an unknown key is an error that names the nearest known one;
+    * nothing is converted in silence: ``"8"`` is not 8, ``True`` is not 1 (variables are text, and are parsed);
+    * no setting changes a bit of the result; ``NPUZERO_BACKEND`` and ``NPUZERO_ISA`` may, where an op declares it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from .errors import ConfigError
+
+_Record = TypeVar("_Record", bound="_Checked")
+
+VARIABLE_PREFIX = "NPUZERO_"
+BUILD_VARIABLE_PREFIX = "NPUZERO_BUILD_"  # read by setup.py alone, never at run time
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be: its type, a closed range or a list of choices, and whether None is legal."""
+
+    kind: type
+    what: str
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+    def check(self, subject: str, value: Any) -> Any:
+        """`value` if it keeps the rule; an int is a legal float and becomes one.
+
+        Raises:
+            ConfigError: otherwise, with `what` as the reader's explanation.
+        """
+        if value is None and self.optional:
+            return None
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is self.kind and self._holds(value):
+            return value
+        near = difflib.get_close_matches(value, self.choices, n=1) if isinstance(value, str) else []
+        raise ConfigError(
+            subject,
+            expected=self.expectation(),
+            got=describe(value),
+            do=f"Did you mean {near[0]!r}?" if near else f"It means: {self.what}.",
+        )
+
+    def _holds(self, value: Any) -> bool:
+        if self.choices:
+            return value in self.choices
+        # A comparison with nan is false, so nan never fits a range.
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def expectation(self) -> str:
+        """The rule in words."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        noun = {bool: "True or False", int: "an integer", float: "a number", str: "text"}[self.kind]
+        if self.least is not None and self.most is not None:
+            return f"{noun} from {self.least:.15g} to {self.most:.15g}"
+        return noun if self.least is None else f"{noun} not below {self.least:.15g}"
+
+
+def setting(default: Any, kind: type, what: str, **rule: Any) -> Any:
+    """A dataclass field that carries its Rule."""
+    return field(default=default, metadata={"rule": Rule(kind, what, **rule)})
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """Base of the records: every field is checked, and an int given for a float field becomes a float."""
+
+    _name: ClassVar[str] = "settings"
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = item.metadata["rule"].check(self.subject(item.name), getattr(self, item.name))
+            object.__setattr__(self, item.name, value)
+
+    @classmethod
+    def from_dict(cls: type[_Record], values: Mapping[str, Any]) -> _Record:
+        """The record with `values` in place of its defaults.
+
+        Raises:
+            ConfigError: `values` is no mapping, a key is unknown, or a value has the wrong type or range.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                cls._name,
+                expected="a mapping from setting to value",
+                got=describe(values),
+                do=f"Give a dict with keys among: {', '.join(cls.keys())}.",
+            )
+        check_keys(cls._name, values, cls.keys())
+        return cls(**values)
+
+    @classmethod
+    def subject(cls, key: str) -> str:
+        """The name under which an error speaks of the field `key`."""
+        return f"{cls._name}.{key}"
+
+    @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """Names of the fields, in order."""
+        return tuple(item.name for item in fields(cls))
+
+    def replace(self: _Record, **values: Any) -> _Record:
+        """A copy with some values changed, checked like any other."""
+        check_keys(self._name, values, self.keys())
+        return replace(self, **values)
+
+
+@dataclass(frozen=True)
+class Settings(_Checked):
+    """How the engine works. None of these changes a bit of the result."""
+
+    overlap: bool = setting(True, bool, "communicate while computing; False runs every verb to its end at once")
+    prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
+    bucket_bytes: int = setting(25 * 2**20, int, "bytes that travel together at most", least=1, most=2**40)
+    timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
+
+
+@dataclass(frozen=True)
+class Environment(_Checked):
+    """The ``NPUZERO_*`` variables: ``NPUZERO_BACKEND`` is field ``backend``, and so on."""
+
+    _name: ClassVar[str] = "environment"
+
+    backend: str = setting(
+        "native", str, "who runs the ops: compiled kernels, or the reference", choices=("native", "reference")
+    )
+    isa: str = setting(
+        "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
+    )
+    timeout_s: float | None = setting(
+        None, float, "default of Settings.timeout_s", least=0.001, most=604800.0, optional=True
+    )
+
+    @classmethod
+    def subject(cls, key: str) -> str:
+        return VARIABLE_PREFIX + key.upper()
+
+
+@dataclass(frozen=True)
+class Launch(_Checked):
+    """What torchrun tells a process through its environment; a process started by hand is a world of one."""
+
+    _name: ClassVar[str] = "launch"
+
+    rank: int = setting(0, int, "global rank (RANK)", least=0, most=2**31 - 1)
+    world_size: int = setting(1, int, "ranks in all (WORLD_SIZE)", least=1, most=2**31 - 1)
+    local_rank: int = setting(0, int, "rank within this host (LOCAL_RANK)", least=0, most=2**31 - 1)
+    local_world_size: int = setting(1, int, "ranks of this host (LOCAL_WORLD_SIZE)", least=1, most=2**31 - 1)
+
+    @classmethod
+    def subject(cls, key: str) -> str:
+        return key.upper()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for index, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
+            if getattr(self, index) >= getattr(self, size):
+                raise ConfigError(
+                    self.subject(index),
+                    expected=f"less than {size.upper()} = {getattr(self, size)}",
+                    got=str(getattr(self, index)),
+                    do="Start the processes with torchrun, which sets these together.",
+                )
+
+
+def environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Reads the ``NPUZERO_*`` variables (of this process unless given).
+
+    Raises:
+        ConfigError: an unknown ``NPUZERO_*`` variable, or a text that is no such value.
+    """
+    variables = os.environ if variables is None else variables
+    mine = [
+        name for name in variables if name.startswith(VARIABLE_PREFIX) and not name.startswith(BUILD_VARIABLE_PREFIX)
+    ]
+    names = {VARIABLE_PREFIX + key.upper(): key for key in Environment.keys()}
+    check_keys("environment", mine, names)
+    return _from_text(Environment, {key: variables[name] for name, key in names.items() if name in variables})
+
+
+def launch(variables: Mapping[str, str] | None = None) -> Launch:
+    """Reads torchrun's variables (of this process unless given).
+
+    Raises:
+        ConfigError: some are set and others are missing, or a text is no integer in range.
+    """
+    variables = os.environ if variables is None else variables
+    found = {key: variables[key.upper()] for key in Launch.keys() if key.upper() in variables}
+    if "rank" in found or "world_size" in found:
+        for key in ("rank", "world_size"):
+            if key not in found:
+                raise ConfigError(
+                    Launch.subject(key),
+                    expected="the variable, since others of the launcher are set",
+                    got="nothing",
+                    do="Start the processes with torchrun, or unset RANK and WORLD_SIZE to run one process.",
+                )
+    if "local_world_size" not in found and "world_size" in found:
+        # Launchers other than torchrun may not say it: then all ranks are taken to share this host.
+        found.setdefault("local_world_size", found["world_size"])
+        found.setdefault("local_rank", found.get("rank", "0"))
+    return _from_text(Launch, found)
+
+
+def settings(values: Mapping[str, Any] | None = None) -> Settings:
+    """Defaults, then ``NPUZERO_TIMEOUT_S``, then `values`: the later wins."""
+    timeout_s = environment().timeout_s
+    defaults = {} if timeout_s is None else {"timeout_s": timeout_s}
+    return Settings.from_dict({**defaults, **(values or {})})
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in the file `path`.
+
+    Raises:
+        ConfigError: no such file, no valid JSON, or its top level is no object.
+    """
+    subject = f"file {os.fspath(path)}"
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            subject, expected="a readable file", got=error.strerror or type(error).__name__, do="Check the path."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(subject, expected="JSON in UTF-8", got=str(error), do="Correct the file.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(subject, expected="a JSON object", got=describe(value), do="Put the values between braces.")
+    return value
+
+
+def field_paths() -> tuple[str, ...]:
+    """Every setting there is, as ``Record.field``; a test freezes the list."""
+    return tuple(f"{record.__name__}.{key}" for record in (Settings, Environment, Launch) for key in record.keys())
+
+
+def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for the first key of `given` that is not among `known`, naming the nearest known one."""
+    known = list(known)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ConfigError(
+                subject,
+                expected=f"keys among {', '.join(known)}",
+                got=f"{key!r}",
+                do=f"Did you mean {near[0]!r}?" if near else "Remove it.",
+                key=key,
+                nearest=near[0] if near else None,
+            )
+
+
+def describe(value: Any) -> str:
+    """A value as an error shows it: its text, cut short, and its type."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
+    """Parses each text by its field's kind; a text that does not parse is handed on, so that the check names it."""
+    kinds = {item.name: item.metadata["rule"].kind for item in fields(record)}
+    values: dict[str, Any] = {}
+    for key, text in texts.items():
+        try:
+            values[key] = kinds[key](text)
+        except ValueError:
+            values[key] = text
+    return record.from_dict(values)
