@@ -4,7 +4,7 @@
     pip install -e . --no-build-isolation    for development
     python setup.py build_ext --inplace      rebuild after a change in csrc (compiles only what changed)
 
-Environment: NPUZERO_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer (see csrc/CMakeLists.txt);
+Environment: NPUZERO_BUILD_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer (see csrc/CMakeLists.txt);
 CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL mean what they mean everywhere.
 """
 
@@ -35,16 +35,20 @@ def find_tool(name: str) -> str:
 class CMakeBuild(build_ext):
     """Hands each extension to CMake, which leaves the module where setuptools expects it."""
 
+    def run(self) -> None:
+        self.develops = bool(self.inplace)  # setuptools hides `inplace` from build_extension
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         import pybind11
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build = ROOT / "build" / "inplace" if self.inplace else Path(self.build_temp).resolve()
-        sanitize = os.environ.get("NPUZERO_SANITIZE", "0") not in ("", "0")
+        build = ROOT / "build" / "develop" if self.develops else Path(self.build_temp).resolve()
+        sanitize = os.environ.get("NPUZERO_BUILD_SANITIZE", "0") not in ("", "0")
         cmake = find_tool("cmake")
         configure = [
             cmake,
-            *([] if self.inplace else ["--fresh"]),  # an isolated build's tools are gone at the next build
+            *([] if self.develops else ["--fresh"]),  # an isolated build's tools are gone at the next build
             *("-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}",
             f"-DCMAKE_BUILD_TYPE={'Debug' if sanitize else 'Release'}",

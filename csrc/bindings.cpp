@@ -2,10 +2,19 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
 #include "core/check.h"
 #include "core/kernel_table.h"
 #include "core/view.h"
 #include "cpu/dispatch/isa.h"
+#include "ops/cast.h"
+#include "ops/flat_adam.h"
+#include "ops/norm.h"
+#include "ops/pack.h"
 #ifdef NPUZERO_HAS_COMM
 #include "comm/bind.h"
 #endif
@@ -26,6 +35,74 @@ void raise_in_python(const Error& error) {
   PyErr_SetObject(kind.ptr(), value.ptr());
 }
 
+// The GIL is free while a kernel runs.
+template <class Args>
+void run(Device device, const Args& args, Stream stream) {
+  const py::gil_scoped_release others_may_run;
+  run_kernel(device, args, stream);
+}
+
+// Which devices have a kernel for the op.
+template <class Args>
+std::vector<std::string> devices_with() {
+  std::vector<std::string> names;
+  for (const Device device : {Device::cpu, Device::cuda, Device::npu}) {
+    if (has_kernel<Args>(device)) names.emplace_back(name(device));
+  }
+  return names;
+}
+
+std::map<std::string, std::vector<std::string>> kernels() {
+  return {{CastArgs::op, devices_with<CastArgs>()},
+          {FlatAdamArgs::op, devices_with<FlatAdamArgs>()},
+          {NormArgs::op, devices_with<NormArgs>()},
+          {PackArgs::op, devices_with<PackArgs>()}};
+}
+
+void cast(const View& source, const View& target, int rounding, uint64_t seed, uint64_t offset, Stream stream) {
+  run(source.device, CastArgs{source, target, static_cast<Rounding>(rounding), seed, offset}, stream);
+}
+
+using Segment = std::tuple<int64_t, int64_t, int64_t>;  // begin, end, index of the group
+using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool>;
+
+void flat_adam(const View& master, const View& exp_avg, const View& exp_avg_sq, const View& grad, const View* low,
+               const View* max_exp_avg_sq, const View* grad_scale, const View* skip,
+               const std::vector<Segment>& segments, const std::vector<Group>& groups, Stream stream) {
+  std::vector<FlatAdamGroup> table;
+  for (const Group& group : groups) {
+    table.push_back(std::apply([](auto... field) { return FlatAdamGroup{field...}; }, group));
+  }
+  std::vector<FlatAdamSegment> ranges;
+  int64_t covered = 0;
+  for (const auto& [begin, end, group] : segments) {
+    ranges.push_back({begin, end - begin, covered, &table.at(group)});
+    covered += end - begin;
+  }
+  run(master.device,
+      FlatAdamArgs{master, exp_avg, exp_avg_sq, grad, low, max_exp_avg_sq, grad_scale, skip, ranges.data(),
+                   static_cast<int64_t>(ranges.size()), covered},
+      stream);
+}
+
+void norm(const View& x, const View& out, const View& workspace, Stream stream) {
+  run(x.device, NormArgs{x, out, workspace}, stream);
+}
+
+void pack(const std::vector<View>& sources, const std::vector<View>& targets, float factor, const View* scale_at,
+          bool scaled, bool accumulate, int device, Stream stream) {
+  std::vector<PackPart> parts;
+  int64_t total = 0;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const View &source = sources[i], &target = targets.at(i);
+    parts.push_back({source.data, target.data, source.count, total, source.dtype, target.dtype});
+    total += source.count;
+  }
+  const auto* scale = scale_at ? static_cast<const float*>(scale_at->data) : nullptr;
+  run(static_cast<Device>(device),
+      PackArgs{parts.data(), static_cast<int64_t>(parts.size()), total, factor, scale, scaled, accumulate}, stream);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -43,11 +120,18 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("device"));
 
-  m.def("isa", &cpu::current_isa, "The instruction set the cpu kernels run on.");
+  m.def("isa", &cpu::current_isa, "The instruction set that the cpu kernels run on.");
   m.def("built_isas", &cpu::built_isas, "Instruction sets in this build, worst to best.");
   m.def("supported_isas", &cpu::supported_isas, "Those of built_isas() that this machine can run.");
-  m.def("use_isa", &cpu::use_isa, py::arg("isa"), "Choose one of supported_isas(); \"\" is the best.");
-  cpu::use_isa("");
+  m.def("use_isa", &cpu::use_isa, py::arg("isa"), "Choose one of supported_isas(), or \"auto\" for the best.");
+  cpu::use_isa("auto");
+
+  m.def("kernels", &kernels, "Which devices have a kernel, by op.");
+  m.def("norm_block", [] { return norm_block; });
+  m.def("cast", &cast);
+  m.def("flat_adam", &flat_adam);
+  m.def("norm", &norm);
+  m.def("pack", &pack);
 
 #ifdef NPUZERO_HAS_COMM
   bind_comm(m);

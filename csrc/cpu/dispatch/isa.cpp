@@ -2,6 +2,38 @@
 
 #include "core/check.h"
 #include "core/kernel_table.h"
+#include "ops/cast.h"
+#include "ops/flat_adam.h"
+#include "ops/norm.h"
+#include "ops/pack.h"
+
+// The cpu kernels: one line per op. Each exists once per instruction set, as npuzero::cpu::<isa>::<op>.
+#define NPUZERO_CPU_OPS(each) \
+  each(cast, CastArgs)        \
+  each(flat_adam, FlatAdamArgs) \
+  each(norm, NormArgs)        \
+  each(pack, PackArgs)
+
+#define NPUZERO_DECLARE(op, Args) void op(const Args&, Stream);
+#define NPUZERO_FILL(op, Args) set_kernel<Args>(Device::cpu, &op);
+#define NPUZERO_ISA_TABLE(isa)              \
+  namespace npuzero::cpu::isa {             \
+  NPUZERO_CPU_OPS(NPUZERO_DECLARE)          \
+  void fill() { NPUZERO_CPU_OPS(NPUZERO_FILL) } \
+  }
+
+#ifdef NPUZERO_BUILT_baseline
+NPUZERO_ISA_TABLE(baseline)
+#endif
+#ifdef NPUZERO_BUILT_neon
+NPUZERO_ISA_TABLE(neon)
+#endif
+#ifdef NPUZERO_BUILT_avx2
+NPUZERO_ISA_TABLE(avx2)
+#endif
+#ifdef NPUZERO_BUILT_avx512
+NPUZERO_ISA_TABLE(avx512)
+#endif
 
 namespace npuzero::cpu {
 namespace {
@@ -9,20 +41,25 @@ namespace {
 struct Isa {
   const char* name;
   bool supported;
-  void (*install)();
+  void (*fill)();
 };
 
 std::vector<Isa> isas() {
-  std::vector<Isa> list = {{"baseline", true, [] {}}};
+  std::vector<Isa> list;
+#ifdef NPUZERO_BUILT_baseline
+  list.push_back({"baseline", true, &baseline::fill});
+#endif
+#ifdef NPUZERO_BUILT_neon
+  list.push_back({"neon", true, &neon::fill});
+#endif
 #ifdef NPUZERO_BUILT_avx2
-  __builtin_cpu_init();
-  list.push_back({"avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"), [] {}});
+  const bool avx2_here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  list.push_back({"avx2", avx2_here, &avx2::fill});
 #endif
 #ifdef NPUZERO_BUILT_avx512
-  list.push_back({"avx512",
-                  __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"),
-                  [] {}});
+  const bool avx512_here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  list.push_back({"avx512", avx512_here, &avx512::fill});
 #endif
   return list;
 }
@@ -54,15 +91,15 @@ std::vector<std::string> supported_isas() {
 std::string current_isa() { return current; }
 
 void use_isa(const std::string& wanted) {
-  const std::string choice = wanted.empty() ? supported_isas().back() : wanted;
+  const std::string choice = wanted == "auto" ? supported_isas().back() : wanted;
   for (const Isa& isa : isas()) {
     if (choice == isa.name && isa.supported) {
-      isa.install();
+      isa.fill();
       current = choice;
       return;
     }
   }
-  throw Error(Error::Kind::Config, "NPUZERO_ISA", "one of " + join(supported_isas()),
+  throw Error(Error::Kind::Config, "NPUZERO_ISA", "one of auto, " + join(supported_isas()),
               choice + " (built here: " + join(built_isas()) + ")",
               "Unset NPUZERO_ISA, or name an instruction set that this machine has.");
 }

@@ -10,7 +10,7 @@ std::vector<std::string> built_isas();      // worst to best
 std::vector<std::string> supported_isas();  // those of built_isas() that this machine can run
 std::string current_isa();
 
-// Fills the cpu slots of the kernel table. "" means the best. Error::Config if not built or not supported here.
+// Fills the cpu slots of the kernel table. "auto" is the best. Error::Config if not built or not supported here.
 void use_isa(const std::string& isa);
 
 }  // namespace npuzero::cpu

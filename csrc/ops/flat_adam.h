@@ -1,0 +1,50 @@
+// flat_adam: one Adam/AdamW update of ranges ("segments") of a flat shard, in place.
+//
+//   g = f32(grad) * scale                    scale = *grad_scale (1 without one), negated by maximize
+//   g = g + weight_decay * p                 only where l2 (weight decay not decoupled, and not zero)
+//   p = p * decay                            decay = 1 - lr * weight_decay where decoupled, else 1
+//   m = beta1 * m + (1 - beta1) * g
+//   v = beta2 * v + ((1 - beta2) * g) * g
+//   x = v, or with amsgrad x = max_v = max(max_v, v), NaN if either is
+//   p = p - (step_size * m) / (sqrt(x) / bias2_sqrt + eps)
+//   low = round(p)
+//
+// The coefficients come from the caller, each computed in f64 from the hyper-parameters and rounded once to f32:
+//   1 - beta1, 1 - beta2, decay, step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step)
+// The formula and its order are torch.optim.Adam's and AdamW's (torch/optim/adam.py, _single_tensor_adam), but that m
+// is written there as a lerp.
+//
+// Contract
+//   p (master), m (exp_avg), v (exp_avg_sq), max_v: f32[n], in place; max_v present where any group has amsgrad
+//   grad: f32|bf16|f16[n], read only; low: bf16|f16[n] or absent, written only where a segment covers it
+//   grad_scale, skip: f32[1] on the device, or absent; where *skip != 0 (or is NaN) nothing at all is written
+//   segments: ascending, disjoint, inside [0, n); what they leave uncovered is neither read nor written
+//   n = 0 and no segments are legal; buffers do not overlap; enqueued on the stream, not awaited
+//   rounding: f32 operations one by one in the order written, no contraction, correctly rounded division and square
+//   root; equal to the reference bit for bit (a NaN's payload aside)
+#pragma once
+
+#include "core/view.h"
+
+namespace npuzero {
+
+struct FlatAdamGroup {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size, bias2_sqrt;
+  bool l2, maximize, amsgrad;
+};
+
+struct FlatAdamSegment {
+  int64_t begin, count;  // elements of the flat shard
+  int64_t line;          // elements that the segments before this one cover
+  const FlatAdamGroup* group;
+};
+
+struct FlatAdamArgs {
+  static constexpr const char* op = "flat_adam";
+  View master, exp_avg, exp_avg_sq, grad;
+  const View *low, *max_exp_avg_sq, *grad_scale, *skip;  // null where absent
+  const FlatAdamSegment* segments;
+  int64_t segment_count, covered;
+};
+
+}  // namespace npuzero
