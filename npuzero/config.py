@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from .errors import ConfigError
+from npuzero.errors import ConfigError
 
 _Record = TypeVar("_Record", bound="_Checked")
 
@@ -106,9 +106,9 @@ class _Checked:
                 cls._name,
                 expected="a mapping from setting to value",
                 got=describe(values),
-                do=f"Give a dict with keys among: {', '.join(cls.keys())}.",
+                do=f"Give a dict with keys among: {', '.join(cls.names())}.",
             )
-        check_keys(cls._name, values, cls.keys())
+        check_keys(cls._name, values, cls.names())
         return cls(**values)
 
     @classmethod
@@ -117,13 +117,13 @@ class _Checked:
         return f"{cls._name}.{key}"
 
     @classmethod
-    def keys(cls) -> tuple[str, ...]:
+    def names(cls) -> tuple[str, ...]:
         """Names of the fields, in order."""
         return tuple(item.name for item in fields(cls))
 
     def replace(self: _Record, **values: Any) -> _Record:
         """A copy with some values changed, checked like any other."""
-        check_keys(self._name, values, self.keys())
+        check_keys(self._name, values, self.names())
         return replace(self, **values)
 
 
@@ -147,7 +147,7 @@ class Environment(_Checked):
         "native", str, "who runs the ops: compiled kernels, or the reference", choices=("native", "reference")
     )
     isa: str = setting(
-        "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
+        "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512")
     )
     timeout_s: float | None = setting(
         None, float, "default of Settings.timeout_s", least=0.001, most=604800.0, optional=True
@@ -195,7 +195,7 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     mine = [
         name for name in variables if name.startswith(VARIABLE_PREFIX) and not name.startswith(BUILD_VARIABLE_PREFIX)
     ]
-    names = {VARIABLE_PREFIX + key.upper(): key for key in Environment.keys()}
+    names = {VARIABLE_PREFIX + key.upper(): key for key in Environment.names()}
     check_keys("environment", mine, names)
     return _from_text(Environment, {key: variables[name] for name, key in names.items() if name in variables})
 
@@ -207,7 +207,7 @@ def launch(variables: Mapping[str, str] | None = None) -> Launch:
         ConfigError: some are set and others are missing, or a text is no integer in range.
     """
     variables = os.environ if variables is None else variables
-    found = {key: variables[key.upper()] for key in Launch.keys() if key.upper() in variables}
+    found = {key: variables[key.upper()] for key in Launch.names() if key.upper() in variables}
     if "rank" in found or "world_size" in found:
         for key in ("rank", "world_size"):
             if key not in found:
@@ -253,7 +253,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def field_paths() -> tuple[str, ...]:
     """Every setting there is, as ``Record.field``; a test freezes the list."""
-    return tuple(f"{record.__name__}.{key}" for record in (Settings, Environment, Launch) for key in record.keys())
+    return tuple(f"{record.__name__}.{key}" for record in (Settings, Environment, Launch) for key in record.names())
 
 
 def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None:

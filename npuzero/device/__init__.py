@@ -1,0 +1,67 @@
+"""Devices: current stream, events, memory figures, and the collective backend that serves each kind.
+
+Importing this touches no device. torch_npu is imported only when an npu is asked for.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+
+from npuzero.device.cpu import Cpu
+from npuzero.device.cuda import Cuda
+from npuzero.device.device import Availability, Device, Event, MemoryFigures
+from npuzero.device.npu import Npu
+from npuzero.errors import ConfigError
+
+__all__ = ["KINDS", "Availability", "Device", "Event", "MemoryFigures", "choose", "get"]
+
+#: Kinds by torch's word for them, most wanted first.
+KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Npu, Cuda, Cpu)}
+
+
+@cache
+def get(device: torch.device | str) -> Device:
+    """The Device behind a torch.device or its name; the same object each time.
+
+    Raises:
+        ConfigError: an unknown kind, or one that cannot be used here, saying why.
+    """
+    kind = _kind(device)
+    found = kind.available()
+    if not found.ok:
+        raise ConfigError(f"device {device}", expected="a usable device", got=found.reason, do=found.do)
+    return kind(torch.device(device))
+
+
+def choose(local_rank: int = 0) -> torch.device:
+    """The device for the process `local_rank` of this host: an npu if there is one, else a GPU, else the CPU.
+
+    Raises:
+        ConfigError: there are devices of the kind, but fewer than processes.
+    """
+    kind = next(kind for kind in KINDS.values() if kind.available().ok)
+    if kind is Cpu:
+        return torch.device("cpu")
+    if local_rank >= kind.count():
+        raise ConfigError(
+            "init: device",
+            expected=f"at most one process per {kind.kind} device, of which this host has {kind.count()}",
+            got=f"local rank {local_rank}",
+            do="Start as many processes per host as it has devices (torchrun --nproc-per-node).",
+        )
+    return torch.device(kind.kind, local_rank)
+
+
+def _kind(device: torch.device | str) -> type[Device]:
+    # torch.device("npu") fails where torch_npu is not loaded, so the kind is read from the text.
+    word = str(device).partition(":")[0]
+    if word not in KINDS:
+        raise ConfigError(
+            "device",
+            expected=f"one of {', '.join(KINDS)}",
+            got=repr(str(device)),
+            do="Move the model to one of these, or add a device as docs/adding-a-device.md says.",
+        )
+    return KINDS[word]

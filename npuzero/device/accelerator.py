@@ -1,0 +1,40 @@
+"""What cuda and npu share: torch gives both a module (``torch.cuda``, ``torch.npu``) with the same functions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from types import ModuleType
+
+from npuzero.device.device import Device, Event, MemoryFigures
+
+
+class Accelerator(Device):
+    """A device that works beside the host, on streams."""
+
+    @classmethod
+    @abstractmethod
+    def module(cls) -> ModuleType:
+        """torch's module for the kind."""
+
+    @classmethod
+    def count(cls) -> int:
+        return int(cls.module().device_count()) if cls.available().ok else 0
+
+    def make_event(self) -> Event:
+        event: Event = self.module().Event()
+        return event
+
+    def synchronize(self) -> None:
+        self.module().synchronize(self.device)
+
+    def memory(self) -> MemoryFigures:
+        """Bytes torch's allocator has handed out, not what it reserves."""
+        module = self.module()
+        _, total = module.mem_get_info(self.device)
+        return MemoryFigures(
+            int(module.memory_allocated(self.device)), int(module.max_memory_allocated(self.device)), int(total)
+        )
+
+    def reset_peak(self) -> bool:
+        self.module().reset_peak_memory_stats(self.device)
+        return True

@@ -1,0 +1,87 @@
+"""The CPU: one stream, work is done when the call returns, memory is the process's resident set."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npuzero.device.device import Availability, Device, Event, MemoryFigures
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class DoneEvent:
+    """An event of a device whose work is done when it is issued."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class Cpu(Device):
+    kind = "cpu"
+    backend = "gloo"
+
+    @classmethod
+    def available(cls) -> Availability:
+        return Availability(True)
+
+    @classmethod
+    def count(cls) -> int:
+        return 1
+
+    def capability(self) -> str:
+        return f"{_processor()}, {len(_cores())} cores for this process, {torch.get_num_threads()} threads"
+
+    def current_stream_int(self) -> int:
+        return 0
+
+    def make_event(self) -> Event:
+        return DoneEvent()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def memory(self) -> MemoryFigures:
+        """The resident set of the whole process: ranks that are threads share it."""
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        figures = _status_bytes()
+        return MemoryFigures(figures["VmRSS"], figures["VmHWM"], os.sysconf("SC_PHYS_PAGES") * page_bytes)
+
+    def reset_peak(self) -> bool:
+        try:
+            _CLEAR.write_text("5")  # proc(5): resets VmHWM
+        except OSError:
+            return False
+        return True
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
+def _processor() -> str:
+    """The processor's name as Linux has it; the architecture where it has none (aarch64 often)."""
+    for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _status_bytes() -> dict[str, int]:
+    lines = (line.split() for line in _STATUS.read_text(encoding="utf-8").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}

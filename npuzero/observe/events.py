@@ -1,0 +1,52 @@
+"""What can be observed: typed events. Times are seconds of `time.perf_counter`, one clock for all ranks of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time: ``Span("gather", "blocks.3", ...)``.
+
+    Attributes:
+        category: the kind of work (``compute``, ``gather``, ``reduce``, ``update`` ...); a lane of the trace.
+        name: what it was done to, usually a unit.
+        begin_s, end_s: its ends in seconds.
+        rank: global rank that did it.
+        facts: further values, such as ``nbytes``; ``error`` holds the kind of the exception that ended it, if one did.
+    """
+
+    category: str
+    name: str
+    begin_s: float
+    end_s: float
+    rank: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Something that happened at one moment."""
+
+    category: str
+    name: str
+    at_s: float
+    rank: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Count:
+    """The value that a quantity has from now on, such as bytes held."""
+
+    category: str
+    name: str
+    at_s: float
+    rank: int
+    value: float
+
+
+Event = Span | Instant | Count
