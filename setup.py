@@ -4,8 +4,8 @@
     pip install -e . --no-build-isolation    for development
     python setup.py build_ext --inplace      rebuild after a change in csrc (compiles only what changed)
 
-Environment: NPUZERO_BUILD_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer (see csrc/CMakeLists.txt);
-CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL mean what they mean everywhere.
+Environment: NPUZERO_BUILD_SANITIZE=1 builds with AddressSanitizer and UndefinedBehaviorSanitizer (how to run it is in
+csrc/CMakeLists.txt); CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL mean what they mean everywhere.
 """
 
 from __future__ import annotations

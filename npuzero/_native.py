@@ -1,0 +1,121 @@
+"""The only importer of npuzero._C: tensors become views, streams become integers, nothing else crosses.
+
+torch is imported first, so that _C finds torch's libgomp already loaded and shares its pool of threads.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from npuzero import _C
+from npuzero.config import environment
+from npuzero.errors import ConfigError, KernelUnavailable
+
+# The integers of csrc/core/view.h.
+DTYPES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+    torch.uint8: 6,
+}
+DEVICES: dict[str, int] = {"cpu": 0, "cuda": 1, "npu": 2}
+BACKENDS = ("native", "reference")
+
+# One function per op, and what the build holds.
+cast, flat_adam, norm, pack = _C.cast, _C.flat_adam, _C.norm, _C.pack
+kernels, isa, built_isas, supported_isas, use_isa = (
+    _C.kernels,
+    _C.isa,
+    _C.built_isas,
+    _C.supported_isas,
+    _C.use_isa,
+)
+NORM_BLOCK: int = _C.norm_block()
+
+
+def view(tensor: torch.Tensor) -> _C.View:
+    """Pointer, count, dtype and device of a contiguous tensor, which the caller keeps alive.
+
+    Raises:
+        KernelUnavailable: the tensor is on a device that no kernel of any build can reach.
+    """
+    return _C.View(tensor.data_ptr(), tensor.numel(), DTYPES[tensor.dtype], device_kind(tensor.device))
+
+
+def optional_view(tensor: torch.Tensor | None) -> _C.View | None:
+    """``view``, or None for None."""
+    return None if tensor is None else view(tensor)
+
+
+def device_kind(device: torch.device) -> int:
+    """The integer under which C++ knows the device.
+
+    Raises:
+        KernelUnavailable: C++ does not know it.
+    """
+    kind = DEVICES.get(device.type)
+    if kind is None:
+        raise KernelUnavailable(
+            "device",
+            expected=f"one of {', '.join(DEVICES)}",
+            got=device.type,
+            do="Move the tensors there, or set NPUZERO_BACKEND=reference.",
+        )
+    return kind
+
+
+def stream(device: torch.device) -> int:
+    """The device's current stream as an integer; 0 on the CPU, where kernels run before the call returns."""
+    if device.type == "cpu":
+        return 0
+    current = getattr(torch, device.type).current_stream(device)
+    return int(getattr(current, f"{device.type}_stream"))
+
+
+def backend() -> str:
+    """Who runs the ops: ``"native"`` kernels, or the ``"reference"`` that NPUZERO_BACKEND=reference forces."""
+    return _backend
+
+
+def use_backend(name: str) -> None:
+    """Does at run time what NPUZERO_BACKEND does at import.
+
+    Raises:
+        ConfigError: no such backend.
+    """
+    global _backend
+    if name not in BACKENDS:
+        raise ConfigError("backend", expected=f"one of {', '.join(BACKENDS)}", got=repr(name), do="Name one of these.")
+    _backend = name
+
+
+def openmp_libraries(maps: str) -> set[str]:
+    """Paths of the OpenMP runtimes in the text of a ``/proc/<pid>/maps``."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "omp" in line and ".so" in line}
+    return {path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))}
+
+
+def _warn_if_two_openmps() -> None:
+    try:
+        found = openmp_libraries(Path("/proc/self/maps").read_text())
+    except OSError:  # not Linux
+        return
+    if len(found) > 1:
+        warnings.warn(
+            f"npuzero and torch use different OpenMP runtimes ({', '.join(sorted(found))}): "
+            "their threads may compete for the same cores, and torch.set_num_threads may not reach npuzero's kernels.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+_environment = environment()
+_backend = _environment.backend
+use_isa(_environment.isa)
+_warn_if_two_openmps()

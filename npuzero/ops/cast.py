@@ -1,0 +1,49 @@
+"""One flat buffer into another dtype. Contract: csrc/ops/cast.h."""
+
+from __future__ import annotations
+
+import torch
+
+from npuzero import _native
+from npuzero.errors import ContractError
+from npuzero.ops import _check
+from npuzero.ops.reference import cast as reference
+
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "tf32": 2}  # csrc/ops/cast.h
+
+
+def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", seed: int = 0, offset: int = 0) -> None:
+    """Writes `src` into `dst`, rounded to `dst`'s dtype.
+
+    NaN stays NaN and infinity infinity; denormals are values like any other. Beyond the largest finite value of the
+    target a number becomes infinity.
+
+    Args:
+        src: flat; float32, bfloat16 or float16 (float32 alone unless rounding is "nearest").
+        dst: flat, as long as src; any of the three for "nearest", bfloat16 for "stochastic", float32 for "tf32".
+        rounding: "nearest" (ties to even; between bfloat16 and float16 by way of float32); "tf32" (10 bits of mantissa,
+            nearest, ties away from zero, as PTX's cvt.rna.tf32.f32; may be in place); "stochastic" (up or down with
+            the probability that keeps the mean).
+        seed: "stochastic" only: key of Philox4x32-10, 0 to 2^64 - 1.
+        offset: "stochastic" only: place of src[0] in the whole; an element's draw depends on seed and place.
+
+    Raises:
+        ContractError: wrong dtype, device, length or range, or shared memory.
+        KernelUnavailable: no kernel for this device in this build.
+    """
+    if rounding not in _ROUNDINGS:
+        raise ContractError(
+            "cast: rounding", expected=f"one of {', '.join(_ROUNDINGS)}", got=repr(rounding), do="Name one of these."
+        )
+    nearest = rounding == "nearest"
+    target = {"nearest": _check.FLOATS, "stochastic": (torch.bfloat16,), "tf32": (torch.float32,)}[rounding]
+    _check.flat("cast", "src", src, _check.FLOATS if nearest else (torch.float32,))
+    _check.flat("cast", "dst", dst, target, src.device, src.numel())
+    _check.integer("cast", "seed", seed, 0, 2**64 - 1)
+    _check.integer("cast", "offset", offset, 0, 2**63 - 1 - src.numel())
+    if not (rounding == "tf32" and src.data_ptr() == dst.data_ptr()):
+        _check.disjoint("cast", [("dst", dst)], [("src", src)])
+    if _native.backend() == "reference":
+        reference.cast(src, dst, rounding, seed, offset)
+        return
+    _native.cast(_native.view(src), _native.view(dst), _ROUNDINGS[rounding], seed, offset, _native.stream(src.device))

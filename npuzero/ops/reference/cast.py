@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import torch
+
+_LOW32 = 0xFFFFFFFF
+
+
+@torch.no_grad()
+def cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset: int) -> None:
+    """dst = src in dst's dtype."""
+    if rounding == "nearest":
+        dst.copy_(src.float())
+    elif rounding == "tf32":
+        dst.copy_(tf32(src))
+    else:
+        dst.copy_(stochastic(src, seed, offset))
+
+
+def tf32(x: torch.Tensor) -> torch.Tensor:
+    """float32[n] to multiples of the unit that 10 bits of mantissa leave, nearest, ties away from zero."""
+    wide = x.double()
+    _, exponent = torch.frexp(wide)  # |x| in [2^(exponent-1), 2^exponent)
+    unit = torch.exp2((exponent.clamp(min=-125) - 11).double())  # denormals share the smallest normal number's unit
+    rounded = torch.floor(wide.abs() / unit + 0.5) * unit * wide.sign()
+    return torch.where(x.isfinite(), rounded, wide).float()
+
+
+def stochastic(x: torch.Tensor, seed: int, offset: int) -> torch.Tensor:
+    """float32[n] to bfloat16[n]: away from zero with the probability that the 16 dropped bits give."""
+    pattern = x.view(torch.int32).to(torch.int64) & _LOW32
+    place = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
+    draw = philox(place, seed) & 0xFFFF
+    up = (pattern & 0xFFFF) + draw > 0xFFFF
+    kept = (pattern >> 16) + up.to(torch.int64)
+    signed = torch.where(kept > 0x7FFF, kept - 0x10000, kept).to(torch.int16)
+    return torch.where(x.isfinite(), signed.view(torch.bfloat16), x.bfloat16())
+
+
+def philox(counter: torch.Tensor, seed: int) -> torch.Tensor:
+    """Word 0 of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned do."""
+    words = [counter & _LOW32, (counter >> 32) & _LOW32, torch.zeros_like(counter), torch.zeros_like(counter)]
+    key = [seed & _LOW32, seed >> 32]
+    for _ in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [
+            ((second >> 32) & _LOW32) ^ words[1] ^ key[0],
+            second & _LOW32,
+            ((first >> 32) & _LOW32) ^ words[3] ^ key[1],
+            first & _LOW32,
+        ]
+        key = [(key[0] + 0x9E3779B9) & _LOW32, (key[1] + 0xBB67AE85) & _LOW32]
+    return words[0]

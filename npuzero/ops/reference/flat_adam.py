@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from npuzero.ops.flat_adam import Coefficients
+
+
+@torch.no_grad()
+def flat_adam(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    ranges: Sequence[tuple[int, int, int]],
+    groups: Sequence[Coefficients],
+    low: torch.Tensor | None,
+    max_exp_avg_sq: torch.Tensor | None,
+    grad_scale: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """Each range in turn, one float32 operation of the formula per torch operation."""
+    if skip is not None and skip.item() != 0:
+        return
+    for begin, end, group in ranges:
+        p, m, v = master[begin:end], exp_avg[begin:end], exp_avg_sq[begin:end]
+        g = grad[begin:end].float()
+        if grad_scale is not None:
+            g = g * grad_scale
+        top = None if max_exp_avg_sq is None else max_exp_avg_sq[begin:end]
+        _update(p, m, v, g, top, groups[group])
+        if low is not None:
+            low[begin:end] = p.to(low.dtype)
+
+
+def _update(
+    p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, top: torch.Tensor | None, k: Coefficients
+) -> None:
+    if k.maximize:
+        g = -g
+    if k.l2:
+        g = g + _f32(k.weight_decay, p) * p
+    decayed = p * _f32(k.decay, p)
+    m.copy_(_f32(k.beta1, p) * m + _f32(k.one_minus_beta1, p) * g)
+    v.copy_(_f32(k.beta2, p) * v + (_f32(k.one_minus_beta2, p) * g) * g)
+    x = v
+    if k.amsgrad:
+        assert top is not None
+        x = top.copy_(torch.maximum(top, v))
+    p.copy_(decayed - (_f32(k.step_size, p) * m) / (x.sqrt() / _f32(k.bias2_sqrt, p) + _f32(k.eps, p)))
+
+
+def _f32(value: float, like: torch.Tensor) -> torch.Tensor:
+    # A tensor and not a number: torch divides by a number on some devices by multiplying with its inverse.
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
