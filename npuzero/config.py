@@ -50,10 +50,9 @@ class Rule:
         """
         if value is None and self.optional:
             return None
-        if self.kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is self.kind and self._holds(value):
-            return value
+        typed = type(value) is self.kind or (self.kind is float and type(value) is int)
+        if typed and self._holds(value):
+            return self.kind(value)
         near = difflib.get_close_matches(value, self.choices, n=1) if isinstance(value, str) else []
         raise ConfigError(
             subject,

@@ -5,7 +5,7 @@ Importing this touches no device. torch_npu is imported only when an npu is aske
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 

@@ -1,0 +1,172 @@
+"""Settings are checked records; unknown keys, wrong types and impossible values are errors that help."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuzero import config
+from npuzero.config import Environment, Launch, Settings
+from npuzero.errors import ConfigError
+
+
+def test_the_settings_there_are_is_a_promise():
+    assert config.field_paths() == (
+        "Settings.overlap",
+        "Settings.prefetch",
+        "Settings.bucket_bytes",
+        "Settings.timeout_s",
+        "Environment.backend",
+        "Environment.isa",
+        "Environment.timeout_s",
+        "Launch.rank",
+        "Launch.world_size",
+        "Launch.local_rank",
+        "Launch.local_world_size",
+    )
+
+
+def test_defaults():
+    assert dataclasses.asdict(Settings()) == {
+        "overlap": True,
+        "prefetch": 1,
+        "bucket_bytes": 25 * 2**20,
+        "timeout_s": 600.0,
+    }
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().prefetch = 2  # type: ignore[misc]
+
+
+def test_from_dict_and_replace_change_what_they_name():
+    settings = Settings.from_dict({"prefetch": 2, "timeout_s": 5})
+    assert settings == Settings(prefetch=2, timeout_s=5.0)
+    assert isinstance(settings.timeout_s, float)
+    assert settings.replace(prefetch=0) == Settings(prefetch=0, timeout_s=5.0)
+
+
+@pytest.mark.parametrize("make", [Settings.from_dict, lambda values: Settings().replace(**values), config.settings])
+def test_an_unknown_key_names_the_nearest_known_one(make):
+    with pytest.raises(ConfigError, match=r"got 'prefech'\. Did you mean 'prefetch'\?") as raised:
+        make({"prefech": 1})
+    assert raised.value.facts == {"key": "prefech", "nearest": "prefetch"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("overlap", 1, "True or False"),
+        ("overlap", "true", "True or False"),
+        ("prefetch", True, "an integer from 0 to 1024"),
+        ("prefetch", "8", "an integer from 0 to 1024"),
+        ("prefetch", 1.0, "an integer from 0 to 1024"),
+        ("prefetch", -1, "an integer from 0 to 1024"),
+        ("prefetch", None, "an integer from 0 to 1024"),
+        ("bucket_bytes", 0, "an integer from 1 to "),
+        ("bucket_bytes", 2**41, "an integer from 1 to "),
+        ("timeout_s", True, "a number from 0.001 to 604800"),
+        ("timeout_s", "600", "a number from 0.001 to 604800"),
+        ("timeout_s", 10**400, "a number from 0.001 to 604800"),
+        ("timeout_s", 0, "a number from 0.001 to 604800"),
+        ("timeout_s", float("nan"), "a number from 0.001 to 604800"),
+        ("timeout_s", float("inf"), "a number from 0.001 to 604800"),
+    ],
+)
+def test_a_wrong_value_is_an_error_however_it_comes_in(key, value, expected):
+    for make in (lambda: Settings.from_dict({key: value}), lambda: Settings(**{key: value})):
+        with pytest.raises(ConfigError, match=re.escape(f"settings.{key}: expected {expected}")) as raised:
+            make()
+        assert repr(value)[:50] in raised.value.got and type(value).__name__ in raised.value.got
+
+
+@pytest.mark.parametrize("values", [None, [("prefetch", 1)], "prefetch=1", 3])
+def test_from_dict_takes_a_mapping_only(values):
+    with pytest.raises(ConfigError, match="a mapping"):
+        Settings.from_dict(values)
+
+
+@given(
+    st.dictionaries(st.text(max_size=12), st.none() | st.booleans() | st.integers() | st.text(max_size=5), max_size=3)
+)
+def test_whatever_comes_in_is_settings_or_a_config_error(values):
+    try:
+        settings = Settings.from_dict(values)
+    except ConfigError:
+        return
+    assert Settings.from_dict(dataclasses.asdict(settings)) == settings
+
+
+def test_variables_are_parsed_and_checked():
+    variables = {"NPUZERO_BACKEND": "reference", "NPUZERO_ISA": "avx2", "NPUZERO_TIMEOUT_S": "2.5", "HOME": "/"}
+    assert config.environment(variables) == Environment("reference", "avx2", 2.5)
+    assert config.environment({}) == Environment("native", "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({"NPUZERO_BACKED": "reference"}, "Did you mean 'NPUZERO_BACKEND'"),
+        (
+            {"NPUZERO_BACKEND": "refrence"},
+            "NPUZERO_BACKEND: expected one of native, reference.*Did you mean 'reference'",
+        ),
+        ({"NPUZERO_ISA": "sse"}, "NPUZERO_ISA: expected one of auto"),
+        ({"NPUZERO_TIMEOUT_S": "soon"}, "NPUZERO_TIMEOUT_S: expected a number"),
+        ({"NPUZERO_TIMEOUT_S": "-1"}, "NPUZERO_TIMEOUT_S: expected a number"),
+        ({"NPUZERO_TIMEOUT_S": "nan"}, "NPUZERO_TIMEOUT_S: expected a number"),
+    ],
+)
+def test_a_wrong_variable_is_an_error(variables, match):
+    with pytest.raises(ConfigError, match=match):
+        config.environment(variables)
+
+
+def test_variables_of_the_build_are_left_to_the_build():
+    assert config.environment({"NPUZERO_BUILD_ANYTHING": "1"}) == Environment()
+
+
+def test_a_variable_is_a_default_and_a_value_wins(monkeypatch):
+    monkeypatch.setenv("NPUZERO_TIMEOUT_S", "7")
+    assert config.settings().timeout_s == 7.0
+    assert config.settings({"timeout_s": 8}).timeout_s == 8.0
+
+
+def test_launch_reads_what_torchrun_sets():
+    variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
+    assert config.launch(variables) == Launch(5, 8, 1, 4)
+    assert config.launch({}) == Launch(0, 1, 0, 1)
+    assert config.launch({"RANK": "1", "WORLD_SIZE": "2"}) == Launch(1, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "match"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE: expected the variable"),
+        ({"WORLD_SIZE": "2"}, "RANK: expected the variable"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: expected less than WORLD_SIZE = 2; got 2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: expected an integer"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK: expected an integer"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK: expected less"),
+    ],
+)
+def test_a_torn_launch_is_an_error(variables, match):
+    with pytest.raises(ConfigError, match=match):
+        config.launch(variables)
+
+
+def test_read_json(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text('{"hidden_size": 8}')
+    assert config.read_json(path) == {"hidden_size": 8}
+    for text, match in (("{", "JSON"), ("[1]", "a JSON object"), ("\xff", "JSON")):
+        path.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ConfigError, match=match):
+            config.read_json(path)
+    with pytest.raises(ConfigError, match="No such file"):
+        config.read_json(tmp_path / "missing.json")
