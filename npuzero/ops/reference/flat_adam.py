@@ -50,7 +50,13 @@ def _update(
     if k.amsgrad:
         assert top is not None
         x = top.copy_(torch.maximum(top, v))
-    p.copy_(decayed - (_f32(k.step_size, p) * m) / (x.sqrt() / _f32(k.bias2_sqrt, p) + _f32(k.eps, p)))
+    p.copy_(decayed - (_f32(k.step_size, p) * m) / (_sqrt(x) / _f32(k.bias2_sqrt, p) + _f32(k.eps, p)))
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    # torch's float32 square root is not correctly rounded on every build (MKL's differs by 1 ulp at places). By way of
+    # float64 it is: the root of a 24-bit number is never nearer than 2^-49 to the middle of two others.
+    return x.double().sqrt().float()
 
 
 def _f32(value: float, like: torch.Tensor) -> torch.Tensor:
