@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -287,3 +288,31 @@ def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
         except ValueError:
             values[key] = text
     return record.from_dict(values)
+
+
+# Where each toolkit's own scripts say it lies, then where its installer puts it.
+_TOOLKITS = {
+    "cuda": (("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda", "version.json"),
+    "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), "/usr/local/Ascend/ascend-toolkit/latest", "*/*.info"),
+}
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A device vendor's compiler and libraries: where they lie, and their version in the vendor's words if it tells."""
+
+    name: str
+    root: Path
+    version: str | None
+
+
+def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolkit | None:
+    """The toolkit ``"cuda"`` or ``"cann"`` of this machine; None where there is none."""
+    variables = os.environ if variables is None else variables
+    names, usual, pattern = _TOOLKITS[name]
+    root = Path(next((variables[key] for key in names if variables.get(key)), usual))
+    if not root.is_dir():
+        return None
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(root.glob(pattern)))
+    found = (re.search(r'"?version"?\s*[:=]\s*"?([\w.]+)', text) for text in texts)
+    return Toolkit(name, root, next((match.group(1) for match in found if match), None))

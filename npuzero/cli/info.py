@@ -1,0 +1,47 @@
+"""``npuzero info``: what this installation has, and why something is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from npuzero.cli.table import table
+from npuzero.info import info
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser("info", help="devices, kernels, backends, versions, and why something is missing")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> str:
+    """The command's output."""
+    facts = info()
+    return json.dumps(facts, indent=2) if options.json else render(facts)
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The facts as a page of text."""
+    devices, isa = facts["devices"], facts["isa"]
+    named = {
+        "Versions": {**facts["versions"], "platform": facts["platform"]},
+        "Devices": {name: text for found in devices.values() for name, text in found["devices"].items()},
+        "Collectives": {kind: ", ".join(found["backends"]) for kind, found in facts["collectives"].items()},
+    }
+    sections = {title: [f"{name:14} {text or 'none'}" for name, text in rows.items()] for title, rows in named.items()}
+    kernels = [[op, *("yes" if has[kind] else "no" for kind in devices)] for op, has in facts["kernels"].items()]
+    sections["Kernels in this build"] = [
+        *table(["op", *devices], kernels).splitlines(),
+        "",
+        f"run by: {facts['backend']}; instruction set of the cpu kernels: {isa['chosen']}",
+        f"(this machine has {', '.join(isa['supported'])}; built are {', '.join(isa['built'])})",
+    ]
+    sections["Missing"] = [f"{item['what']}: {item['why']}. {item['do']}" for item in facts["missing"]] or ["nothing"]
+    return "\n\n".join(_section(title, lines) for title, lines in sections.items())
+
+
+def _section(title: str, lines: list[str]) -> str:
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])

@@ -1,0 +1,38 @@
+"""Plain text tables and quantities of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned on their width: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            text.ljust(width) if column == 0 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def unit_for(nbytes: int) -> tuple[str, int]:
+    """The largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole table."""
+    power = 0
+    while power + 1 < len(_UNITS) and nbytes >= 10 * 1024 ** (power + 1):
+        power += 1
+    return _UNITS[power], 1024**power
+
+
+def quantity(nbytes: int, unit_bytes: int) -> str:
+    """`nbytes` in units of `unit_bytes`, with two decimals; whole bytes have none, and nothing is a dash."""
+    if nbytes == 0:
+        return "-"
+    if nbytes < 0.005 * unit_bytes:
+        return "<0.01"
+    return f"{nbytes:,}" if unit_bytes == 1 else f"{nbytes / unit_bytes:,.2f}"

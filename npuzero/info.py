@@ -1,0 +1,107 @@
+"""What this installation has: devices, kernels, backends, versions; and for what it lacks, why and what to do.
+
+Asks each kind of device whether it is there, so it is the one call here that may load a vendor's library.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed
+
+from npuzero import _native, device
+from npuzero.config import find_toolkit
+
+_ADD_KERNELS = (
+    "NPUZERO_BACKEND=reference runs the ops there in plain torch, slowly; "
+    "docs/adding-a-device.md says how to add kernels."
+)
+
+
+def info() -> dict[str, Any]:
+    """The facts behind ``npuzero info``: plain dicts, lists and texts, ready for JSON.
+
+    Keys: ``versions``, ``platform``, ``devices`` (by kind), ``kernels`` (op → kind → bool), ``isa``, ``backend``,
+    ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
+    """
+    devices = {kind: _device(found) for kind, found in device.KINDS.items()}
+    kernels = {op: {kind: kind in kinds for kind in devices} for op, kinds in sorted(_native.kernels().items())}
+    collectives = {kind: _collectives(found) for kind, found in device.KINDS.items()}
+    return {
+        "versions": _versions(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "devices": devices,
+        "kernels": kernels,
+        "isa": {
+            "chosen": _native.isa(),
+            "supported": list(_native.supported_isas()),
+            "built": list(_native.built_isas()),
+        },
+        "backend": _native.backend(),
+        "collectives": collectives,
+        "missing": _missing(devices, kernels, collectives),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    toolkits = {name: find_toolkit(name) for name in ("cuda", "cann")}
+    found: dict[str, str | None] = {name: _package(name) for name in ("npuzero", "torch", "torch_npu")}
+    found["python"] = platform.python_version()
+    found["torch's cuda"] = torch.version.cuda
+    for name, toolkit in toolkits.items():
+        found[f"{name} toolkit"] = f"{toolkit.version or 'version unknown'} in {toolkit.root}" if toolkit else None
+    return found
+
+
+def _package(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device(kind: type[device.Device]) -> dict[str, Any]:
+    found = kind.available()
+    names = [kind.kind] if kind.kind == "cpu" else [f"{kind.kind}:{index}" for index in range(kind.count())]
+    return {
+        "available": found.ok,
+        "devices": {name: device.get(name).capability() for name in names} if found.ok else {},
+        "reason": found.reason,
+        "do": found.do,
+    }
+
+
+def _collectives(kind: type[device.Device]) -> dict[str, Any]:
+    distributed = torch.distributed
+    built: dict[str, Callable[[], bool]] = {
+        "gloo": distributed.is_gloo_available,
+        "nccl": distributed.is_nccl_available,
+        "hccl": lambda: kind.available().ok,  # comes with torch_npu
+    }
+    usable = distributed.is_available() and built[kind.backend]()
+    own = ["shared memory"] if kind.kind == "cpu" else []
+    return {"backends": own + [kind.backend] * usable, "wanted": kind.backend}
+
+
+def _missing(
+    devices: dict[str, Any], kernels: dict[str, dict[str, bool]], collectives: dict[str, Any]
+) -> list[dict[str, str]]:
+    missing = [
+        {"what": f"device {kind}", "why": facts["reason"], "do": facts["do"]}
+        for kind, facts in devices.items()
+        if not facts["available"]
+    ]
+    for kind, facts in devices.items():
+        lacking = [op for op, kinds in kernels.items() if not kinds[kind]]
+        if lacking:
+            why = f"this build has none for {', '.join(lacking)}"
+            missing.append({"what": f"kernels for {kind}", "why": why, "do": _ADD_KERNELS})
+        wanted = collectives[kind]["wanted"]
+        if facts["available"] and wanted not in collectives[kind]["backends"]:
+            do = f"Install a torch built with {wanted}."
+            missing.append({"what": f"collectives {wanted}", "why": "this torch was built without it", "do": do})
+    return missing

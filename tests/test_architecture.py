@@ -1,0 +1,288 @@
+"""The house's rules that need no build: layers, one op one name, no torch in C++, stages as data, a silent library.
+
+The last test imports the package in a fresh process, and is skipped where the extension is not built.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "npuzero"
+CSRC = ROOT / "csrc"
+
+# A module imports its own part and the rows above; parts of one row never import each other.
+ROWS = (
+    ("errors",),
+    ("plan",),
+    ("config",),
+    ("observe",),
+    ("device",),
+    ("_native",),
+    ("ops",),
+    ("memory", "comm"),
+    ("shard", "optim", "parallel"),
+    ("checkpoint",),
+    ("api", "info"),
+    ("compat", "cli"),
+    ("__main__",),
+    ("__init__",),
+)
+ROW_OF = {part: index for index, row in enumerate(ROWS) for part in row}
+
+# Which folders of csrc a folder's files include from; bindings.cpp is above them all.
+CSRC_MAY_INCLUDE = {
+    "core": {"core"},
+    "ops": {"ops", "core"},
+    "cpu": {"cpu", "ops", "core"},
+    "cuda": {"cuda", "ops", "core"},
+    "npu": {"npu", "ops", "core"},
+    "comm": {"comm", "core"},
+    "io": {"io", "core"},
+}
+
+TALKS = ("cli", "__main__")
+
+
+def python_files(folder: Path = PACKAGE) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def part_of(path: Path) -> str:
+    """The part a module belongs to: the first name below the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def place(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+def imported_modules(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every module that `path` imports, wherever in the file, by its full dotted name."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "npuzero" else [module]
+            yield from ((node, name) for name in names)
+
+
+def imported_parts(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """The parts of the package that `path` imports; a name of the package's face counts as ``__init__``."""
+    for node, module in imported_modules(path):
+        head, _, rest = module.partition(".")
+        if head == "npuzero":
+            part = rest.partition(".")[0]
+            yield node, part if part in ROW_OF or part == "_C" else "__init__"
+
+
+def docstrings(tree: ast.Module) -> set[int]:
+    """Ids of the constants that are docstrings."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr):
+            found.add(id(node.body[0].value))
+    return found
+
+
+def test_every_part_has_a_row():
+    parts = {part_of(path) for path in python_files()}
+    assert parts <= set(ROW_OF), f"give {sorted(parts - set(ROW_OF))} a row in docs/architecture.md and here"
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_up_the_rows_only(path):
+    own = part_of(path)
+    wrong = [
+        f"{place(path, node)} imports {part}"
+        for node, part in imported_parts(path)
+        if part not in (own, "_C") and ROW_OF[part] >= ROW_OF[own]
+    ]
+    assert not wrong, wrong
+
+
+def test_the_extension_has_one_importer():
+    importers = {path for path in python_files() for _, part in imported_parts(path) if part == "_C"}
+    assert {path.relative_to(PACKAGE).as_posix() for path in importers} == {"_native.py"}
+
+
+def test_one_op_one_name():
+    contracts = sorted(path.stem for path in (CSRC / "ops").glob("*.h"))
+    assert contracts, "no contracts found"
+    homes = ("csrc/cpu/{}.cpp", "npuzero/ops/{}.py", "npuzero/ops/reference/{}.py", "tests/ops/test_{}.py")
+    missing = [home.format(op) for op in contracts for home in homes if not (ROOT / home.format(op)).is_file()]
+    assert not missing, missing
+    doors = sorted(path.stem for path in (PACKAGE / "ops").glob("*.py") if not path.stem.startswith("_"))
+    assert doors == contracts
+    references = (PACKAGE / "ops" / "reference").glob("*.py")
+    assert sorted(path.stem for path in references if not path.stem.startswith("_")) == contracts
+
+
+def test_references_share_nothing_with_the_kernels():
+    for path in python_files(PACKAGE / "ops" / "reference"):
+        assert "_native" not in {part for _, part in imported_parts(path)}, path
+
+
+def csrc_includes() -> Iterator[tuple[Path, int, str]]:
+    for path in sorted(CSRC.rglob("*")):
+        if path.suffix in {".h", ".hpp", ".cpp", ".cu", ".cuh", ".asc"}:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if match := re.match(r'\s*#\s*include\s*[<"]([^>"]+)[>"]', line):
+                    yield path, number, match.group(1)
+
+
+def test_cpp_never_sees_torch():
+    torch_headers = re.compile(r"^(torch|ATen|c10|caffe2|torch_npu)/|^(torch|Python)\.h")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} {name}" for path, line, name in csrc_includes() if torch_headers.match(name)
+    ]
+    assert not wrong, wrong
+
+
+def test_cpp_layers():
+    folders = {path.name for path in CSRC.iterdir() if path.is_dir()}
+    wrong = []
+    for path, line, name in csrc_includes():
+        own, _, rest = path.relative_to(CSRC).as_posix().partition("/")
+        folder = name.partition("/")[0]
+        if rest and folder in folders and folder not in CSRC_MAY_INCLUDE[own]:
+            wrong.append(f"{path.relative_to(ROOT)}:{line} includes {name}")
+    assert not wrong, wrong
+
+
+def test_a_stage_is_data_not_an_if():
+    """No comparison with a stage or preset, and no preset's name, outside the table."""
+    wrong = []
+    for path in python_files():
+        tree = tree_of(path)
+        texts = docstrings(tree)
+        for node in ast.walk(tree):
+            if path == PACKAGE / "plan.py":
+                continue
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+                if re.fullmatch(r"zero\d[\w.-]*|hsdp|mics|hpz", node.value):
+                    wrong.append(f"{place(path, node)} names preset {node.value!r}")
+            elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+                names = {getattr(side, "id", getattr(side, "attr", "")) for side in (node.left, *node.comparators)}
+                if names & {"stage", "preset", "zero_stage"}:
+                    wrong.append(f"{place(path, node)} asks for a stage")
+    assert not wrong, wrong
+
+
+def test_the_library_prints_nothing():
+    wrong = [
+        place(path, node)
+        for path in python_files()
+        if part_of(path) not in TALKS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"print", "breakpoint"}
+    ]
+    assert not wrong, wrong
+
+
+def test_config_is_the_only_reader_of_the_environment():
+    wrong = [
+        place(path, node)
+        for path in python_files()
+        if part_of(path) != "config"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "environb"}
+    ]
+    assert not wrong, wrong
+
+
+def test_torch_npu_is_named_by_its_device_only():
+    """Whoever else needs it asks npuzero.device, so that it is imported only when an npu is asked for."""
+    wrong = [
+        place(path, node)
+        for path in python_files()
+        for node, module in imported_modules(path)
+        if module.partition(".")[0] == "torch_npu"
+    ]
+    assert not wrong, wrong
+
+
+def project_texts() -> Iterator[Path]:
+    folders = ("npuzero", "csrc", "tests", "docs", "docker", "examples", "benchmarks", ".ci")
+    suffixes = {
+        ".py",
+        ".pyi",
+        ".h",
+        ".cpp",
+        ".cu",
+        ".md",
+        ".txt",
+        ".toml",
+        ".json",
+        ".yml",
+        ".cmake",
+        ".Dockerfile",
+        "",
+    }
+    for path in (*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))):
+        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts:
+            yield path
+
+
+def test_no_file_names_a_machine():
+    """Paths of whoever wrote a file do not belong in it."""
+    home = re.compile("|".join(re.escape(f"/{folder}/") for folder in ("work", "root", "home")))
+    wrong = [str(path.relative_to(ROOT)) for path in project_texts() if home.search(path.read_text("utf-8", "replace"))]
+    assert not wrong, wrong
+
+
+def test_links_between_documents_lead_somewhere():
+    wrong = []
+    for path in (path for path in project_texts() if path.suffix == ".md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8")):
+            if "://" not in target and not (path.parent / target).exists():
+                wrong.append(f"{path.relative_to(ROOT)} → {target}")
+    assert not wrong, wrong
+
+
+_IMPORT = """
+import json, sys, threading
+import torch
+started = []
+sys.addaudithook(lambda event, args: started.append(event) if event in {
+    "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"} else None)
+import npuzero
+print(json.dumps({
+    "processes": started,
+    "threads": threading.active_count(),
+    "cuda": torch.cuda.is_initialized(),
+    "group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+    "heavy": [name for name in ("torch_npu", "matplotlib", "rich", "safetensors", "setuptools") if name in sys.modules],
+}))
+"""
+
+
+@pytest.mark.skipif(find_spec("npuzero._C") is None, reason="needs the extension")
+def test_import_touches_nothing(tmp_path):
+    # torch loads its backends' packages by itself; here only what npuzero does counts.
+    variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", _IMPORT]  # away from the sources, so that it is the installed package
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout) == {"processes": [], "threads": 1, "cuda": False, "group": False, "heavy": []}
