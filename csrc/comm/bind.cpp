@@ -1,0 +1,90 @@
+#include "comm/bind.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "comm/communicator.h"
+#include "comm/pulse.h"
+
+namespace py = pybind11;
+
+namespace npuzero {
+namespace {
+
+using namespace comm;
+
+bool interrupted() {
+  const py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// (kind, origin, expected, got, remedy), or None where the operation went well.
+py::object failure_of(const Operation& operation) {
+  if (!operation.failure) return py::none();
+  const Failure& failure = *operation.failure;
+  return py::make_tuple(failure.kind, failure.origin, failure.expected, failure.got, failure.remedy);
+}
+
+py::object wait(Communicator& communicator, const OperationPointer& operation) {
+  {
+    const py::gil_scoped_release release;
+    communicator.wait(operation, interrupted);
+  }
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return failure_of(*operation);
+}
+
+OperationPointer submit(Communicator& communicator, int verb, std::uintptr_t in, std::uintptr_t out, size_t numel,
+                        size_t itemsize, int wire, int result, bool accumulate, int root, std::string dtype,
+                        std::string tag) {
+  Request request;
+  request.verb = static_cast<Verb>(verb);
+  request.in = reinterpret_cast<const std::byte*>(in);
+  request.out = reinterpret_cast<std::byte*>(out);
+  request.numel = numel;
+  request.itemsize = itemsize;
+  request.wire = static_cast<Dtype>(wire);
+  request.result = static_cast<Dtype>(result);
+  request.accumulate = accumulate;
+  request.root = root;
+  request.dtype = std::move(dtype);
+  request.tag = std::move(tag);
+  return communicator.submit(std::move(request));
+}
+
+}  // namespace
+
+void bind_comm(py::module_& m) {
+  py::module_ comm = m.def_submodule("comm", "Collectives over memory that ranks share; see csrc/comm/communicator.h.");
+
+  py::class_<Region, std::shared_ptr<Region>>(comm, "Region")
+      .def_static("in_threads", &Region::in_threads, py::arg("size"), py::arg("slot_bytes"))
+      .def_static("create", &Region::create, py::arg("size"), py::arg("slot_bytes"), py::arg("nonce"), py::arg("named"))
+      .def_static("open", &Region::open, py::arg("address"), py::arg("size"), py::arg("slot_bytes"), py::arg("nonce"))
+      .def_property_readonly("address", &Region::address);
+
+  py::class_<Pulse>(comm, "Pulse").def(py::init<pid_t>(), py::arg("pid")).def("dead", &Pulse::dead);
+
+  py::class_<Operation, OperationPointer>(comm, "Operation")
+      .def_readonly("sequence", &Operation::sequence)
+      .def_readonly("refused", &Operation::refused, "The communicator was broken or closed already.");
+
+  py::class_<Communicator>(comm, "Communicator")
+      .def(py::init<std::shared_ptr<Region>, int, std::vector<int>, std::vector<int>, std::string, double>(),
+           py::arg("region"), py::arg("index"), py::arg("ranks"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"))
+      .def("submit", &submit, py::arg("verb"), py::arg("input"), py::arg("output"), py::arg("numel"), py::arg("itemsize"),
+           py::arg("wire"), py::arg("result"), py::arg("accumulate"), py::arg("root"), py::arg("dtype"), py::arg("tag"))
+      .def("wait", &wait, py::arg("operation"), "None, or (kind, origin, expected, got, remedy).")
+      .def("done", &Communicator::done, py::arg("operation"))
+      .def("abort", &Communicator::abort, py::arg("reason"))
+      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>());
+
+  py::enum_<Verb> verbs(comm, "Verb");
+  for (int code = 0; code <= static_cast<int>(Verb::barrier); ++code) {
+    verbs.value(name(static_cast<Verb>(code)), static_cast<Verb>(code));
+  }
+}
+
+}  // namespace npuzero

@@ -1,0 +1,32 @@
+// sum's loops for AVX2. Headers of the standard library come first: their functions must keep the baseline's target,
+// since the linker keeps one copy of each.
+#if defined(__x86_64__)
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/view.h"
+
+#define NPUZERO_ISA avx2
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#include "comm/sum_loops.h"
+
+namespace npuzero::comm {
+
+void sum_avx2(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n, bool accumulate) {
+  sum_loops(out, result, in, inputs, wire, n, accumulate);
+}
+
+}  // namespace npuzero::comm
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

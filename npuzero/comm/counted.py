@@ -1,0 +1,52 @@
+"""A communicator that counts the bytes its rank sends, by the plan's own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import torch
+
+from npuzero.comm.communicator import Communicator, Handle
+from npuzero.plan import ring_bytes
+
+
+class Counted(Communicator):
+    """Wraps ``communicator``; each verb adds what it sends to ``counter[verb]`` (bytes, see plan.ring_bytes)."""
+
+    def __init__(self, communicator: Communicator, counter: MutableMapping[str, int]) -> None:
+        super().__init__(communicator.ranks, communicator.rank, communicator.name, communicator.device)
+        self.communicator = communicator
+        self.counter = counter
+
+    def barrier(self) -> None:
+        self.communicator.barrier()
+
+    def abort(self, reason: str) -> None:
+        self.communicator.abort(reason)
+
+    def close(self) -> None:
+        self.communicator.close()
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+        self._count("all_gather", whole)
+        return self.communicator._all_gather(whole, shard, tag)
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+        self._count("reduce_scatter", whole)
+        return self.communicator._reduce_scatter(shard, whole, accumulate, tag)
+
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        self._count("all_reduce", buffer)
+        return self.communicator._all_reduce(buffer, tag)
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+        self._count("all_to_all", inp)
+        return self.communicator._all_to_all(out, inp, tag)
+
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+        self._count("broadcast", buffer)
+        return self.communicator._broadcast(buffer, root, tag)
+
+    def _count(self, verb: str, whole: torch.Tensor) -> None:
+        nbytes = whole.numel() * whole.element_size()
+        self.counter[verb] = self.counter.get(verb, 0) + ring_bytes(verb, nbytes, self.size)

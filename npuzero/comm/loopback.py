@@ -1,0 +1,136 @@
+"""Ranks as threads of one process: the same collectives over plain memory, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from npuzero import observe
+from npuzero.comm import shared_memory
+from npuzero.comm.communicator import Communicator
+from npuzero.comm.world import World, entered
+from npuzero.errors import CollectiveError
+
+_Result = TypeVar("_Result")
+
+
+class _Meeting:
+    """What the threads of one run share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.regions: dict[tuple[tuple[int, ...], str], Any] = {}
+        self.exchanges: dict[int, dict[int, str]] = {}
+        self.aborted: str | None = None
+        self.first_error: BaseException | None = None
+
+
+class ThreadWorld(World):
+    """One rank of ``run_threads``."""
+
+    def __init__(self, rank: int, meeting: _Meeting, timeout_s: float) -> None:
+        super().__init__(rank, meeting.size, torch.device("cpu"), range(meeting.size), timeout_s)
+        self._meeting = meeting
+        self._exchanges = 0
+
+    def exchange(self, value: object) -> list[Any]:
+        meeting = self._meeting
+        self._exchanges += 1
+        with meeting.changed:
+            values = meeting.exchanges.setdefault(self._exchanges, {})
+            values[self.rank] = json.dumps(value)
+            meeting.exchanges.pop(self._exchanges - 2, None)
+            meeting.changed.notify_all()
+            met = meeting.changed.wait_for(
+                lambda: len(values) == self.size or meeting.aborted is not None, self.timeout_s
+            )
+            if len(values) < self.size:
+                raise CollectiveError(
+                    f"exchange #{self._exchanges} on rank {self.rank}",
+                    expected=f"all {self.size} ranks within {self.timeout_s} s",
+                    got=meeting.aborted if met and meeting.aborted else f"ranks {sorted(values)} alone",
+                    do="See the error of the first rank that failed, or what the others do.",
+                )
+        return [json.loads(values[rank]) for rank in range(self.size)]
+
+    def abort(self, reason: str) -> None:
+        with self._meeting.changed:
+            self._meeting.aborted = self._meeting.aborted or f"rank {self.rank} aborted: {reason}"
+            self._meeting.changed.notify_all()
+        super().abort(reason)
+
+    def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
+        with self._meeting.changed:
+            region = self._meeting.regions.get((ranks, name))
+            if region is None:
+                region = shared_memory.native.Region.in_threads(len(ranks), shared_memory.SLOT_BYTES)
+                self._meeting.regions[ranks, name] = region
+        return shared_memory.SharedMemoryCommunicator(
+            region, ranks, ranks.index(self.rank), name, pids=(), timeout_s=self.timeout_s
+        )
+
+
+def run_threads(size: int, fn: Callable[[World], _Result], *, timeout_s: float = 60.0) -> list[_Result]:
+    """Runs ``fn(world)`` on ``size`` ranks, each a thread, and returns what each returned, by rank.
+
+    Inside, ``current_world()`` is the rank's world. The first exception ends the others' waiting and is raised here.
+
+    Raises:
+        CollectiveError: the ranks did not end within ``timeout_s``.
+    """
+    meeting = _Meeting(size)
+    worlds = [ThreadWorld(rank, meeting, timeout_s) for rank in range(size)]
+    results: dict[int, _Result] = {}
+
+    def body(world: ThreadWorld) -> None:
+        observe.set_rank(world.rank)
+        try:
+            with entered(world):
+                results[world.rank] = fn(world)
+        except BaseException as error:
+            with meeting.changed:
+                meeting.first_error = meeting.first_error or error
+            world.abort(f"{type(error).__name__}: {error}")
+        finally:
+            world.close()
+
+    threads = [threading.Thread(target=body, args=(world,), name=f"rank {world.rank}", daemon=True) for world in worlds]
+    for thread in threads:
+        thread.start()
+    try:
+        stuck = _join(threads, timeout_s)
+    except BaseException as error:
+        _abort_all(worlds, type(error).__name__)
+        raise
+    if stuck:
+        _abort_all(worlds, f"not done after {timeout_s} s")
+        _join(threads, 1.0)
+    if meeting.first_error is not None and not stuck:
+        raise meeting.first_error
+    if stuck:
+        raise CollectiveError(
+            "run_threads",
+            expected=f"{size} ranks to end within {timeout_s} s",
+            got=f"{', '.join(stuck)} still running",
+            do="See what they do, or raise timeout_s.",
+        ) from meeting.first_error
+    return [results[rank] for rank in range(size)]
+
+
+def _join(threads: list[threading.Thread], timeout_s: float) -> list[str]:
+    """Names of the threads that still run after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread.name for thread in threads if thread.is_alive()]
+
+
+def _abort_all(worlds: list[ThreadWorld], reason: str) -> None:
+    for world in worlds:
+        world.abort(reason)

@@ -1,0 +1,318 @@
+"""Collectives through torch.distributed: gloo on the host, nccl and hccl on accelerators.
+
+gloo carries the bytes only: sums are made here, in ascending order of the ranks and in f32, so that their bits equal those
+of shared memory; any order of the group is served, by permuting parts. nccl and hccl sum as they do, in an order and (for
+bf16 and f16) a precision of their own, and only in ascending order of the group: hierarchical.py composes other orders.
+
+torch sorts the ranks of a group; its ``places`` here say which part of a whole belongs to its k-th rank. Signatures are
+not compared between ranks: a verb that differs ends in gloo's error or in a timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from npuzero.comm.communicator import INTEGERS, Communicator, Handle
+from npuzero.comm.lane import HostLane
+from npuzero.errors import CollectiveError, ConfigError
+
+#: Below this many elements an all_reduce gathers all buffers: one step instead of two.
+_SMALL_NUMEL = 8192
+
+
+def make_group(
+    ranks: Sequence[int], backend: str, name: str, *, timeout_s: float, buffer_mb: int | None = None
+) -> dist.ProcessGroup:
+    """A process group of ``ranks``, made by its members alone; members make groups of equal ranks in the same order.
+
+    Args:
+        buffer_mb: hccl's buffer of the group (it takes two; 200 MB each by default).
+    """
+    group: dist.ProcessGroup = dist.new_group(
+        sorted(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        backend=backend,
+        pg_options=_hccl_options(buffer_mb) if backend == "hccl" and buffer_mb is not None else None,
+        use_local_synchronization=True,
+        group_desc=f"npuzero:{name}",
+    )
+    return group
+
+
+class ProcessGroupCommunicator(Communicator):
+    """What gloo and the accelerators share: numbering, and errors that say where."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str, device: torch.device, backend: str
+    ) -> None:
+        super().__init__(ranks, rank, name, device)
+        self.group = group
+        self.backend = backend
+        self._sequence = 0
+        self._broken: CollectiveError | None = None
+
+    def abort(self, reason: str) -> None:
+        self._broken = self._broken or self._error("abort", self._sequence, "", reason)
+
+    def _next(self) -> int:
+        if self._broken is not None:
+            raise self._broken
+        self._sequence += 1
+        return self._sequence
+
+    def _fail(self, verb: str, sequence: int, tag: str, error: BaseException) -> CollectiveError:
+        self._broken = self._broken or self._error(verb, sequence, tag, f"{type(error).__name__}: {error}")
+        return self._broken
+
+    def _error(self, verb: str, sequence: int, tag: str, got: str) -> CollectiveError:
+        what = f"{verb} #{sequence}" + (f" tagged {tag!r}" if tag else "")
+        return CollectiveError(
+            f"{what} of {self.name!r} on rank {self.ranks[self.rank]}",
+            expected=f"{self.backend} to complete it with ranks {self.ranks}",
+            got=got,
+            do=_ADVICE[self.backend],
+            verb=verb,
+            sequence=sequence,
+            tag=tag,
+        )
+
+
+_ADVICE = {
+    "gloo": "See the first error among the ranks: one that ended or differs makes the others fail.",
+    "nccl": "See the first error among the ranks; NCCL_DEBUG=INFO says more.",
+    "hccl": "See the first error among the ranks; if it came at the group's first operation, the ranks started too far "
+    "apart: raise HCCL_CONNECT_TIMEOUT (120 s by default; 900 and more is usual), for long operations HCCL_EXEC_TIMEOUT.",
+}
+
+
+class GlooCommunicator(ProcessGroupCommunicator):
+    """Host tensors over gloo. Operations run in order on a thread of their own."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
+        super().__init__(group, ranks, rank, name, torch.device("cpu"), "gloo")
+        self._places = [self.ranks.index(member) for member in sorted(self.ranks)]
+        self._ascending = self._places == list(range(self.size))
+        self._lane = HostLane(name)
+
+    def barrier(self) -> None:
+        self._run("barrier", "", 1, lambda: dist.barrier(group=self.group)).wait()
+
+    def close(self) -> None:
+        self._lane.close(timeout_s=1.0)
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+        return self._run("all_gather", tag, whole.numel(), lambda: self._gather(whole, shard))
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+        def step() -> None:
+            add_in_order(shard, self._swap(whole), accumulate)
+
+        return self._run("reduce_scatter", tag, whole.numel(), step)
+
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        def small() -> None:
+            rows = buffer.new_empty(self.size, buffer.numel())
+            self._gather_ascending(rows.view(-1), buffer)
+            add_in_order(buffer, rows)
+
+        def large() -> None:
+            each = -(-buffer.numel() // self.size)
+            padded = buffer.new_zeros(self.size * each)
+            padded[: buffer.numel()] = buffer
+            shard = buffer.new_empty(each)
+            add_in_order(shard, self._swap(padded))
+            self._gather(padded, shard)
+            buffer.copy_(padded[: buffer.numel()])
+
+        return self._run("all_reduce", tag, buffer.numel(), small if buffer.numel() <= _SMALL_NUMEL else large)
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+        def step() -> None:
+            out.view(self.size, -1)[self._places] = self._swap(inp)
+
+        return self._run("all_to_all", tag, inp.numel(), step)
+
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+        source = self.ranks[root]
+        return self._run(
+            "broadcast", tag, buffer.numel(), lambda: dist.broadcast(_bytes(buffer), source, group=self.group)
+        )
+
+    def _run(self, verb: str, tag: str, numel: int, step: Callable[[], None]) -> Handle:
+        sequence = self._next()
+
+        def guarded() -> None:
+            if self._broken is not None:
+                raise self._broken
+            try:
+                if numel:
+                    step()
+            except RuntimeError as error:
+                raise self._fail(verb, sequence, tag, error) from error
+
+        return self._lane.run(guarded)
+
+    def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        if self._ascending:
+            self._gather_ascending(whole, shard)
+            return
+        rows = torch.empty_like(whole).view(self.size, -1)
+        self._gather_ascending(rows.view(-1), shard)
+        whole.view(self.size, -1)[self._places] = rows
+
+    def _gather_ascending(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        # A copy: gloo is not told to expect an input inside its output.
+        _all_gather_single(_bytes(whole), _bytes(shard.clone()), group=self.group)
+
+    def _swap(self, whole: torch.Tensor) -> torch.Tensor:
+        """[size, n]: what each rank has for this one, in ascending order of the ranks."""
+        sent = whole.view(self.size, -1)
+        received = torch.empty_like(sent)
+        sent = sent if self._ascending else sent[self._places]
+        dist.all_to_all_single(_bytes(received.view(-1)), _bytes(sent.view(-1)), group=self.group)
+        return received
+
+
+class WorkHandle(Handle):
+    """torch's work on an accelerator, and what is left to do once the current stream sees its result."""
+
+    def __init__(
+        self, communicator: AcceleratorCommunicator, work: Any, where: tuple[str, int, str], after: Callable[[], None] | None
+    ) -> None:
+        self._communicator = communicator
+        self._work = work
+        self._where = where
+        self._after = after
+
+    def wait(self) -> None:
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+            if self._after is not None:
+                self._after()
+        except RuntimeError as error:
+            raise self._communicator._fail(*self._where, error) from error
+        self._work = self._after = None
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+
+class AcceleratorCommunicator(ProcessGroupCommunicator):
+    """Device tensors over nccl or hccl, on the backend's own stream; ``wait()`` holds the current stream, not the host.
+
+    Raises:
+        ConfigError: the group's order is not ascending.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str, device: torch.device, backend: str
+    ) -> None:
+        if list(ranks) != sorted(ranks):
+            raise ConfigError(
+                f"communicator {name!r}",
+                expected=f"ascending ranks, as {backend} numbers them",
+                got=str(tuple(ranks)),
+                do="Compose it of one communicator per axis (comm.hierarchical).",
+            )
+        super().__init__(group, ranks, rank, name, device, backend)
+        self.barrier()  # connects the ranks now, where a rank that is late is easy to name
+
+    def barrier(self) -> None:
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._start("barrier", "", lambda: dist.all_reduce(flag, group=self.group, async_op=True)).wait()
+        flag.item()
+
+    def close(self) -> None:
+        return
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+        return self._start(
+            "all_gather",
+            tag,
+            lambda: _all_gather_single(_carried(whole), _carried(shard), group=self.group, async_op=True),
+        )
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+        direct = shard.dtype == whole.dtype and not accumulate
+        result = shard if direct else torch.empty(shard.numel(), dtype=whole.dtype, device=self.device)
+
+        def after() -> None:
+            with torch.no_grad():
+                shard.add_(result) if accumulate else shard.copy_(result)
+
+        return self._start(
+            "reduce_scatter",
+            tag,
+            lambda: _reduce_scatter_single(result, whole, group=self.group, async_op=True),
+            None if direct else after,
+        )
+
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        return self._start("all_reduce", tag, lambda: dist.all_reduce(buffer, group=self.group, async_op=True))
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+        return self._start(
+            "all_to_all",
+            tag,
+            lambda: dist.all_to_all_single(_carried(out), _carried(inp), group=self.group, async_op=True),
+        )
+
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+        source = self.ranks[root]
+        return self._start(
+            "broadcast", tag, lambda: dist.broadcast(_carried(buffer), source, group=self.group, async_op=True)
+        )
+
+    def _start(
+        self, verb: str, tag: str, call: Callable[[], Any], after: Callable[[], None] | None = None
+    ) -> Handle:
+        where = (verb, self._next(), tag)
+        try:
+            return WorkHandle(self, call(), where, after)
+        except RuntimeError as error:
+            raise self._fail(*where, error) from error
+
+
+def add_in_order(out: torch.Tensor, rows: torch.Tensor, accumulate: bool = False) -> None:
+    """out[n] = the sum of rows[size, n], row after row, in f32 (f64 and integers in their own), rounded once."""
+    kind = rows.dtype if rows.dtype in (torch.float64, *INTEGERS) else torch.float32
+    total = rows[0].to(kind, copy=True)
+    for row in rows[1:]:
+        total += row
+    out.copy_(total.add_(out) if accumulate else total)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Moving needs no dtype, and gloo knows few.
+    return tensor.view(torch.uint8)
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    # nccl and hccl move bytes for what has one byte an element (bool, float8), and know the rest.
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _all_gather_single(whole: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
+    # torch 2.13 renamed it and deprecates the old name.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(whole, shard, **options)
+
+
+def _reduce_scatter_single(shard: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(shard, whole, **options)
+
+
+def _hccl_options(buffer_mb: int) -> Any:
+    import torch_npu
+
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": buffer_mb}
+    return options

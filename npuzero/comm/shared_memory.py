@@ -1,0 +1,195 @@
+"""Collectives over memory that the ranks share: the C++ of csrc/comm, for processes of one host and for threads.
+
+The algorithm, the waiting and the failures are described in csrc/comm/communicator.h. A rank that dies is noticed by the
+others within a tenth of a second of their waiting for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from npuzero import _native
+from npuzero.comm.communicator import Communicator, Handle
+from npuzero.errors import CollectiveError
+
+# The extension's submodule; _native imports the extension, after torch.
+native: Any = _native._C.comm  # type: ignore[attr-defined]
+
+#: Bytes of one of the two slots each rank fills for the others: small enough for the second-level cache.
+SLOT_BYTES = 256 * 1024
+
+_CPU = torch.device("cpu")
+_live: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
+
+
+class Store(Protocol):
+    """What is needed of a torch.distributed store."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+
+    def get(self, key: str) -> bytes:
+        """The value, waiting for it."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Sets the value if it is the expected one ("" also: if there is none); the value afterwards."""
+
+
+class SharedMemoryHandle(Handle):
+    """An operation of the progress thread."""
+
+    def __init__(self, communicator: SharedMemoryCommunicator, operation: Any, verb: str, tag: str) -> None:
+        self._communicator = communicator
+        self._operation = operation
+        self._verb = verb
+        self._tag = tag
+        self._well = False
+
+    def wait(self) -> None:
+        if self._well:
+            return
+        failure = self._communicator.native.wait(self._operation)
+        if failure is not None:
+            raise self._communicator.error(failure, self._verb, self._operation.sequence, self._tag)
+        self._well = True
+
+    def done(self) -> bool:
+        return self._well or self._communicator.native.done(self._operation)
+
+
+class SharedMemoryCommunicator(Communicator):
+    """A group whose ranks share a region of memory.
+
+    Args:
+        region: the native region; all ranks of the group hold the same.
+        pids: of the ranks' processes, in group order; empty where ranks are threads of one process.
+        timeout_s: seconds an operation may wait for other ranks.
+    """
+
+    def __init__(
+        self, region: Any, ranks: Sequence[int], rank: int, name: str, *, pids: Sequence[int], timeout_s: float
+    ) -> None:
+        super().__init__(ranks, rank, name, _CPU)
+        self.native = native.Communicator(region, rank, list(ranks), list(pids), name, timeout_s)
+        # Tensors of operations under way: the progress thread writes to them even if the caller forgets the handle.
+        self._kept: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
+        _live.add(self)
+
+    def barrier(self) -> None:
+        self._submit("barrier", (), (0, 0, 0, 1)).wait()
+
+    def abort(self, reason: str) -> None:
+        self.native.abort(reason)
+
+    def close(self) -> None:
+        self.native.close()
+        self._kept.clear()
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+        return self._submit("all_gather", (whole, shard), _call(shard, whole, shard), tag, shard.dtype)
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+        call = (whole.data_ptr(), shard.data_ptr(), shard.numel(), whole.element_size())
+        return self._submit("reduce_scatter", (whole, shard), call, tag, whole.dtype, shard.dtype, accumulate)
+
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        return self._submit("all_reduce", (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype, buffer.dtype)
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+        call = (inp.data_ptr(), out.data_ptr(), inp.numel() // self.size, inp.element_size())
+        return self._submit("all_to_all", (out, inp), call, tag, inp.dtype)
+
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+        return self._submit("broadcast", (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype, root=root)
+
+    def _submit(
+        self,
+        verb: str,
+        tensors: tuple[torch.Tensor, ...],
+        call: tuple[int, int, int, int],
+        tag: str = "",
+        wire: torch.dtype = torch.uint8,
+        result: torch.dtype | None = None,
+        accumulate: bool = False,
+        root: int = 0,
+    ) -> Handle:
+        """Queues one verb; ``call``: input and output address, elements, bytes of an element. ``result``: of a sum."""
+        codes = (_native.DTYPES[wire], _native.DTYPES[result]) if result is not None else (0, 0)
+        operation = self.native.submit(
+            int(getattr(native.Verb, verb)), *call, *codes, accumulate, root, str(wire).removeprefix("torch."), tag
+        )
+        handle = SharedMemoryHandle(self, operation, verb, tag)
+        if operation.refused:
+            handle.wait()
+        while self._kept and self.native.done(self._kept[0][0]):
+            self._kept.popleft()
+        if tensors:
+            self._kept.append((operation, tensors))
+        return handle
+
+    def error(self, failure: tuple[str, int, str, str, str], verb: str, sequence: int, tag: str) -> CollectiveError:
+        """The error for a native failure that met this rank in ``verb``."""
+        kind, origin, expected, got, do = failure
+        what = f"{verb} #{sequence}" + (f" tagged {tag!r}" if tag else "")
+        return CollectiveError(
+            f"{what} of {self.name!r} on rank {self.ranks[self.rank]}",
+            expected=expected,
+            got=got,
+            do=do,
+            kind=kind,
+            origin=origin,
+            verb=verb,
+            sequence=sequence,
+            tag=tag,
+        )
+
+
+def connect(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    name: str,
+    *,
+    pids: Sequence[int],
+    timeout_s: float,
+    named: bool = False,
+) -> SharedMemoryCommunicator:
+    """The communicator of processes that share a host. Nobody waits: who comes first makes the region.
+
+    Args:
+        store: where the maker says how to open the region.
+        named: use a named shared-memory object, for hosts where one process may not open another's descriptors.
+
+    Raises:
+        CollectiveError: the region cannot be made or opened.
+    """
+    key = f"region/{name}/{'-'.join(map(str, ranks))}"
+    region, offer = None, ""
+    if not store.check([key]):
+        nonce = secrets.randbits(63)
+        region = native.Region.create(len(ranks), SLOT_BYTES, nonce, named)
+        offer = json.dumps([region.address, nonce])
+    accepted = store.compare_set(key, "", offer).decode() if offer else store.get(key).decode()
+    if accepted != offer:
+        address, nonce = json.loads(accepted)
+        region = native.Region.open(address, len(ranks), SLOT_BYTES, nonce)
+    return SharedMemoryCommunicator(region, ranks, rank, name, pids=pids, timeout_s=timeout_s)
+
+
+def _call(count: torch.Tensor, out: torch.Tensor, inp: torch.Tensor) -> tuple[int, int, int, int]:
+    return inp.data_ptr(), out.data_ptr(), count.numel(), inp.element_size()
+
+
+@atexit.register
+def _close_all() -> None:
+    # Joins the progress threads before the interpreter goes; an operation under way ends with an error.
+    for communicator in list(_live):
+        communicator.close()

@@ -1,0 +1,62 @@
+"""A group of one rank: every verb is a copy, done at once on the device's current stream."""
+
+from __future__ import annotations
+
+import torch
+
+from npuzero.comm.communicator import Communicator, Handle, Ready
+from npuzero.errors import CollectiveError
+
+_READY = Ready()
+
+
+class SingleCommunicator(Communicator):
+    """The communicator of one rank alone."""
+
+    def __init__(self, rank: int, name: str, device: torch.device) -> None:
+        super().__init__((rank,), 0, name, device)
+        self._broken: CollectiveError | None = None
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+        return self._copy(whole, shard)
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+        if not accumulate:
+            return self._copy(shard, whole)
+        self._check_unbroken()
+        with torch.no_grad():
+            shard.add_(whole)
+        return _READY
+
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        self._check_unbroken()
+        return _READY
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+        return self._copy(out, inp)
+
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+        self._check_unbroken()
+        return _READY
+
+    def barrier(self) -> None:
+        self._check_unbroken()
+
+    def abort(self, reason: str) -> None:
+        self._broken = CollectiveError(
+            f"{self.name!r} on rank {self.ranks[0]}", expected="to go on", got=f"abort: {reason}", do="See the reason."
+        )
+
+    def close(self) -> None:
+        return
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> Handle:
+        self._check_unbroken()
+        if to.data_ptr() != source.data_ptr():
+            with torch.no_grad():
+                to.copy_(source)
+        return _READY
+
+    def _check_unbroken(self) -> None:
+        if self._broken is not None:
+            raise self._broken

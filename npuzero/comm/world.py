@@ -1,0 +1,417 @@
+"""Worlds: all ranks of a run, and the communicators between them.
+
+``current_world()`` is the world the calling thread is in: that of ``run_threads`` inside it; else the one made by
+``process_world``; else one on torch.distributed, if that is initialized; else a world of one rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from npuzero import config, device, observe
+from npuzero.comm import shared_memory
+from npuzero.comm.communicator import Communicator
+from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
+from npuzero.comm.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
+from npuzero.comm.single import SingleCommunicator
+from npuzero.errors import CollectiveError, ConfigError, ContractError
+
+TIMEOUT_S = 600.0
+
+#: Backends of ``process_world``. "shm" is shared memory alone: all ranks on one host.
+BACKENDS = ("shm", "gloo", "nccl", "hccl")
+
+_POLL_S = 0.02
+
+
+class World(ABC):
+    """All ranks of a run, as one of them sees it.
+
+    Attributes:
+        rank, size: this rank among all.
+        device: where this rank computes.
+        local: global ranks that share this rank's host.
+        timeout_s: seconds before a waiting collective gives up.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, local: Sequence[int], timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.local = tuple(local)
+        self.timeout_s = timeout_s
+        self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
+        self._making = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, device={self.device})"
+
+    @final
+    def communicator(self, ranks: Sequence[int], name: str) -> Communicator:
+        """The communicator of ``ranks``, in that order, for the purpose ``name``; the same object each time.
+
+        Members ask for the communicators of equal ranks in the same order.
+
+        Raises:
+            ContractError: a rank is named twice, is not in the world, or this one is missing.
+            CollectiveError: it cannot be made.
+        """
+        key = (tuple(ranks), name)
+        with self._making:
+            if key not in self._communicators:
+                self._check_ranks(*key)
+                single = len(key[0]) == 1
+                self._communicators[key] = SingleCommunicator(self.rank, name, self.device) if single else self._make(*key)
+            return self._communicators[key]
+
+    @abstractmethod
+    def exchange(self, value: object) -> list[Any]:
+        """The values of all ranks, by rank; small and made of what JSON knows. All ranks call it.
+
+        Raises:
+            CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
+        """
+
+    def abort(self, reason: str) -> None:
+        """Breaks every communicator of this rank; the other ranks' waiting ends with an error."""
+        for communicator in list(self._communicators.values()):
+            communicator.abort(reason)
+
+    def close(self) -> None:
+        """Closes every communicator. Idempotent."""
+        for communicator in list(self._communicators.values()):
+            communicator.close()
+
+    @abstractmethod
+    def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
+        """A communicator of several ranks, this one among them."""
+
+    def _check_ranks(self, ranks: tuple[int, ...], name: str) -> None:
+        legal = len(set(ranks)) == len(ranks) and all(0 <= rank < self.size for rank in ranks)
+        if not legal or self.rank not in ranks:
+            raise ContractError(
+                f"communicator {name!r}",
+                expected=f"different ranks below {self.size}, with rank {self.rank} among them",
+                got=str(ranks),
+                do="Let only members of a group ask for it.",
+            )
+
+
+class SingleWorld(World):
+    """One rank alone: no launcher, no backend."""
+
+    def __init__(self, device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
+        super().__init__(0, 1, torch.device(device), (0,), timeout_s)
+
+    def exchange(self, value: object) -> list[Any]:
+        return [json.loads(json.dumps(value))]
+
+    def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
+        raise AssertionError("a world of one rank has groups of one rank only")
+
+
+class Store(shared_memory.Store, Protocol):
+    """What is needed of a torch.distributed store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Sets the value."""
+
+    def delete_key(self, key: str) -> bool:
+        """Forgets the key."""
+
+
+class ProcessWorld(World):
+    """Ranks that are processes, of one host or several.
+
+    Args:
+        store: the launcher's key-value store.
+        backend: of the groups: "shm", "gloo", "nccl" or "hccl"; None: by device, and shared memory for groups of CPU
+            ranks that share a host.
+        buffer_mb: hccl's buffer per group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        backend: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        buffer_mb: int | None = None,
+    ) -> None:
+        super().__init__(rank, size, device, (), timeout_s)
+        self._store = store
+        self._backend = backend
+        self._buffer_mb = buffer_mb
+        self._exchanges = 0
+        self._pulses: dict[int, Any] = {}
+        self._meet()
+
+    def exchange(self, value: object) -> list[Any]:
+        self._exchanges += 1
+        self._store.set(self._exchange_key(self._exchanges, self.rank), json.dumps(value))
+        values = [json.loads(self._await(rank)) for rank in range(self.size)]
+        # Everybody is here, so everybody has left the exchange before.
+        self._store.delete_key(self._exchange_key(self._exchanges - 1, self.rank))
+        return values
+
+    def abort(self, reason: str) -> None:
+        self._store.set("abort", f"rank {self.rank}: {reason}")
+        super().abort(reason)
+
+    def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
+        here = ranks.index(self.rank)
+        if self.device.type == "cpu" and self._backend in (None, "shm") and set(ranks) <= set(self.local):
+            pids = [self._pids[rank] for rank in ranks]
+            return shared_memory.connect(
+                self._store, ranks, here, name, pids=pids, timeout_s=self.timeout_s, named=self._named
+            )
+        if self._backend == "shm":
+            raise ConfigError(
+                f"communicator {name!r}",
+                expected=f"ranks of one host (here: {self.local}), since the backend is shm",
+                got=str(ranks),
+                do="Use the backend gloo, or none.",
+            )
+        if self.device.type == "cpu":
+            return GlooCommunicator(self._group(ranks, "gloo", name), ranks, here, name)
+        return self._make_on_accelerator(ranks, here, name)
+
+    def _make_on_accelerator(self, ranks: tuple[int, ...], here: int, name: str) -> Communicator:
+        backend = self._backend or device.get(self.device).backend
+        inner_size = transposed(ranks)
+        if inner_size is None:
+            group = self._group(ranks, backend, name)
+            return AcceleratorCommunicator(group, ranks, here, name, self.device, backend)
+        outer_place, inner_place = divmod(here, inner_size)
+
+        def part(members: Sequence[int], axis: str) -> Communicator:
+            group = self._group(members, backend, f"{name}.{axis}")
+            return AcceleratorCommunicator(
+                group, members, members.index(self.rank), f"{name}.{axis}", self.device, backend
+            )
+
+        return HierarchicalCommunicator(
+            part(ranks[inner_place::inner_size], "outer"),
+            part(ranks[outer_place * inner_size : (outer_place + 1) * inner_size], "inner"),
+            part(sorted(ranks), "flat"),
+            ranks,
+            name,
+        )
+
+    def _group(self, ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGroup:
+        return make_group(ranks, backend, name, timeout_s=self.timeout_s, buffer_mb=self._buffer_mb)
+
+    def _meet(self) -> None:
+        """Finds the ranks that share this host, their processes, and whether they can open each other's memory."""
+        probe = shared_memory.native.Region.create(1, 64, self.rank, False)
+        met = self.exchange([_host(), os.getpid(), probe.address])
+        self.local = tuple(rank for rank, (host, _, _) in enumerate(met) if host == met[self.rank][0])
+        self._pids = {rank: met[rank][1] for rank in self.local}
+        self._pulses = {
+            rank: shared_memory.native.Pulse(pid) for rank, pid in self._pids.items() if rank != self.rank
+        }
+        opened = all(_can_open(met[rank][2], rank) for rank in self.local)
+        self._named = not all(self.exchange(opened))
+
+    def _exchange_key(self, number: int, rank: int) -> str:
+        return f"exchange/{number}/{rank}"
+
+    def _await(self, rank: int) -> bytes:
+        """What ``rank`` set in this exchange; while it is not there, looks for reasons that it never will be."""
+        key = self._exchange_key(self._exchanges, rank)
+        begin = time.monotonic()
+        pause_s = 0.0005
+        while not self._store.check([key]):
+            waited_s = time.monotonic() - begin
+            if self._store.check(["abort"]):
+                self._give_up("every rank to go on", self._store.get("abort").decode(), "See the error of that rank.")
+            if rank in self._pulses and self._pulses[rank].dead() and not self._store.check([key]):
+                self._give_up(f"rank {rank}", f"rank {rank} is dead", f"Look at the last output of rank {rank}.")
+            if waited_s > self.timeout_s:
+                self._give_up(
+                    f"rank {rank} within {self.timeout_s} s", "nothing", "See what it does, or raise timeout_s."
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
+        return self._store.get(key)
+
+    def _give_up(self, expected: str, got: str, do: str) -> None:
+        raise CollectiveError(f"exchange #{self._exchanges} on rank {self.rank}", expected=expected, got=got, do=do)
+
+
+def process_world(
+    device: torch.device | str | None = None,
+    timeout_s: float = TIMEOUT_S,
+    backend: str | None = None,
+    *,
+    buffer_mb: int | None = None,
+) -> World:
+    """The world torchrun started this process in; makes it ``current_world()``.
+
+    Args:
+        device: this rank's device; None: an npu or a GPU of this host by LOCAL_RANK if there are any, else the CPU.
+        timeout_s: seconds before a waiting collective gives up.
+        backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that alone;
+            "shm": shared memory alone.
+        buffer_mb: hccl's buffer per group; each group takes two.
+
+    Raises:
+        ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device, or
+            there are more ranks than devices.
+        CollectiveError: the ranks did not find each other.
+    """
+    launch = config.launch()
+    here = _choose_device(device, launch.local_rank)
+    _check_backend(backend, here)
+    if dist.is_available() and dist.is_initialized():
+        world: World = _on_torch(here, backend, timeout_s, buffer_mb)
+    elif launch.world_size == 1:
+        world = SingleWorld(here, timeout_s)
+    else:
+        _init_process_group(here, timeout_s)
+        world = _on_torch(here, backend, timeout_s, buffer_mb)
+    _set_process_world(world)
+    return world
+
+
+def current_world() -> World:
+    """The world the calling thread is in; see the head of this module."""
+    inside: World | None = getattr(_thread, "world", None)
+    if inside is not None:
+        return inside
+    if _process_world is not None:
+        return _process_world
+    if dist.is_available() and dist.is_initialized():
+        _set_process_world(_on_torch(_choose_device(None, config.launch().local_rank), None, TIMEOUT_S, None))
+    else:
+        _set_process_world(SingleWorld(device.choose(0)))
+    return current_world()
+
+
+@contextmanager
+def entered(world: World) -> Iterator[World]:
+    """Makes ``world`` the calling thread's for the length of a ``with`` block."""
+    before = getattr(_thread, "world", None)
+    _thread.world = world
+    try:
+        yield world
+    finally:
+        _thread.world = before
+
+
+_thread = threading.local()
+_process_world: World | None = None
+
+
+def _set_process_world(world: World) -> None:
+    global _process_world
+    _process_world = world
+    observe.set_rank(world.rank, process=True)
+
+
+def _on_torch(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
+    store = dist.PrefixStore("npuzero", dist.distributed_c10d._get_default_store())
+    return ProcessWorld(
+        store, dist.get_rank(), dist.get_world_size(), here, backend=backend, timeout_s=timeout_s, buffer_mb=buffer_mb
+    )
+
+
+def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.device:
+    if wanted is None:
+        return device.choose(local_rank)
+    found = device.get(wanted).device
+    if found.type != "cpu" and found.index is None:
+        count = device.get(wanted).count()
+        if local_rank >= count:
+            raise ConfigError(
+                "init: device",
+                expected=f"at most one process per {found.type} device, of which this host has {count}",
+                got=f"local rank {local_rank}",
+                do="Start as many processes per host as it has devices (torchrun --nproc-per-node).",
+            )
+        return torch.device(found.type, local_rank)
+    return found
+
+
+def _check_backend(backend: str | None, here: torch.device) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ConfigError(
+            "init: backend", expected=f"one of {', '.join(BACKENDS)}, or None", got=repr(backend), do="Name one of these."
+        )
+    serves = ("shm", "gloo") if here.type == "cpu" else (device.get(here).backend,)
+    if backend is not None and backend not in serves:
+        raise ConfigError(
+            "init: backend", expected=f"one of {', '.join(serves)} for {here}", got=repr(backend), do="Leave it None."
+        )
+
+
+def _init_process_group(here: torch.device, timeout_s: float) -> None:
+    """torch.distributed by the launcher's variables, with the backend of the device."""
+    backend = device.get(here).backend
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            "init", expected="the launcher's variables", got=f"no {', '.join(missing)}", do="Start with torchrun."
+        )
+    if not dist.is_backend_available(backend):
+        raise ConfigError(
+            "init", expected=f"torch.distributed with {backend}", got="a torch without it", do="Install a build with it."
+        )
+    if here.type != "cpu":
+        getattr(torch, here.type).set_device(here)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise CollectiveError(
+            "init",
+            expected=f"all ranks to meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} by {backend}",
+            got=f"{type(error).__name__}: {error}",
+            do="See whether every rank was started, and whether its first error is another.",
+        ) from error
+    _at_exit.append(dist.destroy_process_group)
+
+
+_at_exit: list[Callable[[], None]] = []
+
+
+@atexit.register
+def _end() -> None:
+    if _process_world is not None:
+        _process_world.close()
+    for action in _at_exit:
+        if dist.is_initialized():
+            action()
+
+
+def _host() -> str:
+    """What only processes share that can reach each other's memory: the running kernel and the process-id namespace."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"unknown-{os.getpid()}-{time.time_ns()}"
+
+
+def _can_open(address: str, nonce: int) -> bool:
+    try:
+        shared_memory.native.Region.open(address, 1, 64, nonce)
+    except CollectiveError:
+        return False
+    return True
