@@ -224,6 +224,22 @@ def launch(variables: Mapping[str, str] | None = None) -> Launch:
     return _from_text(Launch, found)
 
 
+def rendezvous(variables: Mapping[str, str] | None = None) -> str:
+    """``host:port`` where the ranks meet, from the launcher's MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    variables = os.environ if variables is None else variables
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not variables.get(name)]
+    if missing:
+        raise ConfigError(
+            "launch", expected="the launcher's variables", got=f"no {', '.join(missing)}", do="Start with torchrun."
+        )
+    return ":".join(variables[name] for name in names)
+
+
 def settings(values: Mapping[str, Any] | None = None) -> Settings:
     """Defaults, then ``NPUZERO_TIMEOUT_S``, then `values`: the later wins."""
     timeout_s = environment().timeout_s

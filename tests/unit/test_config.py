@@ -160,6 +160,22 @@ def test_a_torn_launch_is_an_error(variables, match):
         config.launch(variables)
 
 
+def test_rendezvous():
+    assert config.rendezvous({"MASTER_ADDR": "host", "MASTER_PORT": "29500"}) == "host:29500"
+    with pytest.raises(ConfigError, match="no MASTER_PORT"):
+        config.rendezvous({"MASTER_ADDR": "host"})
+
+
+def test_toolkits_are_found_where_their_variables_say(tmp_path):
+    assert config.find_toolkit("cann", {"ASCEND_HOME_PATH": str(tmp_path / "nowhere")}) is None
+    (tmp_path / "version.json").write_text('{"cuda": {"name": "CUDA SDK", "version": "12.4.1"}}')
+    found = config.find_toolkit("cuda", {"CUDA_HOME": str(tmp_path)})
+    assert found is not None and (found.root, found.version) == (tmp_path, "12.4.1")
+    (tmp_path / "aarch64-linux").mkdir()
+    (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text("package_name=x\nversion=8.1.RC1\n")
+    assert config.find_toolkit("cann", {"ASCEND_HOME_PATH": str(tmp_path)}).version == "8.1.RC1"
+
+
 def test_read_json(tmp_path):
     path = tmp_path / "model.json"
     path.write_text('{"hidden_size": 8}')
