@@ -1,0 +1,65 @@
+# Everything from a bare machine: Python >= 3.10 and g++ are enough. Packages go into .venv and nowhere else.
+#
+#   make demo PRESET=hsdp RANKS=4 ARGS="--steps 200 --local-size 2"
+#   make test PYTHON=python3.12 TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PRESET ?= zero3
+RANKS ?= 2
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+OWN := npuzero csrc setup.py pyproject.toml
+SOURCES := $(shell find $(OWN) -type f ! -name '*.so' ! -name '*.pyc')
+CXX_SOURCES := $(filter %.h %.cpp %.cu,$(SOURCES))
+
+.PHONY: help demo test test-all lint format build clean
+.DELETE_ON_ERROR:
+
+help:  ## say what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do printf '%-10s%s\n' "$$name" "$$text"; done
+
+demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks (2); leaves runs/demo
+	$(PY) examples/gpt/demo.py --preset $(PRESET) --ranks $(RANKS) $(ARGS)
+
+test: lint $(VENV)/.installed-dev  ## lint, then all tests that are not slow
+	$(VENV)/bin/pytest -q -m "not slow" $(ARGS)
+
+test-all: lint $(VENV)/.installed-dev  ## lint, then every test
+	$(VENV)/bin/pytest -q $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff and mypy
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/ruff format --quiet --check .
+	MYPYPATH=examples/gpt $(VENV)/bin/mypy npuzero examples/gpt
+
+format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format would have them
+	$(VENV)/bin/ruff check --quiet --fix .
+	$(VENV)/bin/ruff format --quiet .
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+build: $(VENV)/.created  ## a wheel in dist/
+	$(PIP) wheel --no-deps --wheel-dir dist .
+
+clean:  ## remove what was built, not .venv and runs
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find npuzero tests examples -name __pycache__ -type d -exec rm -rf {} +
+
+# Stamps: a file in .venv is newer than what it was made from.
+
+$(VENV)/.created:
+	@echo "making $(VENV) and installing $(TORCH)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "npuzero needs Python 3.10 or later; try make PYTHON=...")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(TORCH)
+	@touch $@
+
+# The package is built from this tree and installed, with one of its extras; again when a source of it changes.
+$(VENV)/.installed-%: $(VENV)/.created $(SOURCES)
+	@echo "installing npuzero[$*] from this folder"
+	@rm -rf build/lib*  # else a module deleted since stays in the wheel
+	@$(PIP) install ".[$*]"
+	@touch $@
