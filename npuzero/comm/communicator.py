@@ -1,8 +1,8 @@
 """The interface of collectives, and the checks that every implementation shares.
 
-A communicator joins an ordered group of ranks. Its verbs are asynchronous: they return a :class:`Handle` at once, run in
-the order of the calls, and the caller keeps the tensors alive and untouched until ``wait()``. All ranks of the group call
-the same verbs in the same order with the same sizes, dtypes and tags.
+A communicator joins an ordered group of ranks. Its verbs are asynchronous: they return a :class:`Handle` at once, run
+in the order of the calls, and the caller keeps the tensors alive and untouched until ``wait()``. All ranks of the group
+call the same verbs in the same order with the same sizes, dtypes and tags.
 
 Invariants:
     * arguments are checked before anything is sent: a :class:`ContractError` leaves the communicator as it was;
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import NoReturn, final
 
 import torch
 
@@ -184,7 +184,7 @@ class Communicator(ABC):
         return whole.dtype == shard.dtype and shard.data_ptr() == own
 
 
-def check_flat(subject: str, tensor: torch.Tensor, device: torch.device) -> None:
+def check_flat(subject: str, tensor: object, device: torch.device) -> None:
     """Raises ContractError unless ``tensor`` is a dense 1-D contiguous tensor on ``device`` whose memory is there."""
     if not isinstance(tensor, torch.Tensor):
         _refuse(subject, "a tensor", type(tensor).__name__, "Hand over the flat buffer itself.")
@@ -202,7 +202,9 @@ def check_flat(subject: str, tensor: torch.Tensor, device: torch.device) -> None
 def _check_dtype(subject: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in allowed:
         names = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
-        _refuse(subject, f"one of {names}", str(tensor.dtype).removeprefix("torch."), "Cast it first (npuzero.ops.cast).")
+        _refuse(
+            subject, f"one of {names}", str(tensor.dtype).removeprefix("torch."), "Cast it first (npuzero.ops.cast)."
+        )
 
 
 def _check_equal_dtypes(verb: str, **tensors: torch.Tensor) -> None:
@@ -220,5 +222,5 @@ def _check_apart(verb: str, **tensors: torch.Tensor) -> None:
         _refuse(verb, f"{first} and {second} in memory apart from each other", got, "Use separate buffers.")
 
 
-def _refuse(subject: str, expected: str, got: str, do: str) -> None:
+def _refuse(subject: str, expected: str, got: str, do: str) -> NoReturn:
     raise ContractError(subject, expected=expected, got=got, do=do)

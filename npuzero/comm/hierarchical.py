@@ -1,9 +1,9 @@
 """A group in permuted order, composed of one communicator per axis, for backends that know only ascending ranks.
 
-A shard's place in the group is (outer place, inner place), outermost first. Gathering runs over the inner axis first, then
-over the outer; scattering the other way: each needs no reordering, and together they send what one flat collective does.
-A sum in two levels is rounded, and ordered, twice: it equals the flat sum up to rounding, and exactly where every partial
-sum is exact.
+A shard's place in the group is (outer place, inner place), outermost first. Gathering runs over the inner axis first,
+then over the outer; scattering the other way: each needs no reordering, and together they send what one flat collective
+does. A sum in two levels is rounded, and ordered, twice: it equals the flat sum up to rounding, and exactly where every
+partial sum is exact.
 """
 
 from __future__ import annotations

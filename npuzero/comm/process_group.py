@@ -1,8 +1,9 @@
 """Collectives through torch.distributed: gloo on the host, nccl and hccl on accelerators.
 
-gloo carries the bytes only: sums are made here, in ascending order of the ranks and in f32, so that their bits equal those
-of shared memory; any order of the group is served, by permuting parts. nccl and hccl sum as they do, in an order and (for
-bf16 and f16) a precision of their own, and only in ascending order of the group: hierarchical.py composes other orders.
+gloo carries the bytes only: sums are made here, in ascending order of the ranks and in f32, so that their bits equal
+those of shared memory; any order of the group is served, by permuting parts. nccl and hccl sum as they do, in an order
+and (for bf16 and f16) a precision of their own, and only in ascending order of the group: hierarchical.py composes
+other orders.
 
 torch sorts the ranks of a group; its ``places`` here say which part of a whole belongs to its k-th rank. Signatures are
 not compared between ranks: a verb that differs ends in gloo's error or in a timeout.
@@ -86,7 +87,7 @@ _ADVICE = {
     "gloo": "See the first error among the ranks: one that ended or differs makes the others fail.",
     "nccl": "See the first error among the ranks; NCCL_DEBUG=INFO says more.",
     "hccl": "See the first error among the ranks; if it came at the group's first operation, the ranks started too far "
-    "apart: raise HCCL_CONNECT_TIMEOUT (120 s by default; 900 and more is usual), for long operations HCCL_EXEC_TIMEOUT.",
+    "apart: raise HCCL_CONNECT_TIMEOUT (120 s by default; 900 and more is usual). Later: HCCL_EXEC_TIMEOUT.",
 }
 
 
@@ -182,7 +183,11 @@ class WorkHandle(Handle):
     """torch's work on an accelerator, and what is left to do once the current stream sees its result."""
 
     def __init__(
-        self, communicator: AcceleratorCommunicator, work: Any, where: tuple[str, int, str], after: Callable[[], None] | None
+        self,
+        communicator: AcceleratorCommunicator,
+        work: Any,
+        where: tuple[str, int, str],
+        after: Callable[[], None] | None,
     ) -> None:
         self._communicator = communicator
         self._work = work
@@ -270,9 +275,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
             "broadcast", tag, lambda: dist.broadcast(_carried(buffer), source, group=self.group, async_op=True)
         )
 
-    def _start(
-        self, verb: str, tag: str, call: Callable[[], Any], after: Callable[[], None] | None = None
-    ) -> Handle:
+    def _start(self, verb: str, tag: str, call: Callable[[], Any], after: Callable[[], None] | None = None) -> Handle:
         where = (verb, self._next(), tag)
         try:
             return WorkHandle(self, call(), where, after)

@@ -76,7 +76,9 @@ class World(ABC):
             if key not in self._communicators:
                 self._check_ranks(*key)
                 single = len(key[0]) == 1
-                self._communicators[key] = SingleCommunicator(self.rank, name, self.device) if single else self._make(*key)
+                self._communicators[key] = (
+                    SingleCommunicator(self.rank, name, self.device) if single else self._make(*key)
+                )
             return self._communicators[key]
 
     @abstractmethod
@@ -225,9 +227,7 @@ class ProcessWorld(World):
         met = self.exchange([_host(), os.getpid(), probe.address])
         self.local = tuple(rank for rank, (host, _, _) in enumerate(met) if host == met[self.rank][0])
         self._pids = {rank: met[rank][1] for rank in self.local}
-        self._pulses = {
-            rank: shared_memory.native.Pulse(pid) for rank, pid in self._pids.items() if rank != self.rank
-        }
+        self._pulses = {rank: shared_memory.native.Pulse(pid) for rank, pid in self._pids.items() if rank != self.rank}
         opened = all(_can_open(met[rank][2], rank) for rank in self.local)
         self._named = not all(self.exchange(opened))
 
@@ -269,8 +269,8 @@ def process_world(
     Args:
         device: this rank's device; None: an npu or a GPU of this host by LOCAL_RANK if there are any, else the CPU.
         timeout_s: seconds before a waiting collective gives up.
-        backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that alone;
-            "shm": shared memory alone.
+        backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that
+            alone; "shm": shared memory alone.
         buffer_mb: hccl's buffer per group; each group takes two.
 
     Raises:
@@ -328,7 +328,9 @@ def _set_process_world(world: World) -> None:
 
 
 def _on_torch(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
-    store = dist.PrefixStore("npuzero", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(  # type: ignore[attr-defined]
+        "npuzero", dist.distributed_c10d._get_default_store()
+    )
     return ProcessWorld(
         store, dist.get_rank(), dist.get_world_size(), here, backend=backend, timeout_s=timeout_s, buffer_mb=buffer_mb
     )
@@ -338,7 +340,7 @@ def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.
     if wanted is None:
         return device.choose(local_rank)
     found = device.get(wanted).device
-    if found.type != "cpu" and found.index is None:
+    if found.type != "cpu" and ":" not in str(found):
         count = device.get(wanted).count()
         if local_rank >= count:
             raise ConfigError(
@@ -354,7 +356,10 @@ def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.
 def _check_backend(backend: str | None, here: torch.device) -> None:
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(
-            "init: backend", expected=f"one of {', '.join(BACKENDS)}, or None", got=repr(backend), do="Name one of these."
+            "init: backend",
+            expected=f"one of {', '.join(BACKENDS)}, or None",
+            got=repr(backend),
+            do="Name one of these.",
         )
     serves = ("shm", "gloo") if here.type == "cpu" else (device.get(here).backend,)
     if backend is not None and backend not in serves:
@@ -373,7 +378,10 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
         )
     if not dist.is_backend_available(backend):
         raise ConfigError(
-            "init", expected=f"torch.distributed with {backend}", got="a torch without it", do="Install a build with it."
+            "init",
+            expected=f"torch.distributed with {backend}",
+            got="a torch without it",
+            do="Install a build with it.",
         )
     if here.type != "cpu":
         getattr(torch, here.type).set_device(here)
