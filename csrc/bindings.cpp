@@ -89,18 +89,21 @@ void norm(const View& x, const View& out, const View& workspace, Stream stream) 
   run(x.device, NormArgs{x, out, workspace}, stream);
 }
 
-void pack(const std::vector<View>& sources, const std::vector<View>& targets, float factor, const View* scale_at,
-          bool scaled, bool accumulate, int device, Stream stream) {
-  std::vector<PackPart> parts;
+using Part = std::tuple<std::uintptr_t, std::uintptr_t, int64_t, int, int>;  // source, target, count, their dtypes
+
+void pack(const std::vector<Part>& parts, float factor, const View* scale_at, bool scaled, bool accumulate, int device,
+          Stream stream) {
+  std::vector<PackPart> table;
+  table.reserve(parts.size());
   int64_t total = 0;
-  for (size_t i = 0; i < sources.size(); ++i) {
-    const View &source = sources[i], &target = targets.at(i);
-    parts.push_back({source.data, target.data, source.count, total, source.dtype, target.dtype});
-    total += source.count;
+  for (const auto& [source, target, count, source_dtype, target_dtype] : parts) {
+    table.push_back({reinterpret_cast<const void*>(source), reinterpret_cast<void*>(target), count, total,
+                     static_cast<Dtype>(source_dtype), static_cast<Dtype>(target_dtype)});
+    total += count;
   }
   const auto* scale = scale_at ? static_cast<const float*>(scale_at->data) : nullptr;
   run(static_cast<Device>(device),
-      PackArgs{parts.data(), static_cast<int64_t>(parts.size()), total, factor, scale, scaled, accumulate}, stream);
+      PackArgs{table.data(), static_cast<int64_t>(table.size()), total, factor, scale, scaled, accumulate}, stream);
 }
 
 }  // namespace

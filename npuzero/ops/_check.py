@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from npuzero import _native
 from npuzero.errors import ContractError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -14,22 +15,34 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def tensor(op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
     """A dense, contiguous tensor in memory, of one of `dtypes`, on `device` where given."""
-    subject = f"{op}: {name}"
+    if not (
+        isinstance(value, torch.Tensor)
+        and value.dtype in dtypes
+        and (device is None or value.device == device)
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not released(value)
+    ):
+        _refuse_tensor(f"{op}: {name}", value, dtypes, device)
+
+
+def released(value: torch.Tensor) -> bool:
+    """Whether the storage was resized to nothing under the tensor, as a cut unit's is: its base address is then 0."""
+    return value.data_ptr() == value.storage_offset() * value.element_size() and value.numel() > 0
+
+
+def _refuse_tensor(subject: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> NoReturn:
     if not isinstance(value, torch.Tensor):
         raise ContractError(subject, expected="a tensor", got=type(value).__name__, do="Pass a torch.Tensor.")
-    if value.layout != torch.strided:
-        raise ContractError(subject, expected="a dense tensor", got=str(value.layout), do="Call .to_dense() first.")
     if value.dtype not in dtypes:
-        raise ContractError(
-            subject,
-            expected=" or ".join(map(short, dtypes)),
-            got=short(value.dtype),
-            do="Cast it with ops.cast or .to().",
-        )
+        names = " or ".join(map(short, dtypes))
+        raise ContractError(subject, expected=names, got=short(value.dtype), do="Cast it with ops.cast or .to().")
     if device is not None and value.device != device:
         raise ContractError(
-            subject, expected=f"on {device}", got=f"on {value.device}", do="Keep one call's tensors together."
+            subject, expected=f"on {device}", got=f"on {value.device}", do="Keep the tensors of one call together."
         )
+    if value.layout is not torch.strided:
+        raise ContractError(subject, expected="a dense tensor", got=str(value.layout), do="Call .to_dense() first.")
     if not value.is_contiguous():
         raise ContractError(
             subject,
@@ -37,15 +50,13 @@ def tensor(op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], devi
             got=f"shape {tuple(value.shape)} with strides {value.stride()}",
             do="Pass .contiguous(), or the flat buffer itself.",
         )
-    held = value.untyped_storage().nbytes()
-    needed = (value.storage_offset() + value.numel()) * value.element_size() if value.numel() else 0
-    if held < needed:
-        raise ContractError(
-            subject,
-            expected=f"{needed} bytes of storage",
-            got=f"{held} (released)",
-            do="Gather the unit before using it.",
-        )
+    _native.device_kind(value.device)  # a meta tensor has no memory either, for another reason
+    raise ContractError(
+        subject,
+        expected="a tensor in memory",
+        got="one whose storage was released",
+        do="Gather the unit before using it.",
+    )
 
 
 def flat(

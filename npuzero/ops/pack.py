@@ -1,4 +1,8 @@
-"""Many tensors to one flat wire buffer, and back. Contract: csrc/ops/pack.h."""
+"""Many tensors to one flat wire buffer, and back. Contract: csrc/ops/pack.h.
+
+A step packs hundreds of small tensors, so what is done per tensor is kept to about a microsecond: plain integers, one
+loop, text only where something is wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,15 @@ from npuzero.errors import ContractError
 from npuzero.ops import _check
 from npuzero.ops.reference import pack as reference
 
+_Scale = float | torch.Tensor | None
+
 
 def pack(
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
     wire: torch.Tensor,
     *,
-    scale: float | torch.Tensor | None = None,
+    scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
     """wire[offsets[i] : offsets[i] + tensors[i].numel()] = tensors[i] * scale, in float32, rounded once.
@@ -35,10 +41,19 @@ def pack(
         ContractError: wrong dtype, device or length, a range outside the wire, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    _check_wire("pack", tensors, offsets, wire, scale)
-    _check_ranges(tensors, offsets)
-    _check.disjoint("pack", [("wire", wire)], _named(tensors, scale))
-    _run(tensors, _parts(tensors, offsets, wire), wire.device, scale, accumulate)
+    spans = _spans("pack", tensors, offsets, wire)
+    _check_scale("pack", scale, wire.device, [("wire", wire)])
+    size = wire.element_size()
+    _check_apart("pack: offsets", sorted((at, at + count * size, i) for i, (_, at, count) in enumerate(spans)))
+    if _native.backend() == "reference":
+        reference.pack(tensors, _ranges(tensors, offsets, wire), scale, accumulate)
+        return
+    kind = _native.DTYPES[wire.dtype]
+    parts = [
+        (tensor, at, count, _native.DTYPES[source.dtype], kind)
+        for (tensor, at, count), source in zip(spans, tensors, strict=True)
+    ]
+    _run(parts, wire.device, scale, accumulate)
 
 
 def unpack(
@@ -46,91 +61,97 @@ def unpack(
     tensors: Sequence[torch.Tensor],
     offsets: Sequence[int],
     *,
-    scale: float | torch.Tensor | None = None,
+    scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
     """tensors[i] = wire[offsets[i] : offsets[i] + tensors[i].numel()] * scale: `pack` the other way, same contract.
 
     The tensors are written and share no memory; the ranges of the wire are read and may overlap.
     """
-    _check_wire("unpack", tensors, offsets, wire, scale)
-    read = [("wire", wire)] + ([("scale", scale)] if isinstance(scale, torch.Tensor) else [])
-    _check.disjoint("unpack", _named(tensors, None), read)
-    _run(_parts(tensors, offsets, wire), tensors, wire.device, scale, accumulate)
+    spans = _spans("unpack", tensors, offsets, wire)
+    _check_scale("unpack", scale, wire.device, [(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)])
+    size = [tensor.element_size() for tensor in tensors]
+    _check_apart("unpack: tensors", sorted((at, at + count * size[i], i) for i, (at, _, count) in enumerate(spans)))
+    if _native.backend() == "reference":
+        reference.pack(_ranges(tensors, offsets, wire), tensors, scale, accumulate)
+        return
+    kind = _native.DTYPES[wire.dtype]
+    parts = [
+        (at, tensor, count, kind, _native.DTYPES[target.dtype])
+        for (tensor, at, count), target in zip(spans, tensors, strict=True)
+    ]
+    _run(parts, wire.device, scale, accumulate)
 
 
-def _check_wire(
-    op: str,
-    tensors: Sequence[torch.Tensor],
-    offsets: Sequence[int],
-    wire: torch.Tensor,
-    scale: float | torch.Tensor | None,
-) -> None:
+def _spans(
+    op: str, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor
+) -> list[tuple[int, int, int]]:
+    """For each tensor its address, the address of its range in the wire, and its elements; all of it checked."""
     _check.flat(op, "wire", wire, _check.FLOATS)
     if len(tensors) != len(offsets):
         raise ContractError(
             f"{op}: offsets", expected=f"{len(tensors)}, one per tensor", got=str(len(offsets)), do="Pair them."
         )
-    for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
-        _check.tensor(op, f"tensors[{i}]", tensor, _check.FLOATS, wire.device)
-        if type(offset) is not int or not 0 <= offset <= wire.numel() - tensor.numel():
+    device, length, size, begin = wire.device, wire.numel(), wire.element_size(), wire.data_ptr()
+    end = begin + length * size
+    spans: list[tuple[int, int, int]] = []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        _check.tensor(op, "tensors", tensor, _check.FLOATS, device)
+        count, address = tensor.numel(), tensor.data_ptr()
+        if type(offset) is not int or not 0 <= offset <= length - count:
             raise ContractError(
-                f"{op}: offsets[{i}]",
-                expected=f"an integer from 0 to {wire.numel()} - {tensor.numel()}, so that the range lies in the wire",
+                f"{op}: offsets[{len(spans)}]",
+                expected=f"an integer from 0 to {length} - {count}, so that the range lies in the wire",
                 got=repr(offset),
                 do="Correct the layout, or pass a longer wire.",
             )
+        if address < end and begin < address + count * tensor.element_size():
+            raise ContractError(
+                f"{op}: tensors[{len(spans)}]",
+                expected="memory apart from the wire's",
+                got="a view of the wire",
+                do="Pack from, and unpack into, memory outside the wire.",
+            )
+        spans.append((address, begin + offset * size, count))
+    return spans
+
+
+def _check_scale(op: str, scale: _Scale, device: torch.device, written: list[tuple[str, torch.Tensor]]) -> None:
     if isinstance(scale, torch.Tensor):
-        _check.flat(op, "scale", scale, (torch.float32,), wire.device, 1)
+        _check.flat(op, "scale", scale, (torch.float32,), device, 1)
+        _check.disjoint(op, written, [("scale", scale)])
     elif scale is not None and not isinstance(scale, (int, float)):
         raise ContractError(
             f"{op}: scale", expected="a number, float32[1] or None", got=type(scale).__name__, do="Pass one of these."
         )
 
 
-def _check_ranges(tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
-    end, last = 0, -1
-    for begin, count, i in sorted(
-        (offset, tensor.numel(), i) for i, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True))
-    ):
-        if count and begin < end:
+def _check_apart(subject: str, spans: list[tuple[int, int, int]]) -> None:
+    """`spans`: (begin, end, index), sorted by begin; none but empty ones may begin before the last one's end."""
+    reach, last = 0, -1
+    for begin, end, i in spans:
+        if begin < reach and begin < end:
             raise ContractError(
-                f"pack: offsets[{i}]",
-                expected=f"at least {end}, where tensors[{last}]'s range ends",
-                got=str(begin),
-                do="Ranges of the wire must not overlap.",
+                f"{subject}[{i}]", expected=f"a range apart from [{last}]'s", got="an overlap", do="Correct the layout."
             )
-        if count:
-            end, last = begin + count, i
+        if end > reach:
+            reach, last = end, i
 
 
-def _named(tensors: Sequence[torch.Tensor], scale: float | torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
-    named = [(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)]
-    return [*named, ("scale", scale)] if isinstance(scale, torch.Tensor) else named
-
-
-def _parts(tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor) -> list[torch.Tensor]:
+def _ranges(tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor) -> list[torch.Tensor]:
     return [wire[offset : offset + tensor.numel()] for tensor, offset in zip(tensors, offsets, strict=True)]
 
 
-def _run(
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    device: torch.device,
-    scale: float | torch.Tensor | None,
-    accumulate: bool,
-) -> None:
-    if _native.backend() == "reference":
-        reference.pack(sources, targets, scale, accumulate)
-        return
+def _run(parts: list[tuple[int, int, int, int, int]], device: torch.device, scale: _Scale, accumulate: bool) -> None:
+    """parts: source address, target address, elements, source dtype, target dtype."""
     scale_at = scale if isinstance(scale, torch.Tensor) else None
+    factor = float(scale) if isinstance(scale, (int, float)) else 1.0
     _native.pack(
-        [_native.view(source) for source in sources],
-        [_native.view(target) for target in targets],
-        1.0 if scale is None or scale_at is not None else float(scale),
+        parts,
+        factor,
         _native.optional_view(scale_at),
         scale is not None,
-        bool(accumulate),
+        accumulate,
         _native.device_kind(device),
         _native.stream(device),
     )

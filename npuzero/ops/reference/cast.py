@@ -21,7 +21,7 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
     wide = x.double()
     _, exponent = torch.frexp(wide)  # |x| in [2^(exponent-1), 2^exponent)
     unit = torch.exp2((exponent.clamp(min=-125) - 11).double())  # denormals share the smallest normal number's unit
-    rounded = torch.floor(wide.abs() / unit + 0.5) * unit * wide.sign()
+    rounded = torch.copysign(torch.floor(wide.abs() / unit + 0.5) * unit, wide)
     return torch.where(x.isfinite(), rounded, wide).float()
 
 

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from npuzero import ops
+from npuzero.ops import Segment
+from ops import grid
+
+F32, BF16, F16 = grid.FLOATS
+ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
+KINDS = [
+    ADAMW,
+    replace(ADAMW, decoupled=False, step=1),
+    replace(ADAMW, amsgrad=True, weight_decay=0.0, lr=0.05),
+    replace(ADAMW, maximize=True, beta1=0.0, beta2=0.5),
+    replace(ADAMW, decoupled=False, amsgrad=True, maximize=True, eps=0.0, step=100_000),
+    replace(ADAMW, decoupled=False, weight_decay=0.0, lr=0.0),
+]
+
+
+def segments(n: int, kinds: list[Segment] = KINDS) -> list[Segment]:
+    """All kinds over [0, n), with a gap before, between and after."""
+    bounds = torch.linspace(0, n, len(kinds) + 1).int().tolist()
+    return [
+        replace(kind, begin=min(begin + 1, end), end=max(end - 1, min(begin + 1, end)))
+        for kind, begin, end in zip(kinds, bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def state(n: int, low: torch.dtype | None, offset: int = 0) -> dict[str, grid.Guarded]:
+    """Buffers as `flat_adam` names them."""
+    content = {name: grid.values(n) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    content["exp_avg_sq"].abs_()
+    if low is not None:
+        content["low"] = torch.zeros(n, dtype=low)
+    return {name: grid.Guarded.around(value, offset) for name, value in content.items()}
+
+
+def update(buffers: dict[str, grid.Guarded], grad: torch.Tensor, parts: list[Segment], **options: Any) -> None:
+    ops.flat_adam(grad=grad, segments=parts, **{name: item.inner for name, item in buffers.items()}, **options)
+
+
+@pytest.mark.parametrize("low", [None, BF16, F16])
+@pytest.mark.parametrize("dtype", grid.FLOATS)
+def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype, low: torch.dtype | None) -> None:
+    for n, offset in grid.shapes():
+        grad = grid.Guarded.around(grid.values(n, dtype), offset).inner
+        options = {"grad_scale": torch.tensor([0.3]) if offset else None}
+        torch.manual_seed(n)
+        actual = state(n, low, offset)
+        torch.manual_seed(n)
+        expected = state(n, low, offset)
+        whole = [replace(KINDS[n % len(KINDS)], begin=0, end=n)]
+        parts = segments(n) if n >= 64 else whole
+        update(actual, grad, parts, **options)
+        grid.with_reference(lambda e=expected, g=grad, p=parts, kw=options: update(e, g, p, **kw))
+        for name in actual:
+            grid.assert_same(actual[name].inner, expected[name].inner, f"{name} {n}+{offset}")
+            actual[name].assert_guards()
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_follows_torch_over_twenty_steps(
+    kind: Callable[..., torch.optim.Optimizer], weight_decay: float, amsgrad: bool, maximize: bool
+) -> None:
+    n = 5000
+    parameter = torch.nn.Parameter(torch.randn(n))
+    theirs = kind([parameter], lr=1e-2, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, foreach=False)
+    master = parameter.detach().clone()
+    exp_avg, exp_avg_sq, top = (torch.zeros(n) for _ in range(3))
+    flags = {"decoupled": kind is torch.optim.AdamW, "amsgrad": amsgrad, "maximize": maximize}
+    for step in range(1, 21):
+        grad = torch.randn(n)
+        parameter.grad = grad.clone()
+        theirs.step()
+        segment = replace(ADAMW, end=n, lr=1e-2, weight_decay=weight_decay, step=step, **flags)
+        ops.flat_adam(master, exp_avg, exp_avg_sq, grad, [segment], max_exp_avg_sq=top)
+    held = theirs.state[parameter]
+    pairs = [(master, parameter.detach()), (exp_avg, held["exp_avg"]), (exp_avg_sq, held["exp_avg_sq"])]
+    if amsgrad:
+        pairs.append((top, held["max_exp_avg_sq"]))
+    for mine, other in pairs:
+        assert (mine - other).abs().max() <= 1e-6 * other.abs().max()
+
+
+def test_uncovered_elements_are_neither_read_nor_written() -> None:
+    n = 3000
+    buffers, grad = state(n, BF16), torch.full((n,), torch.nan)
+    grad[100:200] = 1.0
+    before = {name: item.inner.clone() for name, item in buffers.items()}
+    update(buffers, grad, [replace(ADAMW, begin=100, end=200)])
+    outside = torch.ones(n, dtype=torch.bool)
+    outside[100:200] = False
+    for name, item in buffers.items():
+        grid.assert_same(item.inner[outside], before[name][outside])
+    assert (buffers["master"].inner[100:200] != before["master"][100:200]).any()
+
+
+@pytest.mark.parametrize(("flag", "skips"), [(0.0, False), (-0.0, False), (1.0, True), (torch.nan, True)])
+def test_skip_leaves_everything_as_it_was(flag: float, skips: bool) -> None:
+    buffers = {name: grid.Guarded.around(item.inner.nan_to_num(0, 1, 1), 0) for name, item in state(2000, BF16).items()}
+    before = {name: item.inner.clone() for name, item in buffers.items()}
+    update(buffers, torch.ones(2000), [replace(ADAMW, end=2000)], skip=torch.tensor([flag]))
+    for name in ("master", "exp_avg", "low"):
+        assert torch.equal(buffers[name].inner, before[name]) == skips
+
+
+def test_one_call_of_many_segments_equals_many_calls_on_any_number_of_threads() -> None:
+    n, count = 450_000, 450
+    parts = [
+        replace(KINDS[i % len(KINDS)], begin=i * 1000 + i % 3, end=(i + 1) * 1000 - i % 2, step=1 + i)
+        for i in range(count)
+    ]
+    grad, results = torch.randn(n), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        torch.manual_seed(1)
+        results.append(state(n, BF16))
+        update(results[-1], grad, parts)
+    torch.manual_seed(1)
+    results.append(state(n, BF16))
+    for part in parts:
+        update(results[-1], grad, [part])
+    for other in results[1:]:
+        for name, item in results[0].items():
+            grid.assert_same(other[name].inner, item.inner, name)
+
+
+def test_there_may_be_nothing_to_do() -> None:
+    empty, four = (torch.empty(0) for _ in range(4)), [torch.ones(4) for _ in range(4)]
+    ops.flat_adam(*empty, [replace(ADAMW)])
+    ops.flat_adam(*four, [])
+    ops.flat_adam(*four, [replace(ADAMW, begin=2, end=2)])
+    assert all(torch.equal(buffer, torch.ones(4)) for buffer in four)
+
+
+def _call(n: int = 8, **changes: Any) -> Callable[[], None]:
+    arguments: dict[str, Any] = {name: torch.zeros(n) for name in ("master", "exp_avg", "exp_avg_sq", "grad")}
+    arguments["segments"] = [replace(ADAMW, end=n)]
+    return lambda: ops.flat_adam(**{**arguments, **changes})
+
+
+def _with(**changes: Any) -> Callable[[], None]:
+    return _call(segments=[replace(ADAMW, end=8, **changes)])
+
+
+_SHARED = torch.zeros(12)
+
+BAD = {
+    "no tensor": (_call(master=[0.0] * 8), "master"),
+    "master in bf16": (_call(master=torch.zeros(8).bfloat16()), "master"),
+    "moment in float64": (_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
+    "integer gradient": (_call(grad=torch.zeros(8).int()), "grad"),
+    "low in float32": (_call(low=torch.zeros(8)), "low"),
+    "low too short": (_call(low=torch.zeros(7).bfloat16()), "low"),
+    "short moment": (_call(exp_avg_sq=torch.zeros(7)), "exp_avg_sq"),
+    "long gradient": (_call(grad=torch.zeros(9)), "grad"),
+    "two dimensions": (_call(master=torch.zeros(2, 4)), "master"),
+    "not contiguous": (_call(grad=torch.zeros(16)[::2]), "grad"),
+    "other device": (_call(grad=torch.zeros(8, device="meta")), "grad"),
+    "scale of two": (_call(grad_scale=torch.ones(2)), "grad_scale"),
+    "integer skip": (_call(skip=torch.zeros(1, dtype=torch.int32)), "skip"),
+    "number as scale": (_call(grad_scale=2.0), "grad_scale"),
+    "overlap": (_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
+    "gradient in place": (_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),
+    "skip inside": (_call(exp_avg=_SHARED[:8], skip=_SHARED[7:8]), "skip"),
+    "segment past the end": (_call(segments=[replace(ADAMW, end=9)]), "segments[0]"),
+    "segment backwards": (_call(segments=[replace(ADAMW, begin=5, end=4)]), "segments[0]"),
+    "negative begin": (_call(segments=[replace(ADAMW, begin=-1, end=4)]), "segments[0]"),
+    "segments overlap": (_call(segments=[replace(ADAMW, end=5), replace(ADAMW, begin=4, end=8)]), "segments[1]"),
+    "segments unordered": (_call(segments=[replace(ADAMW, begin=4, end=8), replace(ADAMW, end=4)]), "segments[1]"),
+    "amsgrad without maximum": (_with(amsgrad=True), "segments[0].amsgrad"),
+    "step 0": (_with(step=0), "segments[0].step"),
+    "beta1 of 1": (_with(beta1=1.0), "segments[0].beta1"),
+    "negative beta2": (_with(beta2=-0.1), "segments[0].beta2"),
+    "negative eps": (_with(eps=-1e-8), "segments[0].eps"),
+    "infinite rate": (_with(lr=float("inf")), "segments[0].lr"),
+    "negative decay": (_with(weight_decay=-0.1), "segments[0].weight_decay"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused(name: str) -> None:
+    call, subject = BAD[name]
+    grid.assert_refused(call, f"flat_adam: {subject}")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from npuzero import _native, ops
+from ops import grid
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(2)
+    ops.norm(x, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", grid.FLOATS)
+def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype) -> None:
+    for n, offset in grid.shapes():
+        for special in (False, True):
+            x = grid.Guarded.around(grid.values(n, dtype, special=special), offset).inner
+            actual = grid.Guarded.around(torch.full((2,), -1.0), offset)
+            expected = torch.empty(2)
+            ops.norm(x, actual.inner)
+            grid.with_reference(lambda x=x, out=expected: ops.norm(x, out))
+            actual.assert_guards()
+            assert actual.inner[1] == expected[1]
+            torch.testing.assert_close(actual.inner, expected, rtol=2**-23, atol=0, equal_nan=True)
+
+
+def test_sum_is_correctly_rounded_to_one_ulp() -> None:
+    x = grid.values(100_003, special=False)
+    exact = math.fsum(value * value for value in x.double().tolist())
+    assert abs(norm(x)[0].item() - exact) <= exact * 2**-23
+
+
+def test_no_bit_depends_on_threads_isa_or_alignment() -> None:
+    x = grid.values(grid.LARGE, special=False)
+    expected = norm(x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for isa in _native.supported_isas():
+            _native.use_isa(isa)
+            for offset in grid.OFFSETS:
+                assert torch.equal(norm(grid.Guarded.around(x, offset).inner), expected)
+
+
+def test_non_finite_elements_are_counted_and_spoil_the_sum() -> None:
+    x = torch.ones(50_000)
+    x[[3, 49_999]] = torch.inf
+    assert norm(x).tolist() == [torch.inf, 2.0]
+    x[40_000] = torch.nan
+    total, bad = norm(x).tolist()
+    assert math.isnan(total) and bad == 3.0
+
+
+_BOTH = torch.zeros(10)
+
+BAD = {
+    "no tensor": (lambda: ops.norm(1.0, torch.zeros(2)), "norm: x"),
+    "float64": (lambda: ops.norm(torch.zeros(4).double(), torch.zeros(2)), "norm: x"),
+    "two dimensions": (lambda: ops.norm(torch.zeros(2, 2), torch.zeros(2)), "norm: x"),
+    "not contiguous": (lambda: ops.norm(torch.zeros(8)[::2], torch.zeros(2)), "norm: x"),
+    "out too long": (lambda: ops.norm(torch.zeros(4), torch.zeros(3)), "norm: out"),
+    "out in bf16": (lambda: ops.norm(torch.zeros(4), torch.zeros(2).bfloat16()), "norm: out"),
+    "other device": (lambda: ops.norm(torch.zeros(4), torch.zeros(2, device="meta")), "norm: out"),
+    "overlap": (lambda: ops.norm(_BOTH, _BOTH[1:3]), "norm: out"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused(name: str) -> None:
+    call, subject = BAD[name]
+    grid.assert_refused(call, subject)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from npuzero import _C, _native, ops
+from npuzero.errors import ConfigError, KernelUnavailable
+from npuzero.ops.reference import norm as reference
+
+
+def python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+
+
+FORCED = """
+import torch
+from npuzero import _native, ops
+def refuse(*args): raise SystemExit("the kernel ran")
+_native.norm = refuse
+out = torch.empty(2)
+ops.norm(torch.ones(3), out)
+print(_native.backend(), _native.isa(), out.tolist())
+"""
+
+
+def test_environment_forces_backend_and_isa() -> None:
+    worst = _native.built_isas()[0]
+    done = python(FORCED, NPUZERO_BACKEND="reference", NPUZERO_ISA=worst)
+    assert done.stdout.split("\n")[0] == f"reference {worst} [3.0, 0.0]", done.stderr
+    assert "the kernel ran" in python(FORCED, NPUZERO_BACKEND="native").stderr
+
+
+def test_environment_with_an_isa_this_machine_lacks_is_refused() -> None:
+    lacking = [isa for isa in ("neon", "avx512") if isa not in _native.supported_isas()]
+    done = python("import npuzero._native", NPUZERO_ISA=lacking[0])
+    assert done.returncode != 0 and "ConfigError: NPUZERO_ISA: expected one of" in done.stderr
+
+
+def test_native_is_the_default_and_the_reference_is_not_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the reference ran")
+
+    assert _native.backend() == "native"
+    monkeypatch.setattr(reference, "norm", refuse)
+    out = torch.empty(2)
+    ops.norm(torch.ones(3), out)
+    assert out.tolist() == [3.0, 0.0]
+
+
+def test_every_op_has_a_cpu_kernel() -> None:
+    assert _native.kernels() == {op: ["cpu"] for op in ("cast", "flat_adam", "norm", "pack")}
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected one of native, reference; got 'fast'"):
+        _native.use_backend("fast")
+    with pytest.raises(ConfigError, match="expected one of auto"):
+        _native.use_isa("mmx")
+
+
+def test_a_device_without_kernels_says_so() -> None:
+    with pytest.raises(KernelUnavailable, match="expected one of cpu, cuda, npu; got meta"):
+        ops.norm(torch.empty(3, device="meta"), torch.empty(2, device="meta"))
+    npu = _C.View(0, 0, 0, _native.DEVICES["npu"])
+    with pytest.raises(KernelUnavailable, match="norm: expected a kernel for npu") as caught:
+        _C.norm(npu, npu, npu, 0)
+    assert caught.value.do
+
+
+def test_streams_are_integers() -> None:
+    assert _native.stream(torch.device("cpu")) == 0
+
+
+def test_openmp_libraries_are_told_apart() -> None:
+    line = "7f00-7f01 r-xp 00000000 08:01 123                        {}\n"
+    paths = [
+        "/a/torch/lib/libgomp.so.1",
+        "/a/torch/lib/libgomp.so.1",
+        "/usr/lib/libgomp.so.1.0.0",
+        "/usr/lib/libc.so.6",
+    ]
+    found = _native.openmp_libraries("".join(line.format(path) for path in paths) + "7f00-7f01 rw-p 0 00:00 0\n")
+    assert found == {"/a/torch/lib/libgomp.so.1", "/usr/lib/libgomp.so.1.0.0"}
+
+
+def test_threads_are_torchs() -> None:
+    with open("/proc/self/maps") as maps:
+        assert len(_native.openmp_libraries(maps.read())) == 1
