@@ -37,6 +37,8 @@ Axes = tuple[str, ...]
 
 #: Shards start and end on multiples of this, since misaligned collectives are many times slower (pytorch#195450).
 SHARD_BYTES = 512
+#: Each parameter starts on a multiple of this many elements: 16 bytes even on an 8-bit wire.
+START_ELEMENTS = 16
 
 
 class Memory(enum.Enum):
@@ -345,7 +347,9 @@ def predict_bytes(
             held["states"] += flat.numel * 4 * (moments + master) // cut["states"]
     sent["control"] = ring_bytes("all_reduce", 4 * trainable_parameters, mesh.world)
     if clip:
-        sent["control"] += ring_bytes("all_reduce", 8, cut["states"])
+        # Two floats for each smallest shard of each flat, so that the norm's bits do not depend on the cut.
+        pairs = mesh.world * sum(flat.trainable for flat in flats)
+        sent["control"] += ring_bytes("all_reduce", 8 * pairs, cut["states"])
     held["buffers"] = _buffers(flats, plan, mesh, cut, prefetch if overlap else 0, 2 if overlap else 1)
     return Report(held, sent, plan, mesh.world)
 

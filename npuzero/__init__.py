@@ -1,0 +1,71 @@
+"""npuzero: ZeRO training for Ascend NPUs, CUDA and CPUs.
+
+    import npuzero
+    npuzero.init()
+    model = npuzero.zero(model, stage=3)
+    optimizer = npuzero.AdamW(model.parameters(), lr=3e-4)
+
+Importing touches no device and starts no compiler.
+"""
+
+from npuzero.api import (
+    Adam,
+    AdamW,
+    ZeroOptimizer,
+    clip_grad_norm_,
+    full_state_dict,
+    gathered,
+    init,
+    load_full_state_dict,
+    no_sync,
+    predict,
+    report,
+    zero,
+)
+from npuzero.config import Settings
+from npuzero.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    ContractError,
+    KernelUnavailable,
+    NpuZeroError,
+    OutOfSpace,
+    StateError,
+    StorageError,
+)
+from npuzero.info import info
+from npuzero.plan import PRESETS, Memory, Placement, Plan, Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "Adam",
+    "AdamW",
+    "CheckpointError",
+    "CollectiveError",
+    "ConfigError",
+    "ContractError",
+    "KernelUnavailable",
+    "Memory",
+    "NpuZeroError",
+    "OutOfSpace",
+    "Placement",
+    "Plan",
+    "Report",
+    "Settings",
+    "StateError",
+    "StorageError",
+    "ZeroOptimizer",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "gathered",
+    "info",
+    "init",
+    "load_full_state_dict",
+    "no_sync",
+    "predict",
+    "report",
+    "zero",
+]

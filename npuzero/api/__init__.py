@@ -1,0 +1,29 @@
+"""The composition root: the only place that knows every part."""
+
+from npuzero.api.model import (
+    clip_grad_norm_,
+    full_state_dict,
+    gathered,
+    init,
+    load_full_state_dict,
+    no_sync,
+    predict,
+    report,
+    zero,
+)
+from npuzero.api.optimizer import Adam, AdamW, ZeroOptimizer
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "ZeroOptimizer",
+    "clip_grad_norm_",
+    "full_state_dict",
+    "gathered",
+    "init",
+    "load_full_state_dict",
+    "no_sync",
+    "predict",
+    "report",
+    "zero",
+]

@@ -1,0 +1,254 @@
+"""Functions on a model: cut it, clip it, look at it, take it out whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import comm
+from npuzero.comm import World
+from npuzero.config import Settings
+from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.plan import Plan, Report
+from npuzero.shard.build import predict as _predict
+from npuzero.shard.discover import UnitRule
+from npuzero.shard.engine import Engine
+
+PlanLike = Plan | str | int | float
+
+
+def init(device: str | torch.device | None = None, *, timeout_s: float = 600.0, backend: str | None = None) -> World:
+    """Join the other ranks; call it once, before :func:`zero`, in a program started by torchrun (or alone).
+
+    Args:
+        device: None takes the accelerator of this rank where there is one, else the CPU.
+        timeout_s: after so many seconds a collective that waits raises CollectiveError.
+        backend: None chooses by the device: npu hccl, cuda nccl, cpu shared memory on one host and gloo beyond it.
+
+    Returns:
+        The world: ``rank``, ``size`` and ``device`` of this process.
+
+    Raises:
+        ConfigError: the environment is incomplete, or the device or backend is not there.
+    """
+    return comm.process_world(device, timeout_s=timeout_s, backend=backend)
+
+
+def zero(
+    model: nn.Module,
+    stage: int | float | None = None,
+    *,
+    plan: Plan | str | None = None,
+    precision: str | torch.dtype | None = None,
+    local_size: int | None = None,
+    units: UnitRule = None,
+    world: World | None = None,
+    settings: Settings | None = None,
+) -> nn.Module:
+    """Cut ``model`` over the ranks, in place, and return it.
+
+    The native loop stays as it is: forward, ``loss.backward()``, an npuzero optimizer's ``step()``. All ranks start
+    from rank 0's weights and buffers. Gradients are averaged over all ranks.
+
+    Args:
+        model: on this rank's device, the same on every rank. Parameters float32, bfloat16 or float16.
+        stage: ZeRO stage 0, 1, 1.5, 2 or 3 (the default, unless ``plan`` is given).
+        plan: a preset's name (see :data:`npuzero.PRESETS`) or a :class:`Plan`.
+        precision: ``"bf16"`` and the like convert the parameters (and the root's floating inputs); masters, moments
+            and accumulated gradients are float32. None keeps each parameter's dtype.
+        local_size: ranks in a group for presets that cut within groups; None: those that share a host; <= 0: all.
+        units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
+            default the children of each outermost repeated list.
+        world: the ranks; None: those of :func:`init`.
+        settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
+
+    Raises:
+        ConfigError: plan, precision, model or world that cannot work, or ranks that disagree.
+        StateError: the model is cut already.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "npuzero.zero()", expected="a torch.nn.Module", got=type(model).__name__, do="Pass the model itself."
+        )
+    world = world or comm.current_world()
+    chosen = _plan(stage, plan, precision, local_size)
+    engine = Engine(model, chosen, world, settings or Settings(), units)
+    model._npuzero = engine  # type: ignore[assignment]
+    model.register_load_state_dict_post_hook(_refresh_masters)
+    return model
+
+
+def predict(
+    model: nn.Module,
+    plan: PlanLike,
+    world: int,
+    *,
+    local_size: int | None = None,
+    precision: str | torch.dtype | None = None,
+    units: UnitRule = None,
+    micro_batches: int = 1,
+    clip: bool = False,
+    settings: Settings | None = None,
+) -> Report:
+    """What one of ``world`` ranks would hold and send in one step of ``model`` under ``plan``, by arithmetic.
+
+    Args:
+        model: may be on ``meta``; nothing is computed.
+        plan: a Plan, a preset's name, or a stage.
+        world: number of ranks.
+        local_size, precision, units, settings: as for :func:`zero`.
+        micro_batches: forward and backward passes a step, none of them under ``no_sync``.
+        clip: whether :func:`clip_grad_norm_` is called once a step.
+
+    Raises:
+        ConfigError: as for :func:`zero`.
+    """
+    chosen = _plan(None, plan, precision, local_size)
+    settings = settings or Settings()
+    shape = chosen.mesh_shape(world)
+    return _predict(
+        model, chosen, shape, units,
+        micro_batches=micro_batches, clip=clip, prefetch=settings.prefetch, overlap=settings.overlap,
+    )  # fmt: skip
+
+
+def report(model: nn.Module) -> Report:
+    """What this rank held (high water, bytes) and sent (bytes) in the last step: the same shape as :func:`predict`.
+
+    Raises:
+        StateError: the model is not cut, or has taken no step.
+    """
+    return engine_of(model).report()
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+    """Clip the gradients of a cut model by their global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` would.
+
+    The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
+    optimizer's update. Collective: call it on every rank.
+
+    Returns:
+        The norm before clipping, a float32 scalar on the device.
+
+    Raises:
+        StateError: the model is not cut; with ``error_if_nonfinite``, gradients that are inf or nan.
+        ConfigError: ``max_norm`` is no positive number.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
+        raise ConfigError(
+            "clip_grad_norm_: max_norm", expected="a positive number", got=repr(max_norm), do="Give e.g. 1.0."
+        )
+    return engine_of(model).clip(float(max_norm), error_if_nonfinite)
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward passes inside the block add up on each rank alone and are reduced by the next one outside it.
+
+    Fewer bytes are sent; a plan that cuts gradients then keeps them whole (float32) until that next pass.
+    """
+    with engine_of(model).no_sync():
+        yield
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """All parameters whole and readable inside the block, on every rank. Collective; what is written is lost."""
+    engine = engine_of(model)
+    with contextlib.ExitStack() as stack:
+        for unit in engine.units:
+            stack.enter_context(engine.whole(unit))
+        yield model
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Tensor]:
+    """``model.state_dict()`` as a plain model would give it: whole tensors on the CPU, by name. Collective.
+
+    At most one unit is gathered at a time.
+
+    Returns:
+        On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has;
+        ``{}`` elsewhere.
+    """
+    engine = engine_of(model)
+    wanted = engine.world.rank == 0 or not rank0_only
+    copies: dict[int, Tensor] = {}
+    for unit in engine.units:
+        with engine.whole(unit):
+            if wanted:
+                copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters())
+    if not wanted:
+        return {}
+    named = model.state_dict(keep_vars=True)
+    return {name: copies[id(t)] if id(t) in copies else t.detach().to("cpu", copy=True) for name, t in named.items()}
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load whole tensors by name (what :func:`full_state_dict` gives) into a cut model; rank 0's values count.
+
+    Collective: every rank calls it with the same names; the values matter on rank 0.
+
+    Raises:
+        CheckpointError: names or shapes that do not fit the model.
+    """
+    engine = engine_of(model)
+    named = model.state_dict(keep_vars=True)
+    missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            "load_full_state_dict", expected="the names of model.state_dict()",
+            got=f"missing {missing[:5]}, unknown {unknown[:5]}", do="Load a state of the same model.",
+            missing=missing, unknown=unknown,
+        )  # fmt: skip
+    for name, tensor in named.items():
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"load_full_state_dict: {name}", expected=f"shape {tuple(tensor.shape)}",
+                got=str(tuple(state[name].shape)), do="Load a state of the same model.",
+            )  # fmt: skip
+    engine.load({id(tensor): state[name] for name, tensor in named.items()})
+    with torch.no_grad():
+        for name, tensor in named.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(state[name])
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model made by :func:`zero`.
+
+    Raises:
+        StateError: there is none.
+    """
+    engine = getattr(model, "_npuzero", None)
+    if engine is None:
+        raise StateError(
+            type(model).__name__, expected="a model made by npuzero.zero()", got="a plain module",
+            do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
+        )  # fmt: skip
+    return engine  # type: ignore[no-any-return]
+
+
+def _plan(
+    stage: PlanLike | None, plan: PlanLike | None, precision: str | torch.dtype | None, local_size: int | None
+) -> Plan:
+    if stage is not None and plan is not None:
+        raise ConfigError(
+            "npuzero.zero()", expected="either stage or plan", got=f"stage={stage!r} and plan={plan!r}", do="Drop one."
+        )
+    chosen = plan if plan is not None else (3 if stage is None else stage)
+    if not isinstance(chosen, Plan):
+        return Plan.preset(chosen, precision=precision, local_size=local_size)
+    if precision is not None or local_size is not None:
+        raise ConfigError(
+            "npuzero.zero()", expected="precision and local_size inside the Plan", got="both a Plan and these arguments",
+            do="Use Plan.preset(name, precision=..., local_size=...) or set the Placement's dtype.",
+        )  # fmt: skip
+    return chosen
+
+
+def _refresh_masters(model: nn.Module, _: object) -> None:
+    """torch's load_state_dict has copied into the whole parameters: take the new values into masters too."""
+    engine_of(model).refresh_masters()

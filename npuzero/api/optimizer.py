@@ -1,0 +1,419 @@
+"""Optimizers: torch's signatures over cut models, and over plain ones too."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import ops
+from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.optim import AdamState, Range, update
+from npuzero.shard.engine import Engine
+from npuzero.shard.unit import Flat
+
+# They look beyond one element: norms, matrices, or the loss itself.
+_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam", "LARS", "LAMB", "Lamb", "Shampoo", "SOAP")
+
+Options = dict[str, Any]
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Any element-wise torch optimizer over a cut model: each rank updates its shard of the masters.
+
+    Parameters that no ``npuzero.zero()`` has seen are handed to the optimizer as they are. It may be built before or
+    after ``zero()``; param_groups, LR schedulers, closures and hooks work as in torch.
+
+    Args:
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` whose update of an element depends on nothing but
+            that element's parameter, gradient and state.
+        params: as for torch: tensors, or dicts with ``params`` and options.
+        defaults: the class's own keyword arguments.
+
+    Raises:
+        ConfigError: not an optimizer class, not element-wise, or options it refuses.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Any, **defaults: Any) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+            raise ConfigError(
+                "ZeroOptimizer", expected="a subclass of torch.optim.Optimizer", got=repr(optimizer_class),
+                do="Pass the class, then params, then its keyword arguments.",
+            )  # fmt: skip
+        if optimizer_class.__name__ in _NOT_ELEMENTWISE or issubclass(optimizer_class, ZeroOptimizer):
+            raise ConfigError(
+                "ZeroOptimizer", expected="an element-wise optimizer (a shard is updated without the rest)",
+                got=optimizer_class.__name__, do="Choose SGD, Adam, AdamW, RMSprop, Adagrad or the like.",
+            )  # fmt: skip
+        self._class = optimizer_class
+        self._inner: torch.optim.Optimizer | None = None
+        self._stand_ins: dict[int, nn.Parameter | Tensor] = {}
+        probe = optimizer_class([torch.zeros(1)], **defaults)
+        super().__init__(params, probe.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update. Collective where the model is cut: call it on every rank.
+
+        Raises:
+            StateError: parameters of a deleted model, or of a cut and an uncut model mixed up.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engines = self._engines()
+        ready = [engine for engine in engines if engine.begin_update()]
+        self._update(ready)
+        for engine in ready:
+            engine.end_update()
+        return loss
+
+    def _engines(self) -> list[Engine]:
+        """The engines of the models whose parameters these are, each once, in order."""
+        found: dict[int, Engine] = {}
+        for _, parameter in self._parameters():
+            engine = engine_behind(parameter)
+            if engine is not None:
+                found[id(engine)] = engine
+        return list(found.values())
+
+    def _parameters(self) -> Iterator[tuple[Options, nn.Parameter]]:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def _update(self, ready: list[Engine]) -> None:
+        inner = self._inner or self._make_inner()
+        for group, mirror in zip(self.param_groups, inner.param_groups, strict=True):
+            mirror.update((key, value) for key, value in group.items() if key != "params")
+        for engine in ready:
+            for flat in engine.flats():
+                flat.own_gradient.mul_(engine.gradient_scale)
+            engine.gradient_scale.fill_(1.0)
+        for _, parameter in self._parameters():
+            place = place_of(parameter)
+            if place is not None:
+                engine, flat, i = place
+                stand_in = self._stand_ins[id(parameter)]
+                counts = engine in ready and engine.used(flat, i)
+                stand_in.grad = flat.own_gradient[flat.own_slot(i)] if counts else None
+        inner.step()
+        for engine in ready:
+            for flat in engine.flats():
+                if flat.master.dtype != flat.dtype:
+                    ops.cast(flat.master, flat.own_parameters)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for _, parameter in self._parameters():
+                if set_to_none or parameter.grad is None or engine_behind(parameter) is not None:
+                    parameter.grad = None
+                else:
+                    parameter.grad.detach_().zero_()
+
+    # -- state, in torch's shape -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> Options:  # type: ignore[override]
+        """What the torch optimizer of a plain model would give: whole tensors by parameter number.
+
+        Tensors of cut parameters are on the CPU. Collective where the model is cut: call it on every rank.
+        """
+        numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._parameters())}
+        state: dict[int, Options] = {
+            numbers[id(parameter)]: dict(self._plain_state(parameter))
+            for _, parameter in self._parameters()
+            if engine_behind(parameter) is None and self._plain_state(parameter)
+        }
+        for engine in self._engines():
+            for flat in engine.flats():
+                for i, gathered in enumerate(self._gather(engine, flat)):
+                    if gathered and id(flat.parameters[i]) in numbers:
+                        state[numbers[id(flat.parameters[i])]] = gathered
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def _gather(self, engine: Engine, flat: Flat) -> list[Options]:
+        """Per slot of ``flat``: its whole state."""
+        mine = self._flat_state(flat)
+        scalars = engine.world.exchange([{k: float(v) for k, v in self._scalars(flat, i).items()} for i in flat.slots])
+        names = sorted({name for said in engine.world.exchange(sorted(mine)) for name in said})  # type: ignore[attr-defined]
+        wholes = {name: engine.gather_states(flat, mine.get(name)).cpu() for name in names}
+        found: list[Options] = []
+        for i, slot in enumerate(flat.layout.slots):
+            known = next((said[i] for said in scalars if said[i]), {})  # type: ignore[index]
+            state: Options = {name: torch.tensor(value) for name, value in known.items()}
+            if known or (names and not any(any(said) for said in scalars)):  # type: ignore[call-overload]
+                state.update((name, whole[slot.begin : slot.end].view(slot.shape)) for name, whole in wholes.items())
+            found.append(state)
+        return found
+
+    def load_state_dict(self, state_dict: Options) -> None:  # type: ignore[override]
+        """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
+
+        Raises:
+            CheckpointError: other groups, or tensors of other shapes.
+        """
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise CheckpointError(
+                "optimizer state", expected=f"groups of {[len(g['params']) for g in self.param_groups]} parameters",
+                got=str([len(g["params"]) for g in groups]), do="Build the optimizer with the same groups.",
+            )  # fmt: skip
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update((key, value) for key, value in loaded.items() if key != "params")
+        order = [number for group in groups for number in group["params"]]
+        with torch.no_grad():
+            for number, (_, parameter) in zip(order, self._parameters(), strict=True):
+                state = state_dict["state"].get(number)
+                if state is None:
+                    continue
+                _check_shapes(number, parameter, state)
+                place = place_of(parameter)
+                if place is None:
+                    self._restore_plain(parameter, state)
+                else:
+                    self._restore(*place, state)
+
+    def _plain_state(self, parameter: nn.Parameter) -> Options:
+        return self._inner.state.get(parameter, {}) if self._inner else {}
+
+    def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        inner = self._inner or self._make_inner()
+        inner.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+    def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
+        """This rank's [n/S] buffers by name, put together from the ranges of the parameters."""
+        buffers: dict[str, Tensor] = {}
+        for i in flat.slots:
+            own = flat.own_slot(i)
+            for name, value in self._inner_state(flat, i).items():
+                if isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim():
+                    whole = buffers.setdefault(name, torch.zeros_like(flat.master))
+                    whole[own].copy_(value)
+        return buffers
+
+    def _scalars(self, flat: Flat, i: int) -> Options:
+        state = self._inner_state(flat, i)
+        return {k: v for k, v in state.items() if not isinstance(v, Tensor) or not v.dim()}
+
+    def _inner_state(self, flat: Flat, i: int) -> Options:
+        stand_in = self._stand_ins.get(id(flat.parameters[i]))
+        return {} if stand_in is None or self._inner is None else self._inner.state.get(stand_in, {})
+
+    def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
+        inner = self._inner or self._make_inner()
+        shape = flat.layout.slots[i].shape
+        inner.state[self._stand_ins[id(flat.parameters[i])]] = {
+            name: flat.cut_like_own(i, value).clone() if isinstance(value, Tensor) and value.shape == shape else value
+            for name, value in state.items()
+        }
+
+    def _make_inner(self) -> torch.optim.Optimizer:
+        """The optimizer that does the work, over this rank's ranges of the masters."""
+        groups = []
+        for group in self.param_groups:
+            members: list[Tensor] = []
+            for parameter in group["params"]:
+                place = place_of(parameter)
+                if place is None:
+                    members.append(parameter)
+                else:
+                    _, flat, i = place
+                    self._stand_ins[id(parameter)] = flat.master[flat.own_slot(i)].detach()
+                    members.append(self._stand_ins[id(parameter)])
+            groups.append({**group, "params": members})
+        self._inner = self._class(groups)
+        return self._inner
+
+
+def _check_shapes(number: int, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {number}.{name}", expected=f"shape {tuple(parameter.shape)}",
+                got=str(tuple(value.shape)), do="Load a state of the same model.",
+            )  # fmt: skip
+
+
+class Adam(ZeroOptimizer):
+    """``torch.optim.Adam`` with one fused launch per flat shard; see :class:`AdamW`."""
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        if differentiable:
+            raise ConfigError(
+                type(self).__name__, expected="differentiable=False", got="True",
+                do="Use torch.optim for an update that autograd goes through.",
+            )  # fmt: skip
+        kind = torch.optim.AdamW if self._decoupled else torch.optim.Adam
+        super().__init__(
+            kind, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize
+        )  # fmt: skip
+        self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
+        self._steps: dict[int, int] = {}
+
+    def _update(self, ready: list[Engine]) -> None:
+        members = {id(parameter): group for group, parameter in self._parameters()}
+        for group, parameter in self._parameters():
+            if engine_behind(parameter) is None and parameter.grad is not None:
+                self._update_plain(parameter, group)
+        for engine in ready:
+            for flat in engine.flats():
+                self._update_flat(engine, flat, members)
+
+    def _update_flat(self, engine: Engine, flat: Flat, members: Mapping[int, Options]) -> None:
+        ranges = []
+        for i, parameter in enumerate(flat.parameters):
+            group = members.get(id(parameter))
+            if group is None or not engine.used(flat, i):
+                continue
+            step = self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
+            own = flat.own_slot(i)
+            if own.start < own.stop:
+                ranges.append(Range(own.start, own.stop, group, step))
+        if ranges:
+            update(
+                flat.master,
+                self._moments_of(engine, flat),
+                flat.own_gradient,
+                ranges,
+                decoupled=self._decoupled,
+                low=flat.own_parameters if flat.dtype != torch.float32 else None,
+                gradient_scale=engine.gradient_scale,
+            )
+
+    def _moments_of(self, engine: Engine, flat: Flat) -> AdamState:
+        if flat not in self._moments:
+            amsgrad = any(group["amsgrad"] for group in self.param_groups)
+            n = flat.master.numel()
+            buffers = [engine.space.allocate(n, torch.float32, "states") for _ in range(3 if amsgrad else 2)]
+            self._moments[flat] = AdamState(*buffers)
+        return self._moments[flat]
+
+    def _update_plain(self, parameter: nn.Parameter, group: Options) -> None:
+        """A parameter that no model made by ``zero()`` owns, with torch's own state for it.
+
+        One that is not float32 and contiguous gets a float32 master in its state; torch would update it in place with
+        every operation rounded.
+        """
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            like = torch.contiguous_format
+            state["step"] = torch.tensor(0.0)
+            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+            state.update((name, torch.zeros_like(parameter, dtype=torch.float32, memory_format=like)) for name in names)
+            if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+                state["master"] = parameter.detach().to(torch.float32, memory_format=like, copy=True)
+        state["step"] += 1
+        master = state.get("master", parameter.detach())
+        moments = AdamState(*(state[name].view(-1) for name in _MOMENTS if name in state))
+        whole = [Range(0, parameter.numel(), group, int(state["step"]))]
+        gradient = parameter.grad.contiguous().view(-1)
+        update(master.view(-1), moments, gradient, whole, decoupled=self._decoupled)
+        if "master" in state:
+            parameter.copy_(master)
+
+    def _plain_state(self, parameter: nn.Parameter) -> Options:
+        return self.state.get(parameter, {})
+
+    def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        self.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+            like = torch.contiguous_format
+            self.state[parameter].setdefault(
+                "master", parameter.detach().to(torch.float32, memory_format=like, copy=True)
+            )
+
+    def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
+        return self._moments[flat].tensors() if flat in self._moments else {}
+
+    def _scalars(self, flat: Flat, i: int) -> Options:
+        step = self._steps.get(id(flat.parameters[i]), 0)
+        return {"step": torch.tensor(float(step))} if step else {}
+
+    def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
+        self._steps[id(flat.parameters[i])] = int(state["step"])
+        for name, buffer in self._moments_of(engine, flat).tensors().items():
+            own = flat.own_slot(i)
+            buffer[own].copy_(flat.cut_like_own(i, state[name]))
+
+
+class AdamW(Adam):
+    """``torch.optim.AdamW``, fused: one launch per flat shard does unscaling, update and the rounded copy.
+
+    Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
+    it is a drop-in whose ``state_dict`` is torch's.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``.
+        foreach, fused, capturable: accepted for compatibility; the update is always fused.
+        differentiable: must be False.
+
+    Raises:
+        ConfigError: options out of range.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def engine_behind(parameter: nn.Parameter) -> Engine | None:
+    """The engine whose model owns ``parameter``; None for a plain one.
+
+    Raises:
+        StateError: that model is gone.
+    """
+    reference = parameter.__dict__.get("_npuzero_engine")
+    if reference is None:
+        return None
+    engine = reference()
+    if engine is None:
+        raise StateError(
+            "optimizer", expected="parameters of a living model", got="parameters of a model that was deleted",
+            do="Build the optimizer over the parameters of the model that is trained.",
+        )  # fmt: skip
+    return cast(Engine, engine)
+
+
+def place_of(parameter: nn.Parameter) -> tuple[Engine, Flat, int] | None:
+    """The engine, flat and slot of ``parameter``; None for a plain one."""
+    engine = engine_behind(parameter)
+    return None if engine is None else (engine, *engine.place(parameter))

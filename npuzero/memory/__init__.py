@@ -1,0 +1,6 @@
+"""Where bytes rest, and who counts them."""
+
+from npuzero.memory.pool import Pool
+from npuzero.memory.space import Space
+
+__all__ = ["Pool", "Space"]

@@ -1,0 +1,103 @@
+"""Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019) on flat shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from npuzero import ops
+from npuzero.plan import START_ELEMENTS
+
+
+@dataclass
+class AdamState:
+    """Moments of one flat shard: [n] float32 each; ``max_exp_avg_sq`` where a group uses amsgrad."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By torch's names."""
+        named = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return named if self.max_exp_avg_sq is None else {**named, "max_exp_avg_sq": self.max_exp_avg_sq}
+
+
+@dataclass(frozen=True)
+class Range:
+    """A parameter's part of the shard, ``[begin, end)`` in elements: its group's options and its own step count."""
+
+    begin: int
+    end: int
+    options: Mapping[str, Any]
+    step: int
+
+
+def update(
+    master: Tensor,
+    state: AdamState,
+    gradient: Tensor,
+    ranges: Iterable[Range],
+    *,
+    decoupled: bool,
+    low: Tensor | None = None,
+    gradient_scale: Tensor | None = None,
+) -> None:
+    """One step of the covered ranges, by one launch.
+
+    Neighbours that share options and step count become one segment across the padding between them: padding is zero
+    in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart.
+
+    Args:
+        master: [n] float32, in place.
+        gradient: [n] float32, bfloat16 or float16.
+        ranges: ascending.
+        decoupled: weight decay as AdamW's; else as L2 regularization.
+        low: [n] parameter dtype, gets the rounded master; None where master is the parameter.
+        gradient_scale: [1] float32.
+
+    Raises:
+        ContractError: hyper-parameters or buffers that :func:`npuzero.ops.flat_adam` refuses.
+    """
+    joined: list[Range] = []
+    for part in ranges:
+        if joined and _continues(joined[-1], part):
+            part = Range(joined.pop().begin, part.end, part.options, part.step)
+        joined.append(part)
+    ops.flat_adam(
+        master,
+        state.exp_avg,
+        state.exp_avg_sq,
+        gradient,
+        [_segment(part, decoupled) for part in joined],
+        low=low,
+        max_exp_avg_sq=state.max_exp_avg_sq,
+        grad_scale=gradient_scale,
+    )
+
+
+def _continues(last: Range, part: Range) -> bool:
+    """Whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
+    same = last.options is part.options and last.step == part.step
+    return same and part.options["eps"] > 0 and part.begin - last.end < START_ELEMENTS
+
+
+def _segment(part: Range, decoupled: bool) -> ops.Segment:
+    options = part.options
+    beta1, beta2 = options["betas"]
+    return ops.Segment(
+        part.begin,
+        part.end,
+        float(options["lr"]),
+        float(beta1),
+        float(beta2),
+        options["eps"],
+        options["weight_decay"],
+        part.step,
+        decoupled,
+        options["maximize"],
+        options["amsgrad"],
+    )

@@ -1,0 +1,127 @@
+"""Which modules are units, and which parameters each unit owns. Structure only: touches no tensor data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Union
+
+from torch import nn
+
+from npuzero.errors import ConfigError
+
+#: How a user names units: a module class, several, or a predicate of (qualified name, module).
+UnitRule = Union[type[nn.Module], tuple[type[nn.Module], ...], Callable[[str, nn.Module], bool], None]
+
+ROOT = "root"
+# Containers whose forward is not theirs to call: hooks on them would never run.
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit before it has buffers: its module, and the parameters it owns by qualified name."""
+
+    name: str
+    module: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
+    """Cut ``model`` into units; the root unit comes first and owns what no other unit does.
+
+    Without a rule the units are the children of each outermost repeated list: a ModuleList, Sequential or ModuleDict
+    in which at least two children with parameters share a class (the blocks of a transformer).
+
+    A parameter belongs to the innermost unit that contains all modules it is registered in, so one that is tied
+    across blocks belongs to a unit around both, at last to the root.
+
+    Raises:
+        ConfigError: the rule names no module, or one whose forward is never called (a ModuleList).
+    """
+    paths = _repeated(model) if rule is None else _named(model, rule)
+    modules = dict(model.named_modules())
+    owners = _owners(model, set(paths))
+    specs = [UnitSpec(ROOT, model, owners.get("", ()))]
+    specs += [UnitSpec(path, modules[path], owners[path]) for path in paths if owners.get(path)]
+    return specs
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    found: list[str] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
+        blocks = [(name, child) for name, child in children if any(True for _ in child.parameters())]
+        if isinstance(module, (*_LISTS, nn.Sequential)) and _is_repeated(blocks):
+            found.extend(name for name, _ in blocks)
+            return
+        for name, child in children:
+            visit(name, child)
+
+    visit("", model)
+    return found
+
+
+def _is_repeated(blocks: list[tuple[str, nn.Module]]) -> bool:
+    if any(isinstance(child, _LISTS) for _, child in blocks):
+        return False
+    counts = Counter(type(child) for _, child in blocks)
+    return max(counts.values(), default=0) >= 2
+
+
+def _named(model: nn.Module, rule: UnitRule) -> list[str]:
+    if isinstance(rule, type) or isinstance(rule, tuple):
+        if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in _as_tuple(rule)):
+            raise ConfigError(
+                "units", expected="module classes or a predicate of (name, module)", got=repr(rule),
+                do="Give e.g. units=Block, units=(Encoder, Decoder) or units=lambda name, module: ...",
+            )  # fmt: skip
+        kinds = _as_tuple(rule)
+        matches = [(name, m) for name, m in model.named_modules() if name and isinstance(m, kinds)]
+    elif callable(rule):
+        matches = [(name, m) for name, m in model.named_modules() if name and rule(name, m)]
+    else:
+        raise ConfigError(
+            "units", expected="module classes or a predicate of (name, module)", got=repr(rule),
+            do="Leave it out to let the repeated blocks be found.",
+        )  # fmt: skip
+    if not matches:
+        raise ConfigError(
+            "units", expected=f"a rule that names modules of {type(model).__name__}", got=f"{rule!r}, which names none",
+            do="Check the class or predicate against model.named_modules().",
+        )  # fmt: skip
+    for name, module in matches:
+        if isinstance(module, _LISTS):
+            raise ConfigError(
+                f"units: {name}", expected="a module whose forward is called", got=type(module).__name__,
+                do="Name its children instead.",
+            )  # fmt: skip
+    return [name for name, _ in matches]
+
+
+def _as_tuple(rule: UnitRule) -> tuple[type[nn.Module], ...]:
+    return rule if isinstance(rule, tuple) else (rule,)  # type: ignore[return-value]
+
+
+def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.Parameter], ...]]:
+    """Unit path -> the parameters it owns, each once, under its first name."""
+    registered: dict[int, tuple[str, nn.Parameter, list[list[str]]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        chain = _unit_chain(name, units)
+        registered.setdefault(id(parameter), (name, parameter, []))[2].append(chain)
+    owned: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter, chains in registered.values():
+        common = chains[0]
+        for chain in chains[1:]:
+            common = [a for a, b in zip(common, chain, strict=False) if a == b]
+        owned.setdefault(common[-1], []).append((name, parameter))
+    return {path: tuple(parameters) for path, parameters in owned.items()}
+
+
+def _unit_chain(name: str, units: set[str]) -> list[str]:
+    """The units around a parameter, outermost (the root, "") first."""
+    parts = name.split(".")[:-1]
+    prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
+    return ["", *(prefix for prefix in prefixes if prefix in units)]

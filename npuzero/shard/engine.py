@@ -1,0 +1,399 @@
+"""The engine of one model: it owns the units, listens to the hooks, and applies the four rules."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import observe, ops
+from npuzero.comm import Communicator, Counted, Mesh, World
+from npuzero.config import Settings
+from npuzero.errors import StateError
+from npuzero.memory import Space
+from npuzero.plan import AXES, VERBS, Axes, Plan, Report
+from npuzero.shard.build import build_units
+from npuzero.shard.discover import UnitRule
+from npuzero.shard.gather import Gatherer
+from npuzero.shard.hooks import Hooks, in_backward
+from npuzero.shard.prefetch import Trace
+from npuzero.shard.reduce import Reducer
+from npuzero.shard.restore import Restorer
+from npuzero.shard.unit import Flat, ParameterState, Unit
+
+
+class CountingMesh:
+    """A mesh whose communicators count what they send: control traffic apart from the training state's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._made: dict[tuple[Axes, str], Communicator] = {}
+        self.shape = mesh.shape
+        self.size = mesh.size
+        self.index = mesh.index
+        self.sent: Counter[str] = Counter()
+        self.control: Counter[str] = Counter()
+
+    def communicator(self, axes: Axes, purpose: str) -> Communicator:
+        """The communicator of :meth:`Mesh.communicator`, made at its first use."""
+        key = (axes, purpose)
+        if key not in self._made:
+            counter = self.control if purpose == "control" else self.sent
+            self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
+        return self._made[key]
+
+
+class Engine:
+    """One model under one plan on this rank.
+
+    Attributes:
+        units: the root unit first, then the others in the order they are registered.
+        plan, world, settings, mesh, space: what it was made with.
+        gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping).
+
+    Raises:
+        ConfigError: the model cannot be cut, or the ranks disagree on it.
+        StateError: it is cut already.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, world: World, settings: Settings, rule: UnitRule) -> None:
+        self.plan = plan
+        self.world = world
+        self.settings = settings
+        shape = plan.mesh_shape(world.size, len(world.local))
+        self.mesh = CountingMesh(Mesh(world, shape.local))
+        self.space = Space(world.device)
+        self.units = build_units(model, plan, settings, rule, world, self.mesh.size, self.mesh.index)
+        self.gradient_scale = torch.ones(1, device=world.device)
+        self._gatherer = Gatherer(self.mesh, self.space)
+        self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
+        self._restorer = Restorer(self.mesh, plan)
+        self._trace = Trace()
+        self._prefetch = settings.prefetch if settings.overlap else 0
+        self._slots = [(flat, i) for unit in self.units for flat in unit.trainable for i in range(len(flat.parameters))]
+        self._places = {id(flat.parameters[i]): (flat, i) for flat, i in self._slots}
+        self._numbers = {(id(flat), i): number for number, (flat, i) in enumerate(self._slots)}
+        self._used: list[bool] | None = None  # per slot, once agreed on for the present gradients
+        self._clipped = False
+        self._reducing = False
+        self._no_sync = False
+        # Backward passes of this step so far, and of the last step: R3 overlaps with the last one, if it is foreseen.
+        self._passes = 0
+        self._expected_passes = 0
+        self._step_begun = False
+        self._last: Report | None = None
+        self._take_over(model)
+        self._hooks = Hooks(self, self.units, plan.parameters.dtype)
+
+    @torch.no_grad()
+    def _take_over(self, model: nn.Module) -> None:
+        """Move every parameter into its flat, with rank 0's values, and guard what is cut."""
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.materialize(self.space, self._from_rank_0)
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    parameter._npuzero_engine = weakref.ref(self)  # type: ignore[attr-defined]
+                    parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
+            if unit.cut:
+                unit.close()
+        for buffer in model.buffers():
+            raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
+            self._from_rank_0(raw)
+            buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
+        self.mesh.control.clear()
+        self.space.reset_peak()
+
+    def _from_rank_0(self, whole: Tensor) -> None:
+        self.mesh.communicator(AXES, "control").broadcast(whole, root=0, tag="weights").wait()
+
+    # -- forward and backward (called by the hooks) ----------------------------------------------------------------
+
+    def forward_begins(self, unit: Unit) -> None:
+        fresh = not in_backward()
+        if unit.index == 0 and fresh:
+            self._trace.begin()
+            if torch.is_grad_enabled():
+                self._begin_step()
+        self._restorer.finish(unit)
+        if unit.cut:
+            self._gatherer.finish(unit)
+            if fresh:
+                self._trace.record(unit.index)
+                self._start_gathers(self._trace.after(unit.index, self._prefetch), unit)
+
+    def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None:
+        unit.backward_expected = backward_expected
+        if not unit.cut or keep_whole or in_backward():
+            return
+        if backward_expected:
+            self._gatherer.hold(unit)
+        else:
+            self._gatherer.release(unit)
+
+    def backward_reaches(self, unit: Unit) -> None:
+        if not unit.cut:
+            return
+        unit.computing += 1
+        self._gatherer.finish(unit)
+        self._start_gathers(self._trace.before(unit.index, self._prefetch), unit)
+
+    def backward_leaves(self, unit: Unit) -> None:
+        unit.computing -= 1
+        if unit.computing == 0 and self._reducing and unit.missing <= 0:
+            self._gatherer.release(unit)
+
+    def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
+        if not self._reducing:
+            self._begin_backward()
+        if flat.accumulated[i] and not flat.kept[i]:  # the user dropped it since
+            self._reducer.drain()
+            flat.clear(i)
+        flat.accumulated[i], flat.kept[i] = True, False
+        self._reducer.arrive(unit, flat, i, gradient)
+        if unit.cut and unit.missing <= 0 and (not unit.has_frozen or unit.computing == 0):
+            self._gatherer.release(unit)
+
+    def backward_ends(self) -> None:
+        if self._reducing:
+            self._reducer.end()
+            self._reducing = False
+        for unit in self.units:
+            unit.computing = 0
+            self._gatherer.release(unit)
+
+    def _start_gathers(self, indices: list[int], current: Unit) -> None:
+        for index in indices:
+            unit = self.units[index]
+            done = self._reducing and unit.trainable_count and unit.missing <= 0
+            if unit.cut and not done and (unit.backward_expected or not in_backward()):
+                observe.instant("prefetch", unit.name)
+                self._restorer.finish(unit)
+                self._gatherer.start(unit)
+
+    def _begin_backward(self) -> None:
+        self._reducing = True
+        self._passes += 1
+        if not any(flat.present(i) for flat, i in self._slots):  # whoever zeroed the gradients, and however
+            self._reducer.reset()
+            self.gradient_scale.fill_(1.0)
+        elif self._clipped:  # more gradients come after clipping: scale what there is, as torch's clipping would have
+            for flat in self.flats():
+                flat.own_gradient.mul_(self.gradient_scale)
+            self.gradient_scale.fill_(1.0)
+        self._clipped = False
+        self._used = None
+        self._reducer.synchronizing = not self._no_sync
+        self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
+        self._reducer.begin()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up on this rank alone; the next one outside (or the step) reduces them."""
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def flats(self) -> Iterator[Flat]:
+        """The trainable flats, in order."""
+        for unit in self.units:
+            yield from unit.trainable
+
+    def place(self, parameter: nn.Parameter) -> tuple[Flat, int]:
+        """The flat and slot of a parameter of this model."""
+        return self._places[id(parameter)]
+
+    def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
+        """[n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank that has none)."""
+        whole = torch.zeros(flat.layout.numel, device=self.space.device)
+        shard = torch.zeros_like(flat.master) if own is None else own
+        if self.mesh.size(self.plan.states.axes) == 1:
+            return whole.copy_(shard)
+        communicator = self.mesh.communicator(self.plan.states.axes, "control")
+        communicator.all_gather(whole, shard, tag="optimizer state").wait()
+        return whole
+
+    def refresh_masters(self) -> None:
+        """Somebody wrote into whole parameters (``load_state_dict``): masters follow."""
+        for flat in self.flats():
+            if flat.dtype != torch.float32:
+                flat.master.copy_(flat.own_parameters)
+
+    def used(self, flat: Flat, i: int) -> bool:
+        """Whether any rank has a gradient for this slot in the present step (after :meth:`finish_gradients`)."""
+        assert self._used is not None
+        return self._used[self._numbers[id(flat), i]]
+
+    def finish_gradients(self) -> bool:
+        """R3: bring every gradient to READY on its owner. Collective; nothing to do the second time.
+
+        Returns:
+            False where no rank has any gradient (torch's optimizers then do nothing).
+        """
+        if self._reducing:
+            raise StateError(
+                "npuzero step", expected="a call after backward() has returned", got="a call inside a backward pass, or "
+                "after one that raised", do="Call it after loss.backward(); after an exception call zero_grad() first.",
+            )  # fmt: skip
+        if self._used is None:
+            self._used = self._agree([flat.present(i) for flat, i in self._slots])
+            if any(self._used):
+                self._reducer.finish()
+                for (flat, i), used in zip(self._slots, self._used, strict=True):
+                    if not used and flat.accumulated[i]:
+                        flat.clear(i)
+        return any(self._used)
+
+    def _agree(self, flags: list[bool]) -> list[bool]:
+        """True where any rank says True."""
+        if self.mesh.shape.world == 1 or not flags:
+            return flags
+        votes = torch.tensor(flags, dtype=torch.float32, device=self.space.device)
+        self.mesh.communicator(AXES, "control").all_reduce(votes, tag="parameters in use").wait()
+        return [vote > 0 for vote in votes.tolist()]
+
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Global L2 norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
+
+        The sum of squares is taken per smallest shard of the world and added in one fixed order, so the norm has the
+        same bits however the plan cuts the gradients.
+        """
+        total = torch.zeros((), device=self.space.device)
+        if self.finish_gradients():
+            squares, nonfinite = self._sum_squares()
+            total = squares.sqrt() * self.gradient_scale[0]
+            if error_if_nonfinite and not (nonfinite == 0).item():
+                raise StateError(
+                    "clip_grad_norm_", expected="finite gradients", got=f"{int(nonfinite)} elements that are inf or nan "
+                    f"in {', '.join(self._nonfinite_units()) or 'shards of other ranks'}",
+                    do="Lower the learning rate or look at the loss; zero_grad() drops these gradients.",
+                )  # fmt: skip
+            self.gradient_scale.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
+            self._clipped = True
+        return total
+
+    def _sum_squares(self) -> tuple[Tensor, Tensor]:
+        """Sum of squares and number of non-finite elements, over unique elements of all gradients."""
+        flats = list(self.flats())
+        world = self.mesh.shape.world
+        parts = torch.zeros(len(flats), world, 2, device=self.space.device)
+        for flat, row in zip(flats, parts, strict=True):
+            pieces = world // flat.ranks.count["states"]
+            first = flat.ranks.index["states"] * pieces
+            for piece, out in zip(flat.own_gradient.chunk(pieces), row[first : first + pieces], strict=True):
+                ops.norm(piece, out)
+        if self.mesh.size(self.plan.states.axes) > 1:
+            communicator = self.mesh.communicator(self.plan.states.axes, "control")
+            communicator.all_reduce(parts.view(-1), tag="gradient norm").wait()
+        sums = parts.view(-1, 2).sum(0)
+        return sums[0], sums[1]
+
+    def _nonfinite_units(self) -> list[str]:
+        return [u.name for u in self.units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
+
+    def begin_update(self) -> bool:
+        """Before an optimizer writes masters and parameters; False where there is nothing to do. Collective."""
+        for unit in self.units:
+            self._restorer.finish(unit)
+            self._gatherer.release(unit)
+        return self.finish_gradients()
+
+    def end_update(self) -> None:
+        """R4, and the end of the step."""
+        for unit in self.units:
+            self._restorer.start(unit)
+            if not self.settings.overlap:
+                self._restorer.finish(unit)
+        self._expected_passes, self._passes = self._passes or self._expected_passes, 0
+        sent = {verb: self.mesh.sent[verb] for verb in VERBS}
+        sent["control"] = sum(self.mesh.control.values())
+        self._last = Report(dict(self.space.peak), sent, self.plan, self.mesh.shape.world)
+        self._step_begun = False
+
+    def _begin_step(self) -> None:
+        if not self._step_begun:
+            self._step_begun = True
+            self.mesh.sent.clear()
+            self.mesh.control.clear()
+            self.space.reset_peak()
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What the last step held and sent on this rank.
+
+        Raises:
+            StateError: no step has been taken.
+        """
+        if self._last is None:
+            raise StateError(
+                "npuzero.report", expected="a model that has taken a step", got="none yet",
+                do="Call it after optimizer.step(); npuzero.predict says what to expect before.",
+            )  # fmt: skip
+        return self._last
+
+    @contextlib.contextmanager
+    def whole(self, unit: Unit) -> Iterator[None]:
+        """The parameters of ``unit`` whole and readable, on every rank. Collective."""
+        self._restorer.finish(unit)
+        kept = unit.parameter_state is ParameterState.WHOLE
+        self._gatherer.finish(unit)
+        try:
+            yield
+        finally:
+            if not kept:
+                self._gatherer.release(unit)
+
+    def open(self, unit: Unit, name: str) -> None:
+        """Somebody reads a guarded parameter: let them where it rests whole, say why not where it is cut."""
+        if not unit.cut:
+            self._restorer.finish(unit)
+            return
+        raise StateError(
+            f"parameter {name}", expected=f"to be read while unit {unit.name!r} computes",
+            got=f"a read while it is {unit.parameter_state.value} (plan {self.plan.name!r} cuts it over the ranks)",
+            do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
+            "reads it, run that module through the model's forward or name it in units=.",
+        )  # fmt: skip
+
+    def load(self, values: Mapping[int, Tensor]) -> None:
+        """Replace parameters by whole tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
+        for unit in self.units:
+            self._restorer.finish(unit)
+            self._gatherer.release(unit)
+            for flat in unit.flats:
+                flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
+
+    def __deepcopy__(self, memo: object) -> Engine:
+        raise self._uncopied("copied")
+
+    def __reduce__(self) -> str:
+        raise self._uncopied("pickled")
+
+    def _uncopied(self, verb: str) -> StateError:
+        return StateError(
+            "a model made by npuzero.zero()", expected=f"not to be {verb}: each rank holds a part of it",
+            got="copy or pickle of the module", do="Use npuzero.full_state_dict(model) and load it into a plain model.",
+        )  # fmt: skip
+
+
+def _opener(engine: Engine, unit: Unit, name: str) -> Callable[[], None]:
+    engine_of, unit_of = weakref.ref(engine), weakref.ref(unit)
+
+    def open_() -> None:
+        engine, unit = engine_of(), unit_of()
+        if engine is None or unit is None:
+            raise StateError(
+                f"parameter {name}", expected="a parameter of a living model", got="one whose model was deleted",
+                do="Build the optimizer over the parameters of the model that is trained.",
+            )  # fmt: skip
+        engine.open(unit, name)
+
+    return open_

@@ -1,0 +1,78 @@
+"""R1: a unit's parameters become whole before it computes, and are released after."""
+
+from __future__ import annotations
+
+from npuzero import observe
+from npuzero.comm import Handle, Mesh
+from npuzero.memory import Space
+from npuzero.shard.unit import ParameterState, Unit
+
+_S = ParameterState
+
+
+class Gatherer:
+    """Starts, finishes and undoes the gathering of units. A start must be followed by a finish on every rank."""
+
+    def __init__(self, mesh: Mesh, space: Space) -> None:
+        self._mesh = mesh
+        self._space = space
+        self._handles: dict[int, list[Handle]] = {}
+
+    def start(self, unit: Unit) -> None:
+        """Begin to gather ``unit`` unless it is whole already or on its way."""
+        if unit.parameter_state not in (_S.SHARDED, _S.HELD):
+            return
+        part = "held" if unit.parameter_state is _S.HELD else "parameters"
+        unit.move(_S.GATHERING)
+        handles = self._handles[unit.index] = []
+        for flat in unit.flats:
+            if flat.cut and flat.whole.untyped_storage().nbytes() == 0:
+                self._space.resize(flat.whole, flat.layout.numel * flat.dtype.itemsize, "buffers")
+                shard = flat.held if part == "held" and flat.held is not None else flat.resting
+                axes = getattr(flat.ranks.plan, part).axes
+                handles.append(
+                    self._mesh.communicator(axes, "gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}")
+                )
+
+    def finish(self, unit: Unit) -> None:
+        """Wait until ``unit`` is whole and open its parameters to reading; starts the gather if nobody has."""
+        if unit.parameter_state is not _S.WHOLE:
+            self.start(unit)
+            with observe.span("wait for gather", unit.name):
+                for handle in self._handles.pop(unit.index, ()):
+                    handle.wait()
+            unit.move(_S.WHOLE)
+        unit.reopen()
+        unit.check_views()
+
+    def hold(self, unit: Unit) -> None:
+        """After forward: keep what ``plan.held`` says and release the rest."""
+        self._release(unit, keep_held=True)
+
+    def release(self, unit: Unit) -> None:
+        """Keep the resting shards only."""
+        if unit.parameter_state is _S.GATHERING and unit.cut:  # prefetched, but never used
+            self.finish(unit)
+        self._release(unit, keep_held=False)
+
+    def _release(self, unit: Unit, keep_held: bool) -> None:
+        if not unit.cut or unit.parameter_state in (_S.SHARDED, _S.GATHERING):
+            return
+        if keep_held and unit.parameter_state is _S.HELD:
+            return
+        unit.close()
+        held, cut = unit.flats[0].ranks.count["held"], unit.flats[0].ranks.count["parameters"]
+        for flat in unit.flats:
+            if keep_held and held == 1:
+                continue
+            if keep_held and held < cut and flat.held is None:
+                begin, end = flat.shard("held")
+                flat.held = self._space.allocate(end - begin, flat.dtype, "buffers")
+                flat.held.copy_(flat.whole[begin:end])
+            elif not keep_held and flat.held is not None:
+                self._space.count("buffers", -flat.held.nbytes)
+                flat.held = None
+            if flat.whole.untyped_storage().nbytes():
+                self._space.resize(flat.whole, 0, "buffers")
+        # Where held equals the resting cut there is no second copy: the unit is simply sharded again.
+        unit.move(_S.HELD if keep_held and held < cut else _S.SHARDED)

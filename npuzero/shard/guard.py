@@ -1,0 +1,109 @@
+"""Guards: what keeps a program from reading a parameter whose data is elsewhere, or a gradient that is cut.
+
+A released parameter is a view of a storage with no bytes: reading it natively ends the process. So outside its unit's
+compute window a parameter carries the class :class:`CutParameter`, through which torch sends every operation; data
+access raises a StateError, metadata works. Inside the window it is a plain ``nn.Parameter`` again, at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import StateError
+
+_T = Tensor
+_GETTERS = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse", "names",
+            "is_cuda", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "output_nr", "_backward_hooks",
+            "_post_accumulate_grad_hooks", "is_cpu", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "retains_grad", "grad_dtype")  # fmt: skip
+_METHODS = ("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "storage_offset", "get_device",
+            "is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "register_hook", "__hash__", "__len__",
+            "register_post_accumulate_grad_hook", "is_inference", "is_signed", "type", "is_shared", "has_names")  # fmt: skip
+
+
+def _metadata() -> frozenset[Any]:
+    getters = (getattr(getattr(_T, name, None), "__get__", None) for name in _GETTERS)
+    grad = (_T.grad.__get__, _T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__)  # type: ignore[attr-defined]
+    methods = (getattr(_T, name, None) for name in _METHODS)
+    functions = (torch.numel, torch.is_floating_point, torch.is_complex)
+    return frozenset(f for f in (*getters, *grad, *methods, *functions) if f is not None)
+
+
+_METADATA = _metadata()
+_REPR = (_T.__repr__, _T.__format__)
+
+
+class CutParameter(nn.Parameter):
+    """The class a parameter carries while its data must not be read; see the module's text."""
+
+    # Set on each guarded parameter: makes the data readable, or raises StateError.
+    _npuzero_open: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _REPR:
+            self = args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                return f"CutParameter(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+        if func not in _METADATA:
+            for tensor in _guarded((*args, *kwargs.values())):
+                tensor._npuzero_open()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def _guarded(values: Any) -> list[CutParameter]:
+    found = []
+    for value in values:
+        if isinstance(value, CutParameter):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_guarded(value))
+    return found
+
+
+def close(parameter: nn.Parameter) -> None:
+    """Guard ``parameter``. One of the user's own subclass keeps its class and its risk."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = CutParameter
+
+
+def reopen(parameter: nn.Parameter) -> None:
+    """Make ``parameter`` a plain one."""
+    if type(parameter) is CutParameter:
+        parameter.__class__ = nn.Parameter
+
+
+class CutGradient(Tensor):
+    """What ``p.grad`` is after a backward pass: a marker that a gradient exists, in the engine's flat buffers.
+
+    It has the parameter's shape, dtype and device but no data: every operation on it raises, so that a plain optimizer
+    or ``torch.nn.utils.clip_grad_norm_`` says what to use instead of doing nothing. Setting ``p.grad = None`` (what
+    ``zero_grad`` does) drops the gradient, as in torch.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor) -> CutGradient:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # what p.grad.detach_() and zero_grad(set_to_none=False) ask first
+            return args[0]
+        raise StateError(
+            f"{func} on a cut gradient",
+            expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",
+            got="a plain torch operation: no rank holds this gradient whole",
+            do="Use npuzero.AdamW, npuzero.ZeroOptimizer(YourOptimizer, ...) and npuzero.clip_grad_norm_(model, max_norm).",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"CutGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -1,0 +1,188 @@
+"""Where the engine meets torch: module hooks and autograd hooks. The only file that touches either.
+
+The order of events for a unit, in one training step::
+
+    forward pre-hook      R4 finished, R1 finished, the next unit's gather started
+    forward hook          released to what plan.held says; a hook is put on the outputs
+    output's hook         backward reaches the unit: R1 over held.axes finished, the one before it started
+    parameter's hooks     before autograd adds: the marker is taken out of p.grad; after: the gradient is handed over
+    end of backward       what is left is reduced and released
+
+A unit with trainable parameters only has computed its backward when its last gradient has arrived; a node that needs a
+frozen parameter may run later, so a unit that has frozen ones waits for the gradients of its inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from npuzero.shard.unit import Flat, Unit
+
+
+class Events(Protocol):
+    """What the hooks tell; the engine listens."""
+
+    def forward_begins(self, unit: Unit) -> None: ...
+    def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None: ...
+    def backward_reaches(self, unit: Unit) -> None: ...
+    def backward_leaves(self, unit: Unit) -> None: ...
+    def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None: ...
+    def backward_ends(self) -> None: ...
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Hooks:
+    """All hooks of one model; :meth:`remove` takes them off."""
+
+    def __init__(self, events: Events, units: list[Unit], input_dtype: torch.dtype | None) -> None:
+        self._events = events
+        self._input_dtype = input_dtype
+        self._handles: list[RemovableHandle] = []
+        self._end_queued = False
+        for unit in units:
+            self._watch(unit)
+            for flat in unit.trainable:
+                for i, parameter in enumerate(flat.parameters):
+                    self._handles.append(parameter.register_hook(_before_adding(flat, i)))
+                    self._handles.append(
+                        parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
+                    )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def backward_begins(self) -> None:
+        """Have ``backward_ends`` called when autograd's present pass is over."""
+        if not self._end_queued:
+            self._end_queued = True
+            Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+
+    def forget_backward(self) -> None:
+        """A pass that raised never reaches its end: start anew."""
+        self._end_queued = False
+
+    def _finish_backward(self) -> None:
+        self._end_queued = False
+        self._events.backward_ends()
+
+    def _watch(self, unit: Unit) -> None:
+        module = unit.module()
+        assert module is not None
+        is_root = unit.index == 0
+        self._handles.append(
+            module.register_forward_pre_hook(self._pre_forward(unit, is_root), prepend=True, with_kwargs=True)
+        )
+        self._handles.append(module.register_forward_hook(self._post_forward(unit, is_root)))
+
+    def _pre_forward(self, unit: Unit, is_root: bool) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_root and not in_backward():
+                self.forget_backward()
+            self._events.forward_begins(unit)
+            if unit.cut and unit.has_frozen and torch.is_grad_enabled():
+                self._watch_inputs(unit, (args, kwargs))
+            if is_root and self._input_dtype is not None:
+                return _cast((args, kwargs), self._input_dtype)
+            return None
+
+        return hook
+
+    def _watch_inputs(self, unit: Unit, inputs: Any) -> None:
+        for tensor in tensors_of(inputs)[0]:
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _: self._events.backward_leaves(unit))
+                return
+
+    def _post_forward(self, unit: Unit, is_root: bool) -> Callable[..., None]:
+        def reached(_: Tensor) -> None:
+            self.backward_begins()
+            self._events.backward_reaches(unit)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            expected = opaque = False
+            if torch.is_grad_enabled() and (unit.cut or is_root):
+                tensors, opaque = tensors_of(output)
+                for tensor in tensors:
+                    if tensor.requires_grad:
+                        tensor.register_hook(reached)
+                        expected = True
+            self._events.forward_ends(unit, keep_whole=opaque and not expected, backward_expected=expected)
+
+        return hook
+
+    def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
+        flat_of = weakref.ref(flat)  # a parameter must not keep itself alive through its own hook
+
+        def hook(parameter: Tensor) -> None:
+            unit, owner, gradient = unit_of(), flat_of(), parameter.grad
+            if unit is None or owner is None or gradient is None:
+                return
+            parameter.grad = None
+            self.backward_begins()
+            self._events.gradient_arrives(unit, owner, i, gradient)
+            parameter.grad = owner.markers[i]
+
+        return hook
+
+
+def _before_adding(flat: Flat, i: int) -> Callable[[Tensor], None]:
+    flat_of = weakref.ref(flat)
+
+    def hook(_: Tensor) -> None:
+        owner = flat_of()
+        if owner is not None and owner.parameters[i].grad is owner.markers[i]:
+            owner.kept[i] = True
+            owner.parameters[i].grad = None
+
+    return hook
+
+
+def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
+    if isinstance(value, Tensor):
+        return [value], False
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return [], False
+    children: Iterable[Any]
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        children = value
+    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        children = vars(value).values() if hasattr(value, "__dict__") else ()
+        if not dataclasses.is_dataclass(value):
+            return [t for child in children if isinstance(child, Tensor) for t in [child]], True
+    else:
+        return [], True
+    found: list[Tensor] = []
+    opaque = False
+    for child in children:
+        tensors, hidden = tensors_of(child)
+        found += tensors
+        opaque = opaque or hidden
+    return found, opaque
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors among (nested) arguments in the parameter dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(child, dtype) for child in value)
+    if type(value) is dict:
+        return {key: _cast(child, dtype) for key, child in value.items()}
+    return value

@@ -1,0 +1,74 @@
+"""Flat layout: which element of a flat buffer belongs to which parameter. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from npuzero.plan import SHARD_BYTES, START_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's range ``[begin, end)`` of a flat buffer, in elements."""
+
+    name: str
+    shape: torch.Size
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.numel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots in order, the gaps between them, and the padded length.
+
+    ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize``, so that whatever axes cut the buffer, every shard
+    has the same length and starts aligned.
+    """
+
+    slots: tuple[Slot, ...]
+    numel: int
+    dtype: torch.dtype
+    gaps: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(parameters: Iterable[tuple[str, torch.Size]], ranks: int, dtype: torch.dtype) -> Layout:
+        """Lay out parameters (name, shape) of one parameter dtype for a world of ``ranks``."""
+        slots: list[Slot] = []
+        end = 0
+        for name, shape in parameters:
+            slots.append(Slot(name, shape, _round_up(end, START_ELEMENTS)))
+            end = slots[-1].end
+        numel = _round_up(end, ranks * SHARD_BYTES // dtype.itemsize)
+        return Layout(tuple(slots), numel, dtype, _gaps(slots, numel))
+
+    def shard(self, index: int, count: int) -> tuple[int, int]:
+        """Range of shard ``index`` of ``count``."""
+        length = self.numel // count
+        return index * length, (index + 1) * length
+
+
+def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """The common part of two ranges; empty (begin == end) where they do not meet."""
+    begin = max(a[0], b[0])
+    return begin, max(begin, min(a[1], b[1]))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _gaps(slots: Sequence[Slot], numel: int) -> tuple[tuple[int, int], ...]:
+    ends = [0, *(slot.end for slot in slots)]
+    begins = [*(slot.begin for slot in slots), numel]
+    return tuple((end, begin) for end, begin in zip(ends, begins, strict=True) if begin > end)

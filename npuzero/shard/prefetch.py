@@ -1,0 +1,44 @@
+"""Which unit to gather next: a trace of the last pass in, a guess out. A hint, never a condition for correctness."""
+
+from __future__ import annotations
+
+
+class Trace:
+    """The order in which units computed in the last pass; backward is foretold as its reverse."""
+
+    def __init__(self) -> None:
+        self._last: list[int] = []
+        self._now: list[int] = []
+
+    def begin(self) -> None:
+        """A pass starts: what was recorded becomes the forecast."""
+        if self._now:
+            self._last = self._now
+        self._now = []
+
+    def record(self, unit: int) -> None:
+        self._now.append(unit)
+
+    def after(self, unit: int, depth: int) -> list[int]:
+        """Up to ``depth`` distinct units that followed ``unit`` in the last pass."""
+        return _following(self._last, unit, depth, len(self._now) - 1)
+
+    def before(self, unit: int, depth: int) -> list[int]:
+        """Up to ``depth`` distinct units that came before ``unit`` in the present pass (or the last, if none is)."""
+        trace = self._now or self._last
+        return _following(trace[::-1], unit, depth, 0)
+
+
+def _following(trace: list[int], unit: int, depth: int, at: int) -> list[int]:
+    """Distinct units behind ``unit`` in ``trace``; looks first at position ``at``, then for its first occurrence."""
+    if at >= len(trace) or trace[at] != unit:
+        if unit not in trace:
+            return []
+        at = trace.index(unit)
+    found: list[int] = []
+    for other in trace[at + 1 :]:
+        if len(found) == depth:
+            break
+        if other != unit and other not in found:
+            found.append(other)
+    return found

@@ -1,0 +1,261 @@
+"""A unit: the parameters that travel together, their flat buffers, and the states both may be in.
+
+Names used in this package, for a flat of n elements and a plan that cuts parameters, held, gradients and states into
+P, H, G and S shards::
+
+    whole       [n]    parameter dtype; every parameter is a view of it; no bytes while released (only where P > 1)
+    resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
+    held        [n/H]  parameter dtype; what it keeps between forward and backward (only where 1 < H < P)
+    gradient    [n/G]  float32; accumulates over micro-batches
+    unsynced    [n]    float32; what accumulates under no_sync where G > 1
+    carry       [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
+    own         [n/S]  this rank's states shard, a sub-range of all of the above
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import StateError
+from npuzero.memory import Space
+from npuzero.plan import Plan
+from npuzero.shard import guard
+from npuzero.shard.discover import UnitSpec
+from npuzero.shard.layout import Layout, overlap
+
+
+class ParameterState(enum.Enum):
+    """Who holds a unit's parameters."""
+
+    SHARDED = "sharded"  # resting only
+    GATHERING = "gathering"  # a gather writes into whole
+    WHOLE = "whole"  # whole may be read
+    HELD = "held"  # resting and the held copy
+
+
+class GradientState(enum.Enum):
+    """Who holds a unit's gradients."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"  # some have left autograd
+    REDUCING = "reducing"  # a reduction is under way
+    ACCUMULATED = "accumulated"  # this backward's are in the accumulator
+    READY = "ready"  # summed over all ranks, this rank's own shard
+
+
+_P, _G = ParameterState, GradientState
+_MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
+    _P.SHARDED: (_P.GATHERING,),
+    _P.GATHERING: (_P.WHOLE,),
+    _P.WHOLE: (_P.SHARDED, _P.HELD, _P.GATHERING),
+    _P.HELD: (_P.GATHERING, _P.SHARDED),
+    _G.EMPTY: (_G.PARTIAL, _G.REDUCING),
+    _G.PARTIAL: (_G.REDUCING, _G.ACCUMULATED, _G.EMPTY),
+    _G.REDUCING: (_G.ACCUMULATED, _G.READY),
+    _G.ACCUMULATED: (_G.PARTIAL, _G.REDUCING, _G.READY, _G.EMPTY),
+    _G.READY: (_G.PARTIAL, _G.REDUCING, _G.EMPTY),
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How this rank's shards lie: for each part of the plan the number of shards, and which is this rank's."""
+
+    plan: Plan
+    world: int
+    count: Mapping[str, int]
+    index: Mapping[str, int]
+
+
+class Flat:
+    """One flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen."""
+
+    def __init__(self, layout: Layout, parameters: list[nn.Parameter], ranks: Ranks) -> None:
+        self.layout = layout
+        self.parameters = parameters
+        self.dtype = layout.dtype
+        self.ranks = ranks
+        self.trainable = parameters[0].requires_grad
+        self.cut = ranks.count["parameters"] > 1
+        self.whole: Tensor
+        self.resting: Tensor
+        self.held: Tensor | None = None
+        self.master: Tensor
+        self.gradient: Tensor
+        self.unsynced: Tensor | None = None
+        self.carry: Tensor | None = None
+        # Is there anything of this step in a cut accumulator? If not, the next reduction overwrites it.
+        self.valid = False
+        # Per slot: is there anything of it in the whole gradients this rank has summed alone (gradient or unsynced)?
+        self.local_held = [False] * len(parameters)
+        # Per slot: has anything been added to any buffer since the last reset?
+        self.accumulated = [False] * len(parameters)
+        # Per slot: did this pass find the marker in p.grad? (It is taken out so that autograd does not add to it.)
+        self.kept = [False] * len(parameters)
+        # Per slot: what p.grad is while the gradient lives in these buffers.
+        self.markers = [guard.CutGradient(p) for p in parameters] if self.trainable else []
+
+    def shard(self, part: str) -> tuple[int, int]:
+        """This rank's range of the flat for ``part`` of the plan."""
+        return self.layout.shard(self.ranks.index[part], self.ranks.count[part])
+
+    def own_within(self, part: str) -> slice:
+        """This rank's states shard as a slice of its shard for ``part``: a deeper cut is a contiguous sub-range."""
+        begin = self.shard(part)[0]
+        own = self.shard("states")
+        return slice(own[0] - begin, own[1] - begin)
+
+    @property
+    def own_gradient(self) -> Tensor:
+        """[n/S] float32: this rank's shard of the gradient (summed over ranks once READY)."""
+        return self.gradient[self.own_within("gradients")]
+
+    @property
+    def own_parameters(self) -> Tensor:
+        """[n/S] parameter dtype: the range of the resting parameters that this rank updates."""
+        return self.resting[self.own_within("parameters")]
+
+    @property
+    def slots(self) -> range:
+        """Numbers of the slots."""
+        return range(len(self.parameters))
+
+    def own_slot(self, i: int) -> slice:
+        """The part of slot ``i`` that lies in this rank's states shard, as a slice of that shard."""
+        slot, (start, stop) = self.layout.slots[i], self.shard("states")
+        begin, end = overlap((slot.begin, slot.end), (start, stop))
+        return slice(begin - start, end - start) if begin < end else slice(0, 0)
+
+    def cut_like_own(self, i: int, whole: Tensor) -> Tensor:
+        """Of a tensor shaped like slot ``i``, the elements that lie in this rank's states shard; 1-D."""
+        own, slot, start = self.own_slot(i), self.layout.slots[i], self.shard("states")[0]
+        if own.start == own.stop:
+            return whole.reshape(-1)[:0]
+        return whole.reshape(-1)[own.start + start - slot.begin : own.stop + start - slot.begin]
+
+    def materialize(self, space: Space, share: Callable[[Tensor], None]) -> None:
+        """Move the parameters' data into the flat buffer and keep this rank's part of it.
+
+        The peak beyond what rests is one whole flat in float32.
+        """
+        self.whole = torch.zeros(self.layout.numel, dtype=self.dtype, device=space.device)
+        self.resting = self.whole
+        if self.cut:
+            self.resting = space.allocate(self._length("parameters"), self.dtype, "parameters")
+        else:
+            space.count("parameters", self.whole.nbytes)
+        if self.trainable:
+            self.gradient = space.allocate(self._length("gradients"), torch.float32, "gradients")
+            self.master = self.own_parameters
+            if self.dtype != torch.float32:
+                self.master = space.allocate(self._length("states"), torch.float32, "states")
+        self.fill([parameter.detach() for parameter in self.parameters], share)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.grad = None
+            parameter.data = self.whole[slot.begin : slot.end].view(slot.shape)
+        if self.cut:
+            self.whole.untyped_storage().resize_(0)
+
+    def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
+        """Take whole values, one per slot, into what rests and into the masters.
+
+        Masters are taken before the values are rounded to the parameter dtype; where that is float32 the master is
+        the resting parameter itself.
+
+        Args:
+            values: tensors of the slots' shapes, any floating dtype and device.
+            share: makes the whole flat (float32) the same on all ranks.
+        """
+        exact = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.resting.device)
+        for slot, value in zip(self.layout.slots, values, strict=True):
+            exact[slot.begin : slot.end].copy_(value.reshape(-1))
+        share(exact)
+        self.resting.copy_(exact[slice(*self.shard("parameters"))])
+        if self.trainable and self.dtype != torch.float32:
+            self.master.copy_(exact[slice(*self.shard("states"))])
+
+    def _length(self, part: str) -> int:
+        return self.layout.numel // self.ranks.count[part]
+
+    def present(self, i: int) -> bool:
+        """Does slot i have a gradient, as far as this rank's user is concerned?"""
+        return self.kept[i] or self.parameters[i].grad is self.markers[i]
+
+    def clear(self, i: int) -> None:
+        """Zero whatever the buffers hold of slot i: its user dropped the gradient (``p.grad = None``)."""
+        self.local_held[i] = self.accumulated[i] = False
+        slot = self.layout.slots[i]
+        for buffer, part in ((self.gradient, "gradients"), (self.carry, "states")):
+            if buffer is not None:
+                start = self.shard(part)[0]
+                begin, end = overlap((slot.begin, slot.end), self.shard(part))
+                buffer[begin - start : end - start].zero_()
+
+
+class Unit:
+    """A module, the flats of the parameters it owns, and the states they are in."""
+
+    def __init__(self, spec: UnitSpec, index: int, flats: list[Flat]) -> None:
+        self.name = spec.name
+        self.index = index
+        self.module = weakref.ref(spec.module)
+        self.flats = flats
+        self.trainable = [flat for flat in flats if flat.trainable]
+        self.has_frozen = len(self.trainable) < len(flats)
+        self.cut = any(flat.cut for flat in flats)
+        self.parameter_state = _P.SHARDED if self.cut else _P.WHOLE
+        self.gradient_state = _G.EMPTY
+        self.pending: list[tuple[Flat, int, Tensor]] = []
+        # Forward passes whose backward is to come or under way (see Hooks).
+        self.backward_expected = False
+        self.computing = 0
+        self.missing = self.trainable_count = sum(len(flat.parameters) for flat in self.trainable)
+
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for flat in self.flats:
+            yield from flat.parameters
+
+    def move(self, to: ParameterState | GradientState) -> None:
+        """Change one of the two states; anything the life-cycle does not allow is a StateError naming both."""
+        which = "parameter_state" if isinstance(to, ParameterState) else "gradient_state"
+        now = getattr(self, which)
+        if to is not now and to not in _MOVES[now]:
+            allowed = ", ".join(state.name for state in _MOVES[now])
+            raise StateError(
+                f"unit {self.name!r}", expected=f"a move from {now.name} to one of {allowed}", got=to.name,
+                do="This is a fault of the engine; please report it with the model's structure.",
+            )  # fmt: skip
+        setattr(self, which, to)
+
+    def close(self) -> None:
+        """Guard the parameters against reading."""
+        for parameter in self.parameters():
+            guard.close(parameter)
+
+    def reopen(self) -> None:
+        for parameter in self.parameters():
+            guard.reopen(parameter)
+
+    def check_views(self) -> None:
+        """Every parameter must still be a view of its flat: ``model.to()`` after ``zero()`` replaces the data.
+
+        Raises:
+            StateError: a parameter's data lies elsewhere.
+        """
+        for flat in self.flats:
+            base = flat.whole.untyped_storage()._cdata
+            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                if parameter.untyped_storage()._cdata != base:
+                    raise StateError(
+                        f"parameter {slot.name}", expected=f"a view of the flat buffer of unit {self.name!r}",
+                        got="data elsewhere: it was replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
+                        do="Convert and move the model first, then call npuzero.zero(); "
+                        "load weights with npuzero.load_full_state_dict.",
+                    )  # fmt: skip

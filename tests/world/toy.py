@@ -1,0 +1,104 @@
+"""A small GPT with everything awkward in it, its data, and its training by plain torch: the oracle of the world tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, SEQUENCE = 37, 12
+_SEEDING = threading.Lock()
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, frozen_norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.empty = nn.Parameter(torch.zeros(0, dim))
+        if frozen_norm:
+            self.norm.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)) + self.empty.sum()
+        return x + self.mlp(x)
+
+
+class ToyGPT(nn.Module):
+    """Tied embedding and head, frozen positions and norm, a scalar, a zero-size and a never used parameter."""
+
+    def __init__(self, dim: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, dim)
+        self.positions = nn.Parameter(torch.randn(SEQUENCE, dim) * 0.1, requires_grad=False)
+        self.blocks = nn.ModuleList(Block(dim, frozen_norm=i == 1) for i in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.unused = nn.Parameter(torch.ones(5))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+def build(seed: int = 0, make: Callable[[], nn.Module] = ToyGPT) -> nn.Module:
+    """The same weights whatever thread asks for them."""
+    with _SEEDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, by any contender."""
+
+    steps: int = 10
+    micro_batches: int = 1
+    clip: float | None = None
+    groups: bool = False
+    batch: int = 2
+
+
+def tokens_of(step: int, micro_batch: int, rank: int, recipe: Recipe) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
+    return torch.randint(VOCABULARY, (recipe.batch, SEQUENCE + 1), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def groups_of(model: nn.Module, recipe: Recipe) -> Iterable[object]:
+    """All parameters, or two groups: matrices decay, vectors learn faster and do not."""
+    if not recipe.groups:
+        return model.parameters()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-2, "weight_decay": 0.0}]
+
+
+def train_plain(model: nn.Module, world: int, recipe: Recipe) -> dict[str, Tensor]:
+    """What DDP computes: the gradients of all ranks averaged, then torch's AdamW."""
+    optimizer = torch.optim.AdamW(groups_of(model, recipe), lr=1e-2)  # type: ignore[arg-type]
+    for step in range(recipe.steps):
+        for micro_batch in range(recipe.micro_batches):
+            for rank in range(world):
+                (loss_of(model, tokens_of(step, micro_batch, rank, recipe)) / recipe.micro_batches / world).backward()
+        if recipe.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
