@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Threads that wait by spinning take the cores from the ranks and processes that tests start beside them. Read by the
+# OpenMP runtime when torch loads it, and inherited by child processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
