@@ -1,0 +1,192 @@
+"""What every communicator must do, told apart only by the world it is asked in. The oracle is plain torch.
+
+Each case is a function of a world; it runs alike on threads, on processes over shared memory, and over gloo.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from npuzero import comm
+from npuzero.comm import Communicator, World, shared_memory
+
+WIRES = (torch.float32, torch.bfloat16, torch.float16)
+SUMMED = (*WIRES, torch.float64, torch.int32, torch.int64, torch.uint8)
+MOVED = (*SUMMED, torch.int8, torch.bool, torch.float8_e4m3fn)
+
+
+def drawn(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `rank` brings: any rank can draw it. Floats spread over many exponents, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(1000 * rank + numel % 997)
+    if dtype == torch.bool:
+        return torch.randint(2, (numel,), generator=generator).to(dtype)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return torch.randint(limits.min, limits.max, (numel,), generator=generator, dtype=torch.int64).to(dtype)
+    exponents = torch.randint(-6, 7, (numel,), generator=generator).float()
+    return (torch.randn(numel, generator=generator) * torch.exp2(exponents)).to(dtype)
+
+
+def summed(tensors: list[torch.Tensor], start: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum in the order given, in f32 where the dtype is narrower; then `start` is added."""
+    half = tensors[0].dtype in (torch.bfloat16, torch.float16)
+    total = tensors[0].float() if half else tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = total + (tensor.float() if half else tensor)
+    return total if start is None else total + start.float()
+
+
+def assert_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert got.dtype == expected.dtype, what
+    wrong = (got.view(torch.uint8) != expected.view(torch.uint8)).nonzero()
+    assert not len(wrong), f"{what}: {len(wrong)} bytes differ, first at {wrong[0].item()} of {got.numel()} elements"
+
+
+def sizes(group: Communicator, item: int) -> list[int]:
+    """Elements per rank around the borders of a slot and of a peer's part of it."""
+    slot = shared_memory.SLOT_BYTES // item
+    part = shared_memory.SLOT_BYTES // max(1, group.size - 1) // 64 * 64 // item
+    borders = {part - 1, part, part + 1, slot - 1, slot, slot + 1, 3 * slot + 5}
+    return sorted({0, 1, 7, *borders})
+
+
+def groups(world: World, backend: str = "") -> list[Communicator]:
+    """All ranks: in order, reversed, and as transposed axes where the world allows."""
+    everyone = tuple(range(world.size))
+    orders = [everyone, everyone[::-1]]
+    if world.size % 2 == 0 and world.size > 2:
+        orders.append(comm.Mesh(world, 2).ranks(("local", "node")))
+    return [world.communicator(order, "case") for order in orders]
+
+
+def check_all_gather(group: Communicator, dtype: torch.dtype, n: int) -> None:
+    expected = torch.cat([drawn(rank, n, dtype) for rank in group.ranks])
+    whole = torch.zeros(group.size * n, dtype=dtype)
+    group.all_gather(whole, drawn(group.ranks[group.rank], n, dtype), tag="apart").wait()
+    assert_bits(whole, expected, f"all_gather {dtype} {n}")
+    inside = torch.zeros_like(whole)
+    own = inside[group.rank * n : (group.rank + 1) * n]
+    own.copy_(drawn(group.ranks[group.rank], n, dtype))
+    group.all_gather(inside, own, tag="inside").wait()
+    assert_bits(inside, expected, f"all_gather in place {dtype} {n}")
+
+
+def check_reduce_scatter(group: Communicator, wire: torch.dtype, n: int) -> None:
+    wholes = [drawn(rank, group.size * n, wire) for rank in sorted(group.ranks)]
+    own = slice(group.rank * n, (group.rank + 1) * n)
+    parts = [whole[own] for whole in wholes]
+    for result, accumulate in itertools.product({wire, torch.float32}, (False, True)):
+        whole = drawn(group.ranks[group.rank], group.size * n, wire)
+        shard = drawn(77, n, result)
+        expected = summed(parts, shard if accumulate else None).to(result)
+        group.reduce_scatter(shard, whole, accumulate=accumulate).wait()
+        what = f"reduce_scatter {wire} to {result}, accumulate={accumulate}, {n}, order {group.ranks}"
+        assert_bits(shard, expected, what)
+        assert_bits(whole, drawn(group.ranks[group.rank], group.size * n, wire), "whole after " + what)
+    group.reduce_scatter(whole[own], whole).wait()
+    assert_bits(whole[own], summed(parts).to(wire), f"reduce_scatter in place {wire} {n}")
+
+
+def check_all_reduce(group: Communicator, dtype: torch.dtype, n: int) -> None:
+    buffer = drawn(group.ranks[group.rank], n, dtype)
+    group.all_reduce(buffer).wait()
+    expected = summed([drawn(rank, n, dtype) for rank in sorted(group.ranks)]).to(dtype)
+    assert_bits(buffer, expected, f"all_reduce {dtype} {n}")
+
+
+def check_all_to_all(group: Communicator, dtype: torch.dtype, n: int) -> None:
+    out = torch.zeros(group.size * n, dtype=dtype)
+    group.all_to_all(out, drawn(group.ranks[group.rank], group.size * n, dtype)).wait()
+    own = slice(group.rank * n, (group.rank + 1) * n)
+    expected = torch.cat([drawn(rank, group.size * n, dtype)[own] for rank in group.ranks])
+    assert_bits(out, expected, f"all_to_all {dtype} {n}")
+
+
+def check_broadcast(group: Communicator, dtype: torch.dtype, n: int) -> None:
+    for root in range(group.size):
+        buffer = drawn(group.ranks[group.rank], n, dtype)
+        group.broadcast(buffer, root=root).wait()
+        assert_bits(buffer, drawn(group.ranks[root], n, dtype), f"broadcast {dtype} {n} from {root}")
+
+
+def every_verb(world: World, few: bool = False) -> None:
+    """Every verb, dtype, size around a border, and order of the group."""
+    for group in groups(world):
+        for check, dtypes in (
+            (check_all_gather, MOVED),
+            (check_reduce_scatter, WIRES),
+            (check_all_reduce, SUMMED),
+            (check_all_to_all, MOVED),
+            (check_broadcast, MOVED),
+        ):
+            for dtype in dtypes[:3] if few else dtypes:
+                numels = sizes(group, dtype.itemsize)
+                if check is check_all_reduce:
+                    numels += [group.size * numel + 1 for numel in numels[-3:]]
+                for n in numels[::3] if few else numels:
+                    check(group, dtype, n)
+        group.barrier()
+
+
+def many_in_flight(world: World) -> None:
+    """Handles pile up, are waited for in another order, and some are dropped."""
+    group = world.communicator(range(world.size), "case")
+    n, count = 3000, 40
+    shards = [torch.zeros(n) for _ in range(count)]
+    wholes = [drawn(world.rank + k, world.size * n, torch.float32) for k in range(count)]
+    handles = [group.reduce_scatter(shards[k], wholes[k], tag=f"u{k}") for k in range(count)]
+    group.all_gather(torch.zeros(world.size * n), torch.ones(n))  # nobody keeps its handle or its tensors
+    for handle in reversed(handles):
+        handle.wait()
+        handle.wait()
+        assert handle.done()
+    own = slice(world.rank * n, (world.rank + 1) * n)
+    for k, shard in enumerate(shards):
+        parts = [drawn(rank + k, world.size * n, torch.float32)[own] for rank in range(world.size)]
+        assert_bits(shard, summed(parts), f"operation {k} of many")
+    group.barrier()
+
+
+def two_channels(world: World) -> None:
+    """Ranks use two communicators in different order; neither waits for the other."""
+    everyone = range(world.size)
+    buffers = {name: torch.full((20000,), float(world.rank + 1)) for name in ("gather", "reduce")}
+    names = sorted(buffers, reverse=world.rank % 2 == 1)
+    handles = []
+    for _ in range(5):
+        handles += [world.communicator(everyone, name).all_reduce(buffers[name]) for name in names]
+    for handle in handles:
+        handle.wait()
+    first = world.size * (world.size + 1) / 2
+    for buffer in buffers.values():
+        assert buffer[0] == buffer[-1] == first * world.size**4
+
+
+def subgroups(world: World) -> None:
+    """Halves of the world work by themselves, and a group of one rank does too."""
+    mesh = comm.Mesh(world, 2 if world.size % 2 == 0 else 1)
+    for axes in (("local",), ("node",), ()):
+        group = mesh.communicator(axes, "case")
+        check_reduce_scatter(group, torch.bfloat16, 1111)
+        check_all_gather(group, torch.float32, 1111)
+        check_all_reduce(group, torch.float16, 1111)
+        check_all_to_all(group, torch.int64, 111)
+        check_broadcast(group, torch.float32, 11)
+        group.barrier()
+
+
+def exchanges(world: World) -> None:
+    for k in range(5):
+        assert world.exchange({"rank": world.rank, "k": [k, None]}) == [
+            {"rank": rank, "k": [k, None]} for rank in range(world.size)
+        ]
+
+
+def all_cases(world: World, few: bool = False) -> None:
+    exchanges(world)
+    every_verb(world, few)
+    many_in_flight(world)
+    two_channels(world)
+    subgroups(world)

@@ -1,0 +1,111 @@
+"""Starts ranks as real processes, with a hard limit of time, and says what became of each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from npuzero import comm
+from npuzero.comm import shared_memory
+
+# Children come from a process that has imported torch once and computed nothing: quick, and without inherited threads.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "npuzero.comm"])
+
+#: Small slots, so that small tensors take several rounds.
+SLOT_BYTES = 4096
+
+
+@dataclass
+class Outcome:
+    """What became of a rank: `value` or `error`, neither if it died; `exit_code`; when it ended (time.monotonic)."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exit_code: int | None = None
+    ended_s: float = 0.0
+
+
+def run_ranks(
+    size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    backend: str | None = None,
+    timeout_s: float = 30.0,
+    limit_s: float = 60.0,
+    slot_bytes: int = SLOT_BYTES,
+) -> list[Outcome]:
+    """`fn(world, *args)` on `size` processes that meet in `folder`. Whatever runs after `limit_s` is killed."""
+    meeting = folder / f"meeting-{time.monotonic_ns()}"
+    children, pipes = [], []
+    for rank in range(size):
+        ours, theirs = _context.Pipe(duplex=False)
+        setup = (rank, size, str(meeting), backend, timeout_s, slot_bytes)
+        child = _context.Process(target=_body, args=(theirs, setup, fn, args), daemon=True)
+        child.start()
+        theirs.close()
+        children.append(child)
+        pipes.append(ours)
+    outcomes = [Outcome() for _ in range(size)]
+    deadline = time.monotonic() + limit_s
+    open_pipes = dict(zip(pipes, outcomes, strict=True))
+    while open_pipes and time.monotonic() < deadline:
+        for pipe in wait(list(open_pipes), deadline - time.monotonic()):
+            _receive(pipe, open_pipes)
+    for child, outcome in zip(children, outcomes, strict=True):
+        child.join(max(0.1, deadline - time.monotonic()))
+        hangs = child.is_alive()
+        child.kill()
+        child.join()
+        outcome.exit_code = None if hangs else child.exitcode
+    return outcomes
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; fails if one did not end well."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
+        assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code} (None: it hung and was killed)"
+    return [outcome.value for outcome in outcomes]
+
+
+def _receive(pipe: Any, open_pipes: dict[Any, Outcome]) -> None:
+    try:
+        kind, *content = pipe.recv()
+    except EOFError:
+        del open_pipes[pipe]
+        return
+    outcome = open_pipes[pipe]
+    outcome.ended_s = time.monotonic()
+    if kind == "value":
+        (outcome.value,) = content
+    else:
+        outcome.error, outcome.trace = content
+
+
+def _body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    rank, size, meeting, backend, timeout_s, shared_memory.SLOT_BYTES = setup
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=timeout_s))
+    try:
+        world = comm.process_world("cpu", timeout_s=timeout_s, backend=backend)
+        pipe.send(("value", fn(world, *args)))
+    except BaseException as error:
+        pipe.send(("error", error, traceback.format_exc()))

@@ -1,0 +1,127 @@
+"""Every communicator does the same, bit for bit: threads, processes over shared memory, gloo, hierarchical."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from world import comm_cases
+from world.comm_ranks import SLOT_BYTES, run_ranks, values
+
+from npuzero import comm
+from npuzero.comm import World, shared_memory
+from npuzero.comm.hierarchical import HierarchicalCommunicator
+
+THREADS = (2, 3, 4, 8)
+
+
+@pytest.fixture
+def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", SLOT_BYTES)
+
+
+@pytest.mark.parametrize("size", THREADS)
+def test_threads(size: int, _small_slots: None) -> None:
+    comm.run_threads(size, lambda world: comm_cases.all_cases(world, few=size == 8))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_processes(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, comm_cases.all_cases, size == 4, folder=tmp_path))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("size", (2, 4))
+def test_gloo_sums_bit_for_bit_as_shared_memory(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, comm_cases.all_cases, True, folder=tmp_path, backend="gloo"))
+
+
+def test_full_slots() -> None:
+    def large(world: World) -> None:
+        group = world.communicator(range(world.size), "large")
+        comm_cases.check_reduce_scatter(group, torch.bfloat16, 300_001)
+        comm_cases.check_all_gather(group, torch.float32, 300_001)
+        comm_cases.check_all_reduce(group, torch.float32, 1_000_003)
+        comm_cases.check_all_to_all(group, torch.float32, 300_001)
+
+    comm.run_threads(3, large)
+
+
+@pytest.mark.parametrize("size", (4, 8))
+def test_hierarchical_equals_flat(size: int, _small_slots: None) -> None:
+    comm.run_threads(size, _hierarchical)
+
+
+@pytest.mark.world
+def test_hierarchical_over_gloo_equals_shared_memory(tmp_path: Path) -> None:
+    values(run_ranks(4, _hierarchical, folder=tmp_path, backend="gloo"))
+
+
+def _hierarchical(world: World) -> None:
+    """Composed of one communicator per axis, a permuted group moves the same bytes; sums of integers are exact."""
+    mesh = comm.Mesh(world, 2)
+    axes = ("local", "node")
+    group = HierarchicalCommunicator(
+        mesh.communicator(("local",), "outer"),
+        mesh.communicator(("node",), "inner"),
+        world.communicator(range(world.size), "flat"),
+        mesh.ranks(axes),
+        "composed",
+    )
+    assert group.rank == mesh.index(axes)
+    for n in (1, 5, 4000):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            comm_cases.check_all_gather(group, dtype, n)
+            comm_cases.check_all_to_all(group, dtype, n)
+            comm_cases.check_broadcast(group, dtype, n)
+            comm_cases.check_all_reduce(group, dtype, n)
+        for wire in comm_cases.WIRES:
+            whole = torch.arange(world.size * n, dtype=torch.float32).remainder(5).add(world.rank).to(wire)
+            shard = torch.ones(n)
+            group.reduce_scatter(shard, whole, accumulate=True).wait()
+            part = torch.arange(world.size * n, dtype=torch.float32).remainder(5)[group.rank * n :][:n]
+            expected = 1 + world.size * part + world.size * (world.size - 1) / 2
+            comm_cases.assert_bits(shard, expected, f"hierarchical reduce_scatter {wire} {n}")
+    group.barrier()
+
+
+@pytest.mark.world
+def test_named_memory_leaves_no_name(tmp_path: Path) -> None:
+    before = _names()
+    seen = values(run_ranks(3, _named, folder=tmp_path))
+    assert seen == [True] * 3
+    assert _names() <= before
+
+
+def _named(world: World) -> bool:
+    world._named = True  # type: ignore[attr-defined]
+    comm_cases.many_in_flight(world)
+    everyone = tuple(range(world.size))
+    return world.communicator(everyone, "case") is world.communicator(everyone, "case") and not _names()
+
+
+def _names() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("npuzero-*")}
+
+
+@pytest.mark.world
+def test_torchrun(tmp_path: Path) -> None:
+    """The launcher's variables alone are enough; the default for CPU ranks of one host is shared memory."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import torch\n"
+        "from npuzero import comm\n"
+        "world = comm.process_world('cpu')\n"
+        "assert comm.current_world() is world and world.local == (0, 1)\n"
+        "group = world.communicator((0, 1), 'all')\n"
+        "buffer = torch.ones(5)\n"
+        "group.all_reduce(buffer).wait()\n"
+        "assert type(group).__name__ == 'SharedMemoryCommunicator' and buffer.sum() == 10\n"
+    )
+    launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
