@@ -22,6 +22,7 @@ This module is pure data and arithmetic: it knows no process group, no module an
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -112,13 +113,12 @@ class Plan:
         parts = {part: getattr(self, part) for part in ("held", "parameters", "gradients", "states")}
         for part, placement in parts.items():
             _check_placement(self.name, part, placement)
-        names = list(parts)
-        for shallow, deep in zip(names, names[1:], strict=False):
+        for shallow, deep in itertools.pairwise(parts):
             inner, outer = parts[shallow].axes, parts[deep].axes
             if outer[: len(inner)] != inner:
                 raise ConfigError(
                     f"plan {self.name!r}",
-                    expected=f"{shallow}.axes to be a prefix of {deep}.axes (a deeper cut is a sub-range of a shallower one)",
+                    expected=f"{shallow}.axes to be a prefix of {deep}.axes: a deeper cut is a sub-range",
                     got=f"{shallow}.axes={inner}, {deep}.axes={outer}",
                     do=f"Cut {deep} over {inner} first, or {shallow} over fewer axes.",
                 )
@@ -168,7 +168,9 @@ class Plan:
             ConfigError: the world is not divisible by the group size.
         """
         if not _is_int(world) or world < 1:
-            raise ConfigError("world", expected="a positive number of ranks", got=repr(world), do="Give the world size.")
+            raise ConfigError(
+                "world", expected="a positive number of ranks", got=repr(world), do="Give the world size."
+            )
         local = self.local_size if self.local_size is not None else (host_size or world)
         local = world if local <= 0 else local
         if world % local:
@@ -211,9 +213,11 @@ def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
     if isinstance(precision, str) and precision in _PRECISIONS:
         return _PRECISIONS[precision]
     raise ConfigError(
-        "precision", expected=f"one of {', '.join(_PRECISIONS)} or their torch dtypes", got=repr(precision),
+        "precision",
+        expected=f"one of {', '.join(_PRECISIONS)} or their torch dtypes",
+        got=repr(precision),
         do="Leave it out to keep each parameter's own dtype.",
-    )  # fmt: skip
+    )
 
 
 def _is_int(value: object) -> bool:
@@ -223,14 +227,18 @@ def _is_int(value: object) -> bool:
 def _check_placement(plan: str, part: str, placement: Placement) -> None:
     if len(set(placement.axes)) != len(placement.axes) or not set(placement.axes) <= set(AXES):
         raise ConfigError(
-            f"plan {plan!r}, {part}.axes", expected=f"distinct axes among {AXES}", got=repr(placement.axes),
+            f"plan {plan!r}, {part}.axes",
+            expected=f"distinct axes among {AXES}",
+            got=repr(placement.axes),
             do="Name each axis once, outermost first.",
-        )  # fmt: skip
+        )
     if placement.memory is not Memory.DEVICE:
         raise ConfigError(
-            f"plan {plan!r}, {part}.memory", expected="Memory.DEVICE (offload is not in this version)",
-            got=str(placement.memory), do="Keep this part on the device.",
-        )  # fmt: skip
+            f"plan {plan!r}, {part}.memory",
+            expected="Memory.DEVICE (offload is not in this version)",
+            got=str(placement.memory),
+            do="Keep this part on the device.",
+        )
     allowed: dict[str, tuple[torch.dtype | None, ...]] = {
         "gradients": (torch.float32,),
         "states": (torch.float32,),
@@ -238,9 +246,11 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
     dtypes = allowed.get(part, (None, *_PRECISIONS.values()))
     if placement.dtype not in dtypes:
         raise ConfigError(
-            f"plan {plan!r}, {part}.dtype", expected=" or ".join(map(str, dtypes)), got=str(placement.dtype),
+            f"plan {plan!r}, {part}.dtype",
+            expected=" or ".join(map(str, dtypes)),
+            got=str(placement.dtype),
             do="Keep gradients and states in float32; parameters may be float32, bfloat16 or float16.",
-        )  # fmt: skip
+        )
 
 
 def axes_between(deep: Axes, shallow: Axes) -> Axes:

@@ -110,9 +110,15 @@ def predict(
     settings = settings or Settings()
     shape = chosen.mesh_shape(world)
     return _predict(
-        model, chosen, shape, units,
-        micro_batches=micro_batches, clip=clip, prefetch=settings.prefetch, overlap=settings.overlap,
-    )  # fmt: skip
+        model,
+        chosen,
+        shape,
+        units,
+        micro_batches=micro_batches,
+        clip=clip,
+        prefetch=settings.prefetch,
+        overlap=settings.overlap,
+    )
 
 
 def report(model: nn.Module) -> Report:
@@ -199,16 +205,21 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
     if missing or unknown:
         raise CheckpointError(
-            "load_full_state_dict", expected="the names of model.state_dict()",
-            got=f"missing {missing[:5]}, unknown {unknown[:5]}", do="Load a state of the same model.",
-            missing=missing, unknown=unknown,
-        )  # fmt: skip
+            "load_full_state_dict",
+            expected="the names of model.state_dict()",
+            got=f"missing {missing[:5]}, unknown {unknown[:5]}",
+            do="Load a state of the same model.",
+            missing=missing,
+            unknown=unknown,
+        )
     for name, tensor in named.items():
         if state[name].shape != tensor.shape:
             raise CheckpointError(
-                f"load_full_state_dict: {name}", expected=f"shape {tuple(tensor.shape)}",
-                got=str(tuple(state[name].shape)), do="Load a state of the same model.",
-            )  # fmt: skip
+                f"load_full_state_dict: {name}",
+                expected=f"shape {tuple(tensor.shape)}",
+                got=str(tuple(state[name].shape)),
+                do="Load a state of the same model.",
+            )
     engine.load({id(tensor): state[name] for name, tensor in named.items()})
     with torch.no_grad():
         for name, tensor in named.items():
@@ -225,9 +236,11 @@ def engine_of(model: nn.Module) -> Engine:
     engine = getattr(model, "_npuzero", None)
     if engine is None:
         raise StateError(
-            type(model).__name__, expected="a model made by npuzero.zero()", got="a plain module",
+            type(model).__name__,
+            expected="a model made by npuzero.zero()",
+            got="a plain module",
             do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
-        )  # fmt: skip
+        )
     return engine  # type: ignore[no-any-return]
 
 
@@ -243,9 +256,11 @@ def _plan(
         return Plan.preset(chosen, precision=precision, local_size=local_size)
     if precision is not None or local_size is not None:
         raise ConfigError(
-            "npuzero.zero()", expected="precision and local_size inside the Plan", got="both a Plan and these arguments",
+            "npuzero.zero()",
+            expected="precision and local_size inside the Plan",
+            got="both a Plan and these arguments",
             do="Use Plan.preset(name, precision=..., local_size=...) or set the Placement's dtype.",
-        )  # fmt: skip
+        )
     return chosen
 
 

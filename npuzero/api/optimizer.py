@@ -40,14 +40,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Any, **defaults: Any) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise ConfigError(
-                "ZeroOptimizer", expected="a subclass of torch.optim.Optimizer", got=repr(optimizer_class),
+                "ZeroOptimizer",
+                expected="a subclass of torch.optim.Optimizer",
+                got=repr(optimizer_class),
                 do="Pass the class, then params, then its keyword arguments.",
-            )  # fmt: skip
+            )
         if optimizer_class.__name__ in _NOT_ELEMENTWISE or issubclass(optimizer_class, ZeroOptimizer):
             raise ConfigError(
-                "ZeroOptimizer", expected="an element-wise optimizer (a shard is updated without the rest)",
-                got=optimizer_class.__name__, do="Choose SGD, Adam, AdamW, RMSprop, Adagrad or the like.",
-            )  # fmt: skip
+                "ZeroOptimizer",
+                expected="an element-wise optimizer (a shard is updated without the rest)",
+                got=optimizer_class.__name__,
+                do="Choose SGD, Adam, AdamW, RMSprop, Adagrad or the like.",
+            )
         self._class = optimizer_class
         self._inner: torch.optim.Optimizer | None = None
         self._stand_ins: dict[int, nn.Parameter | Tensor] = {}
@@ -55,7 +59,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(params, probe.defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Collective where the model is cut: call it on every rank.
 
         Raises:
@@ -73,12 +77,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def _engines(self) -> list[Engine]:
-        """The engines of the models whose parameters these are, each once, in order."""
+        """The engines of the models whose parameters these are, each once, in order.
+
+        Raises:
+            StateError: beside cut parameters there are plain ones, whose gradients nobody reduces.
+        """
         found: dict[int, Engine] = {}
+        plain = 0
         for _, parameter in self._parameters():
             engine = engine_behind(parameter)
-            if engine is not None:
+            if engine is None:
+                plain += 1
+            else:
                 found[id(engine)] = engine
+        if plain and any(engine.world.size > 1 for engine in found.values()):
+            raise StateError(
+                type(self).__name__,
+                expected="parameters of models made by npuzero.zero() only",
+                got=f"{plain} others beside them, whose gradients no rank would reduce",
+                do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own.",
+            )
         return list(found.values())
 
     def _parameters(self) -> Iterator[tuple[Options, nn.Parameter]]:
@@ -118,7 +136,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 
-    def state_dict(self) -> Options:  # type: ignore[override]
+    def state_dict(self) -> Options:
         """What the torch optimizer of a plain model would give: whole tensors by parameter number.
 
         Tensors of cut parameters are on the CPU. Collective where the model is cut: call it on every rank.
@@ -143,19 +161,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _gather(self, engine: Engine, flat: Flat) -> list[Options]:
         """Per slot of ``flat``: its whole state."""
         mine = self._flat_state(flat)
-        scalars = engine.world.exchange([{k: float(v) for k, v in self._scalars(flat, i).items()} for i in flat.slots])
-        names = sorted({name for said in engine.world.exchange(sorted(mine)) for name in said})  # type: ignore[attr-defined]
+        said = [{k: float(v) for k, v in self._scalars(flat, i).items()} for i in flat.slots]
+        scalars = cast(list[list[dict[str, float]]], engine.world.exchange(said))
+        names = sorted({name for said in cast(list[list[str]], engine.world.exchange(sorted(mine))) for name in said})
         wholes = {name: engine.gather_states(flat, mine.get(name)).cpu() for name in names}
         found: list[Options] = []
         for i, slot in enumerate(flat.layout.slots):
-            known = next((said[i] for said in scalars if said[i]), {})  # type: ignore[index]
+            known = next((rank[i] for rank in scalars if rank[i]), {})
             state: Options = {name: torch.tensor(value) for name, value in known.items()}
-            if known or (names and not any(any(said) for said in scalars)):  # type: ignore[call-overload]
+            if known or (names and not any(any(rank) for rank in scalars)):
                 state.update((name, whole[slot.begin : slot.end].view(slot.shape)) for name, whole in wholes.items())
             found.append(state)
         return found
 
-    def load_state_dict(self, state_dict: Options) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Options) -> None:
         """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
 
         Raises:
@@ -164,9 +183,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise CheckpointError(
-                "optimizer state", expected=f"groups of {[len(g['params']) for g in self.param_groups]} parameters",
-                got=str([len(g["params"]) for g in groups]), do="Build the optimizer with the same groups.",
-            )  # fmt: skip
+                "optimizer state",
+                expected=f"groups of {[len(g['params']) for g in self.param_groups]} parameters",
+                got=str([len(g["params"]) for g in groups]),
+                do="Build the optimizer with the same groups.",
+            )
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update((key, value) for key, value in loaded.items() if key != "params")
         order = [number for group in groups for number in group["params"]]
@@ -183,7 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._restore(*place, state)
 
     def _plain_state(self, parameter: nn.Parameter) -> Options:
-        return self._inner.state.get(parameter, {}) if self._inner else {}
+        return dict(self._inner.state.get(parameter, {})) if self._inner else {}
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         inner = self._inner or self._make_inner()
@@ -206,7 +227,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _inner_state(self, flat: Flat, i: int) -> Options:
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
-        return {} if stand_in is None or self._inner is None else self._inner.state.get(stand_in, {})
+        return {} if stand_in is None or self._inner is None else dict(self._inner.state.get(stand_in, {}))
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
         inner = self._inner or self._make_inner()
@@ -230,7 +251,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._stand_ins[id(parameter)] = flat.master[flat.own_slot(i)].detach()
                     members.append(self._stand_ins[id(parameter)])
             groups.append({**group, "params": members})
-        self._inner = self._class(groups)
+        self._inner = self._class(groups)  # type: ignore[call-arg]  # defaults are in the groups
         return self._inner
 
 
@@ -238,9 +259,11 @@ def _check_shapes(number: int, parameter: nn.Parameter, state: Mapping[str, Any]
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
             raise CheckpointError(
-                f"optimizer state {number}.{name}", expected=f"shape {tuple(parameter.shape)}",
-                got=str(tuple(value.shape)), do="Load a state of the same model.",
-            )  # fmt: skip
+                f"optimizer state {number}.{name}",
+                expected=f"shape {tuple(parameter.shape)}",
+                got=str(tuple(value.shape)),
+                do="Load a state of the same model.",
+            )
 
 
 class Adam(ZeroOptimizer):
@@ -265,13 +288,15 @@ class Adam(ZeroOptimizer):
     ) -> None:
         if differentiable:
             raise ConfigError(
-                type(self).__name__, expected="differentiable=False", got="True",
+                type(self).__name__,
+                expected="differentiable=False",
+                got="True",
                 do="Use torch.optim for an update that autograd goes through.",
-            )  # fmt: skip
+            )
         kind = torch.optim.AdamW if self._decoupled else torch.optim.Adam
         super().__init__(
             kind, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize
-        )  # fmt: skip
+        )
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: dict[int, int] = {}
 
@@ -338,7 +363,7 @@ class Adam(ZeroOptimizer):
             parameter.copy_(master)
 
     def _plain_state(self, parameter: nn.Parameter) -> Options:
-        return self.state.get(parameter, {})
+        return dict(self.state.get(parameter, {}))
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         self.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
@@ -407,9 +432,11 @@ def engine_behind(parameter: nn.Parameter) -> Engine | None:
     engine = reference()
     if engine is None:
         raise StateError(
-            "optimizer", expected="parameters of a living model", got="parameters of a model that was deleted",
+            "optimizer",
+            expected="parameters of a living model",
+            got="parameters of a model that was deleted",
             do="Build the optimizer over the parameters of the model that is trained.",
-        )  # fmt: skip
+        )
     return cast(Engine, engine)
 
 

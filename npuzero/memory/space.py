@@ -57,8 +57,10 @@ class Space:
 
     def _out_of_space(self, label: str, nbytes: int) -> OutOfSpace:
         return OutOfSpace(
-            f"{self.device} memory for {label}", expected=f"room for {nbytes:,} bytes",
+            f"{self.device} memory for {label}",
+            expected=f"room for {nbytes:,} bytes",
             got=f"an allocation failure with {sum(self.held.values()):,} bytes held by this model",
             do="Cut more of the state (a higher preset), use more ranks, or a smaller micro-batch.",
-            nbytes=nbytes, held=dict(self.held),
-        )  # fmt: skip
+            nbytes=nbytes,
+            held=dict(self.held),
+        )

@@ -82,15 +82,18 @@ def _layouts(spec: UnitSpec, dtype: torch.dtype | None, world: int) -> Iterator[
 def _check_parameter(name: str, parameter: nn.Parameter, world: World) -> None:
     if getattr(parameter, "_npuzero_engine", None) is not None:
         raise StateError(
-            f"parameter {name}", expected="a model that npuzero.zero() has not seen", got="one it has cut already",
+            f"parameter {name}",
+            expected="a model that npuzero.zero() has not seen",
+            got="one it has cut already",
             do="Call npuzero.zero() once, on the outermost module.",
-        )  # fmt: skip
+        )
     if parameter.is_meta or parameter.dtype not in _FLOATS or parameter.device.type != world.device.type:
         raise ConfigError(
-            f"parameter {name}", expected=f"float32, bfloat16 or float16 data on {world.device.type}",
+            f"parameter {name}",
+            expected=f"float32, bfloat16 or float16 data on {world.device.type}",
             got=f"{parameter.dtype} on {parameter.device.type}",
             do=f"Convert it, and move the model first: model.to({world.device.type!r}).",
-        )  # fmt: skip
+        )
 
 
 def _check_agreement(
@@ -103,21 +106,24 @@ def _check_agreement(
     model = [[f"{s.name}/{n}", list(p.shape), str(p.dtype), p.requires_grad] for s in specs for n, p in s.parameters]
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
     mine = {"problem": problem and str(problem), "plan": repr(plan), "settings": repr(settings), "model": digest}
-    said = world.exchange(mine)
+    said: list[Any] = world.exchange(mine)
     if problem is not None:
         raise problem
     for rank, other in enumerate(said):
-        if other["problem"] is not None:  # type: ignore[index]
+        if other["problem"] is not None:
             raise ConfigError(
-                "npuzero.zero()", expected="a model that every rank can cut", got=f"rank {rank}: {other['problem']}",  # type: ignore[index]
-                do="Mend it on that rank.", rank=rank,
-            )  # fmt: skip
+                "npuzero.zero()",
+                expected="a model that every rank can cut",
+                got=f"rank {rank}: {other['problem']}",
+                do="Mend it on that rank.",
+                rank=rank,
+            )
     for subject in ("plan", "settings"):
         for rank, other in enumerate(said):
-            if other[subject] != said[0][subject]:  # type: ignore[index]
-                raise _disagreement(subject, said[0][subject], rank, other[subject])  # type: ignore[index]
-    if any(other["model"] != said[0]["model"] for other in said):  # type: ignore[index]
-        models = world.exchange(model)
+            if other[subject] != said[0][subject]:
+                raise _disagreement(subject, said[0][subject], rank, other[subject])
+    if any(other["model"] != said[0]["model"] for other in said):
+        models: list[Any] = world.exchange(model)
         for rank, other in enumerate(models):
             if other != models[0]:
                 first, theirs = _first_difference(models[0], other)
@@ -133,6 +139,9 @@ def _first_difference(a: Any, b: Any) -> tuple[str, str]:
 
 def _disagreement(subject: str, first: str, rank: int, theirs: str) -> ConfigError:
     return ConfigError(
-        f"npuzero.zero(): {subject}", expected=f"the same on every rank, as on rank 0: {first}",
-        got=f"on rank {rank}: {theirs}", do="Build the same model with the same arguments on every rank.", rank=rank,
-    )  # fmt: skip
+        f"npuzero.zero(): {subject}",
+        expected=f"the same on every rank, as on rank 0: {first}",
+        got=f"on rank {rank}: {theirs}",
+        do="Build the same model with the same arguments on every rank.",
+        rank=rank,
+    )

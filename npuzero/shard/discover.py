@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Union
 
 from torch import nn
 
 from npuzero.errors import ConfigError
 
 #: How a user names units: a module class, several, or a predicate of (qualified name, module).
-UnitRule = Union[type[nn.Module], tuple[type[nn.Module], ...], Callable[[str, nn.Module], bool], None]
+UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
 
 ROOT = "root"
 # Containers whose forward is not theirs to call: hooks on them would never run.
@@ -72,32 +71,40 @@ def _is_repeated(blocks: list[tuple[str, nn.Module]]) -> bool:
 
 
 def _named(model: nn.Module, rule: UnitRule) -> list[str]:
-    if isinstance(rule, type) or isinstance(rule, tuple):
+    if isinstance(rule, (type, tuple)):
         if not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in _as_tuple(rule)):
             raise ConfigError(
-                "units", expected="module classes or a predicate of (name, module)", got=repr(rule),
+                "units",
+                expected="module classes or a predicate of (name, module)",
+                got=repr(rule),
                 do="Give e.g. units=Block, units=(Encoder, Decoder) or units=lambda name, module: ...",
-            )  # fmt: skip
+            )
         kinds = _as_tuple(rule)
         matches = [(name, m) for name, m in model.named_modules() if name and isinstance(m, kinds)]
     elif callable(rule):
         matches = [(name, m) for name, m in model.named_modules() if name and rule(name, m)]
     else:
         raise ConfigError(
-            "units", expected="module classes or a predicate of (name, module)", got=repr(rule),
+            "units",
+            expected="module classes or a predicate of (name, module)",
+            got=repr(rule),
             do="Leave it out to let the repeated blocks be found.",
-        )  # fmt: skip
+        )
     if not matches:
         raise ConfigError(
-            "units", expected=f"a rule that names modules of {type(model).__name__}", got=f"{rule!r}, which names none",
+            "units",
+            expected=f"a rule that names modules of {type(model).__name__}",
+            got=f"{rule!r}, which names none",
             do="Check the class or predicate against model.named_modules().",
-        )  # fmt: skip
+        )
     for name, module in matches:
         if isinstance(module, _LISTS):
             raise ConfigError(
-                f"units: {name}", expected="a module whose forward is called", got=type(module).__name__,
+                f"units: {name}",
+                expected="a module whose forward is called",
+                got=type(module).__name__,
                 do="Name its children instead.",
-            )  # fmt: skip
+            )
     return [name for name, _ in matches]
 
 

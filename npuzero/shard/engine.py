@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from npuzero import observe, ops
-from npuzero.comm import Communicator, Counted, Mesh, World
+from npuzero.comm import Mesh, World
 from npuzero.config import Settings
 from npuzero.errors import StateError
 from npuzero.memory import Space
-from npuzero.plan import AXES, VERBS, Axes, Plan, Report
+from npuzero.plan import AXES, VERBS, Plan, Report
 from npuzero.shard.build import build_units
+from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.hooks import Hooks, in_backward
@@ -24,27 +24,6 @@ from npuzero.shard.prefetch import Trace
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.unit import Flat, ParameterState, Unit
-
-
-class CountingMesh:
-    """A mesh whose communicators count what they send: control traffic apart from the training state's."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._made: dict[tuple[Axes, str], Communicator] = {}
-        self.shape = mesh.shape
-        self.size = mesh.size
-        self.index = mesh.index
-        self.sent: Counter[str] = Counter()
-        self.control: Counter[str] = Counter()
-
-    def communicator(self, axes: Axes, purpose: str) -> Communicator:
-        """The communicator of :meth:`Mesh.communicator`, made at its first use."""
-        key = (axes, purpose)
-        if key not in self._made:
-            counter = self.control if purpose == "control" else self.sent
-            self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
-        return self._made[key]
 
 
 class Engine:
@@ -239,17 +218,32 @@ class Engine:
         """
         if self._reducing:
             raise StateError(
-                "npuzero step", expected="a call after backward() has returned", got="a call inside a backward pass, or "
-                "after one that raised", do="Call it after loss.backward(); after an exception call zero_grad() first.",
-            )  # fmt: skip
+                "npuzero step",
+                expected="a call after backward() has returned",
+                got="a call inside a backward pass, or after one that raised",
+                do="Call it after loss.backward(); after an exception call zero_grad() first.",
+            )
         if self._used is None:
             self._used = self._agree([flat.present(i) for flat, i in self._slots])
             if any(self._used):
+                self._check_frozen()
                 self._reducer.finish()
                 for (flat, i), used in zip(self._slots, self._used, strict=True):
                     if not used and flat.accumulated[i]:
                         flat.clear(i)
         return any(self._used)
+
+    def _check_frozen(self) -> None:
+        for unit in self.units:
+            for flat in unit.flats:
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    if parameter.requires_grad and not flat.trainable:
+                        raise StateError(
+                            f"parameter {slot.name}",
+                            expected="still frozen, as it was at npuzero.zero()",
+                            got="requires_grad=True: it has no room for gradients and states",
+                            do="Set requires_grad on every parameter that will ever train, then call npuzero.zero().",
+                        )
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """True where any rank says True."""
@@ -271,10 +265,11 @@ class Engine:
             total = squares.sqrt() * self.gradient_scale[0]
             if error_if_nonfinite and not (nonfinite == 0).item():
                 raise StateError(
-                    "clip_grad_norm_", expected="finite gradients", got=f"{int(nonfinite)} elements that are inf or nan "
-                    f"in {', '.join(self._nonfinite_units()) or 'shards of other ranks'}",
+                    "clip_grad_norm_",
+                    expected="finite gradients",
+                    got=f"{int(nonfinite)} elements that are inf or nan, here in units {self._nonfinite_units()}",
                     do="Lower the learning rate or look at the loss; zero_grad() drops these gradients.",
-                )  # fmt: skip
+                )
             self.gradient_scale.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
             self._clipped = True
         return total
@@ -334,9 +329,11 @@ class Engine:
         """
         if self._last is None:
             raise StateError(
-                "npuzero.report", expected="a model that has taken a step", got="none yet",
+                "npuzero.report",
+                expected="a model that has taken a step",
+                got="none yet",
                 do="Call it after optimizer.step(); npuzero.predict says what to expect before.",
-            )  # fmt: skip
+            )
         return self._last
 
     @contextlib.contextmanager
@@ -357,11 +354,12 @@ class Engine:
             self._restorer.finish(unit)
             return
         raise StateError(
-            f"parameter {name}", expected=f"to be read while unit {unit.name!r} computes",
+            f"parameter {name}",
+            expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {self.plan.name!r} cuts it over the ranks)",
             do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
             "reads it, run that module through the model's forward or name it in units=.",
-        )  # fmt: skip
+        )
 
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Replace parameters by whole tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
@@ -379,9 +377,11 @@ class Engine:
 
     def _uncopied(self, verb: str) -> StateError:
         return StateError(
-            "a model made by npuzero.zero()", expected=f"not to be {verb}: each rank holds a part of it",
-            got="copy or pickle of the module", do="Use npuzero.full_state_dict(model) and load it into a plain model.",
-        )  # fmt: skip
+            "a model made by npuzero.zero()",
+            expected=f"not to be {verb}: each rank holds a part of it",
+            got="copy or pickle of the module",
+            do="Use npuzero.full_state_dict(model) and load it into a plain model.",
+        )
 
 
 def _opener(engine: Engine, unit: Unit, name: str) -> Callable[[], None]:
@@ -391,9 +391,11 @@ def _opener(engine: Engine, unit: Unit, name: str) -> Callable[[], None]:
         engine, unit = engine_of(), unit_of()
         if engine is None or unit is None:
             raise StateError(
-                f"parameter {name}", expected="a parameter of a living model", got="one whose model was deleted",
+                f"parameter {name}",
+                expected="a parameter of a living model",
+                got="one whose model was deleted",
                 do="Build the optimizer over the parameters of the model that is trained.",
-            )  # fmt: skip
+            )
         engine.open(unit, name)
 
     return open_

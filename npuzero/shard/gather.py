@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from npuzero import observe
-from npuzero.comm import Handle, Mesh
+from npuzero.comm import Handle
 from npuzero.memory import Space
+from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import ParameterState, Unit
 
 _S = ParameterState
@@ -13,7 +14,7 @@ _S = ParameterState
 class Gatherer:
     """Starts, finishes and undoes the gathering of units. A start must be followed by a finish on every rank."""
 
-    def __init__(self, mesh: Mesh, space: Space) -> None:
+    def __init__(self, mesh: CountingMesh, space: Space) -> None:
         self._mesh = mesh
         self._space = space
         self._handles: dict[int, list[Handle]] = {}

@@ -15,25 +15,73 @@ from torch import Tensor, nn
 
 from npuzero.errors import StateError
 
-_T = Tensor
-_GETTERS = ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "is_sparse", "names",
-            "is_cuda", "is_meta", "is_quantized", "is_nested", "itemsize", "nbytes", "_version", "output_nr", "_backward_hooks",
-            "_post_accumulate_grad_hooks", "is_cpu", "is_mkldnn", "is_xla", "is_mps", "is_xpu", "retains_grad", "grad_dtype")  # fmt: skip
-_METHODS = ("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "storage_offset", "get_device",
-            "is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "register_hook", "__hash__", "__len__",
-            "register_post_accumulate_grad_hook", "is_inference", "is_signed", "type", "is_shared", "has_names")  # fmt: skip
+_GETTERS = [
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "ndim",
+    "layout",
+    "is_sparse",
+    "names",
+    "is_cuda",
+    "is_meta",
+    "is_quantized",
+    "is_nested",
+    "itemsize",
+    "nbytes",
+    "_version",
+    "output_nr",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "is_cpu",
+    "is_mkldnn",
+    "is_xla",
+    "is_mps",
+    "is_xpu",
+    "retains_grad",
+    "grad_dtype",
+]
+_METHODS = [
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "ndimension",
+    "stride",
+    "element_size",
+    "storage_offset",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "requires_grad_",
+    "register_hook",
+    "__hash__",
+    "__len__",
+    "register_post_accumulate_grad_hook",
+    "is_inference",
+    "is_signed",
+    "type",
+    "is_shared",
+    "has_names",
+]
 
 
 def _metadata() -> frozenset[Any]:
-    getters = (getattr(getattr(_T, name, None), "__get__", None) for name in _GETTERS)
-    grad = (_T.grad.__get__, _T.grad.__set__, _T.grad.__delete__, _T.requires_grad.__set__)  # type: ignore[attr-defined]
-    methods = (getattr(_T, name, None) for name in _METHODS)
-    functions = (torch.numel, torch.is_floating_point, torch.is_complex)
-    return frozenset(f for f in (*getters, *grad, *methods, *functions) if f is not None)
+    """The operations that need no data, as ``__torch_function__`` is handed them."""
+    attributes = vars(torch._C.TensorBase) | vars(Tensor)
+    grad, requires_grad = attributes["grad"], attributes["requires_grad"]
+    found = [attributes[name].__get__ for name in _GETTERS if name in attributes]
+    found += [grad.__get__, grad.__set__, grad.__delete__, requires_grad.__set__]
+    found += [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
+    return frozenset([*found, torch.numel, torch.is_floating_point, torch.is_complex])
 
 
 _METADATA = _metadata()
-_REPR = (_T.__repr__, _T.__format__)
+_REPR = (Tensor.__repr__, Tensor.__format__)
 
 
 class CutParameter(nn.Parameter):
@@ -50,7 +98,8 @@ class CutParameter(nn.Parameter):
         if func in _REPR:
             self = args[0]
             with torch._C.DisableTorchFunctionSubclass():
-                return f"CutParameter(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+                facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
+                return f"CutParameter({facts})"
         if func not in _METADATA:
             for tensor in _guarded((*args, *kwargs.values())):
                 tensor._npuzero_open()
@@ -77,7 +126,7 @@ def close(parameter: nn.Parameter) -> None:
 def reopen(parameter: nn.Parameter) -> None:
     """Make ``parameter`` a plain one."""
     if type(parameter) is CutParameter:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 class CutGradient(Tensor):
@@ -90,20 +139,18 @@ class CutGradient(Tensor):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> CutGradient:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # what p.grad.detach_() and zero_grad(set_to_none=False) ask first
             return args[0]
         raise StateError(
             f"{func} on a cut gradient",
             expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",
             got="a plain torch operation: no rank holds this gradient whole",
-            do="Use npuzero.AdamW, npuzero.ZeroOptimizer(YourOptimizer, ...) and npuzero.clip_grad_norm_(model, max_norm).",
+            do="Use npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n).",
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CutGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

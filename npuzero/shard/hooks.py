@@ -69,7 +69,7 @@ class Hooks:
         """Have ``backward_ends`` called when autograd's present pass is over."""
         if not self._end_queued:
             self._end_queued = True
-            Variable._execution_engine.queue_callback(self._finish_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._finish_backward)
 
     def forget_backward(self) -> None:
         """A pass that raised never reaches its end: start anew."""
@@ -108,19 +108,28 @@ class Hooks:
                 return
 
     def _post_forward(self, unit: Unit, is_root: bool) -> Callable[..., None]:
-        def reached(_: Tensor) -> None:
-            self.backward_begins()
-            self._events.backward_reaches(unit)
-
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             expected = opaque = False
             if torch.is_grad_enabled() and (unit.cut or is_root):
                 tensors, opaque = tensors_of(output)
+                reached = self._reached(unit)
                 for tensor in tensors:
                     if tensor.requires_grad:
                         tensor.register_hook(reached)
                         expected = True
             self._events.forward_ends(unit, keep_whole=opaque and not expected, backward_expected=expected)
+
+        return hook
+
+    def _reached(self, unit: Unit) -> Callable[[Tensor], None]:
+        """Tells of the first of one forward's outputs that backward reaches, in each pass."""
+        last = -1
+
+        def hook(_: Tensor) -> None:
+            nonlocal last
+            if last != (last := torch._C._current_graph_task_id()):
+                self.backward_begins()
+                self._events.backward_reaches(unit)
 
         return hook
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from npuzero import observe, ops
-from npuzero.comm import Communicator, Handle, Mesh
+from npuzero.comm import Communicator, Handle
 from npuzero.memory import Pool, Space
 from npuzero.plan import Axes, Plan, axes_between, axes_beyond
+from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import Flat, GradientState, Unit
 
 _S = GradientState
@@ -34,7 +35,7 @@ class Reducer:
         at_boundary: whether it is known to be the step's last, so that R3 can overlap with it.
     """
 
-    def __init__(self, units: Sequence[Unit], plan: Plan, mesh: Mesh, space: Space, overlapped: bool) -> None:
+    def __init__(self, units: Sequence[Unit], plan: Plan, mesh: CountingMesh, space: Space, overlapped: bool) -> None:
         # Backward runs through the blocks in reverse; the root's gradients begin first and end last.
         self._order = [unit for unit in (*reversed(units[1:]), units[0]) if unit.trainable_count]
         self._mesh = mesh

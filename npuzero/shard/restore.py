@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from npuzero import observe
-from npuzero.comm import Handle, Mesh
+from npuzero.comm import Handle
 from npuzero.plan import Plan, axes_between
+from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import Unit
 
 
 class Restorer:
     """all_gather over states - parameters, unit by unit in the order of forward."""
 
-    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+    def __init__(self, mesh: CountingMesh, plan: Plan) -> None:
         self._mesh = mesh
         self._axes = axes_between(plan.states.axes, plan.parameters.axes)
         self._handles: dict[int, list[Handle]] = {}

@@ -217,7 +217,6 @@ class Unit:
         self.computing = 0
         self.missing = self.trainable_count = sum(len(flat.parameters) for flat in self.trainable)
 
-
     def parameters(self) -> Iterator[nn.Parameter]:
         for flat in self.flats:
             yield from flat.parameters
@@ -229,9 +228,11 @@ class Unit:
         if to is not now and to not in _MOVES[now]:
             allowed = ", ".join(state.name for state in _MOVES[now])
             raise StateError(
-                f"unit {self.name!r}", expected=f"a move from {now.name} to one of {allowed}", got=to.name,
+                f"unit {self.name!r}",
+                expected=f"a move from {now.name} to one of {allowed}",
+                got=to.name,
                 do="This is a fault of the engine; please report it with the model's structure.",
-            )  # fmt: skip
+            )
         setattr(self, which, to)
 
     def close(self) -> None:
@@ -254,8 +255,9 @@ class Unit:
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
                 if parameter.untyped_storage()._cdata != base:
                     raise StateError(
-                        f"parameter {slot.name}", expected=f"a view of the flat buffer of unit {self.name!r}",
+                        f"parameter {slot.name}",
+                        expected=f"a view of the flat buffer of unit {self.name!r}",
                         got="data elsewhere: it was replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
                         do="Convert and move the model first, then call npuzero.zero(); "
                         "load weights with npuzero.load_full_state_dict.",
-                    )  # fmt: skip
+                    )

@@ -1,0 +1,29 @@
+"""Who counts what an engine sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from npuzero.comm import Communicator, Counted, Mesh
+from npuzero.plan import Axes
+
+
+class CountingMesh:
+    """A mesh whose communicators count what they send: control traffic apart from the training state's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._made: dict[tuple[Axes, str], Communicator] = {}
+        self.shape = mesh.shape
+        self.size = mesh.size
+        self.index = mesh.index
+        self.sent: Counter[str] = Counter()
+        self.control: Counter[str] = Counter()
+
+    def communicator(self, axes: Axes, purpose: str) -> Communicator:
+        """The communicator of :meth:`Mesh.communicator`, made at its first use."""
+        key = (axes, purpose)
+        if key not in self._made:
+            counter = self.control if purpose == "control" else self.sent
+            self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
+        return self._made[key]
