@@ -147,7 +147,7 @@ class Environment(_Checked):
         "native", str, "who runs the ops: compiled kernels, or the reference", choices=("native", "reference")
     )
     isa: str = setting(
-        "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512")
+        "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
     timeout_s: float | None = setting(
         None, float, "default of Settings.timeout_s", least=0.001, most=604800.0, optional=True

@@ -211,13 +211,15 @@ def test_config_is_the_only_reader_of_the_environment():
     assert not wrong, wrong
 
 
-def test_torch_npu_is_named_by_its_device_only():
-    """Whoever else needs it asks npuzero.device, so that it is imported only when an npu is asked for."""
+def test_vendors_packages_are_imported_only_when_asked_for():
+    """Never at the head of a module: where torch_npu is installed without CANN, importing it fails."""
     wrong = [
         place(path, node)
         for path in python_files()
-        for node, module in imported_modules(path)
-        if module.partition(".")[0] == "torch_npu"
+        for node in tree_of(path).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in [node.module or "" if isinstance(node, ast.ImportFrom) else alias.name for alias in node.names]
+        if name.partition(".")[0] in {"torch_npu", "matplotlib", "safetensors", "rich"}
     ]
     assert not wrong, wrong
 

@@ -1,0 +1,40 @@
+"""What the README shows, runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_program_is_twelve_lines():
+    assert len([line for line in PYTHON[0].splitlines() if line.strip()]) == 12
+
+
+def test_its_programs_run_in_one_process(tmp_path):
+    (tmp_path / "train.py").write_text("\n".join(PYTHON))
+    run([sys.executable, "train.py"], tmp_path)
+
+
+@pytest.mark.world
+def test_the_first_program_runs_on_two_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(PYTHON[0])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run([*launcher, "--nproc-per-node", "2", "train.py"], tmp_path)
+
+
+@pytest.mark.parametrize("command", re.findall(r"^npuzero plan --parameters.*$", README, re.MULTILINE))
+def test_its_commands_run(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    run([sys.executable, "-m", *command.split()], tmp_path)
