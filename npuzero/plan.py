@@ -393,21 +393,29 @@ def _buffers(
 ) -> int:
     """High water of gathered units, held copies and wires; the root unit (0) spans the others."""
     units = max((flat.unit for flat in flats), default=-1) + 1
-    whole, wire, kept = [0] * units, [0] * units, [0] * units
+    # Per unit: gathered, held, and the wires of R2 and of the one or two collectives of R3.
+    whole, kept, wire, deeper, beyond = ([0] * units for _ in range(5))
+    goes_deeper = mesh.size(axes_between(plan.states.axes, plan.gradients.axes)) > 1
+    goes_beyond = mesh.size(axes_beyond(plan.states.axes)) > 1
     for flat in flats:
         nbytes = flat.numel * flat.dtype.itemsize
         if cut["parameters"] > 1:
             whole[flat.unit] += nbytes
             kept[flat.unit] += nbytes // cut["held"] if cut["held"] < cut["parameters"] else 0
-        if flat.trainable and (cut["gradients"] > 1 or (mesh.world > 1 and flat.dtype != torch.float32)):
+        if flat.trainable and cut["gradients"] > 1:
             wire[flat.unit] += nbytes
+        if flat.trainable and flat.dtype != torch.float32:  # float32 sums are their own wires
+            deeper[flat.unit] += nbytes // cut["gradients"] if goes_deeper else 0
+            beyond[flat.unit] += nbytes // cut["states"] if goes_beyond else 0
+    if not units:
+        return 0
     if cut["held"] == 1:  # kept whole until backward: nothing beyond the held copies is ever gathered
         gathered = sum(kept)
     else:
-        gathered = whole[0] + _window(whole[1:], 1 + prefetch) + sum(kept) if units else 0
-    # With gradients whole, wires live only for the reduction of a unit; with gradients cut, the root's fills all along.
-    waiting = wire[0] + _window(wire[1:], wires) if cut["gradients"] > 1 and units else _window(wire, wires)
-    return gathered + waiting
+        gathered = whole[0] + _window(whole[1:], 1 + prefetch) + sum(kept)
+    # R3's second collective of one unit runs beside the first of the next.
+    boundary = max(deeper) + max(beyond) if wires > 1 else max(*deeper, *beyond)
+    return gathered + wire[0] + _window(wire[1:], wires) + boundary
 
 
 def _window(sizes: Sequence[int], width: int) -> int:

@@ -99,7 +99,7 @@ class Flat:
         # Per slot: did this pass find the marker in p.grad? (It is taken out so that autograd does not add to it.)
         self.kept = [False] * len(parameters)
         # Per slot: what p.grad is while the gradient lives in these buffers.
-        self.markers = [guard.CutGradient(p) for p in parameters] if self.trainable else []
+        self.markers: list[guard.CutGradient] = []
 
     def shard(self, part: str) -> tuple[int, int]:
         """This rank's range of the flat for ``part`` of the plan."""
@@ -159,6 +159,8 @@ class Flat:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
             parameter.data = self.whole[slot.begin : slot.end].view(slot.shape)
+        if self.trainable:
+            self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
         if self.cut:
             self.whole.untyped_storage().resize_(0)
 
