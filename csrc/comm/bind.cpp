@@ -63,7 +63,10 @@ void bind_comm(py::module_& m) {
       .def_static("in_threads", &Region::in_threads, py::arg("size"), py::arg("slot_bytes"))
       .def_static("create", &Region::create, py::arg("size"), py::arg("slot_bytes"), py::arg("nonce"), py::arg("named"))
       .def_static("open", &Region::open, py::arg("address"), py::arg("size"), py::arg("slot_bytes"), py::arg("nonce"))
-      .def_property_readonly("address", &Region::address);
+      .def_property_readonly("address", &Region::address)
+      .def("leave", &Region::leave, py::arg("index"), "Says that this rank will not come (again).")
+      .def("abort", [](Region& region, int rank, const std::string& reason) { region.fail(aborted(rank, reason)); },
+           py::arg("rank"), py::arg("reason"));
 
   py::class_<Pulse>(comm, "Pulse").def(py::init<pid_t>(), py::arg("pid")).def("dead", &Pulse::dead);
 

@@ -150,16 +150,13 @@ bool Communicator::done(const OperationPointer& operation) {
 }
 
 void Communicator::abort(const std::string& reason) {
-  region_->fail(Failure("aborted", ranks_[index_], "every rank to go on",
-                        "rank " + std::to_string(ranks_[index_]) + " aborted: " + reason,
-                        "Look at the error of that rank."));
+  region_->fail(aborted(ranks_[index_], reason));
 }
 
 void Communicator::close() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!closing_.exchange(true)) {
-    region_->post(index_).presence.store(Presence::closed, std::memory_order_seq_cst);
-    region_->ring_all();
+    region_->leave(index_);
     changed_.notify_all();
   }
   changed_.wait(lock, [this] { return !busy_; });
@@ -483,10 +480,8 @@ std::string Communicator::whereabouts(int only) const {
     const uint64_t finished = theirs.finished.load(std::memory_order_acquire);
     const uint64_t started = theirs.started.load(std::memory_order_acquire);
     text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(ranks_[peer]));
-    if (theirs.presence.load() == Presence::absent) {
-      text += " has not opened this communicator";
-    } else if (started == 0) {
-      text += " has started nothing";
+    if (started == 0) {
+      text += theirs.presence.load() == Presence::absent ? " has not opened this communicator" : " has started nothing";
     } else {
       const Signature last = theirs.signatures[started % 2];
       text += (started > finished ? " is in " : " has finished ") + describe(last);

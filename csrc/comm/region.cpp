@@ -55,6 +55,11 @@ void Failure::write(FailureText& text) const {
   copy_text(text.remedy, remedy);
 }
 
+Failure aborted(int rank, const std::string& reason) {
+  return Failure("aborted", rank, "every rank to go on", "rank " + std::to_string(rank) + " aborted: " + reason,
+                 "Look at the error of that rank.");
+}
+
 size_t Region::bytes() const {
   return aligned(sizeof(Header)) + aligned(sizeof(Post) * size_) + slots_per_rank * slot_bytes_ * size_;
 }
@@ -138,6 +143,11 @@ void Region::arrive(int index) {
   post(index).presence.store(Presence::present);
   const bool last = header().attached.fetch_add(1) + 1 == static_cast<uint32_t>(size_);
   if (last && address_.rfind(named_prefix, 0) == 0) shm_unlink(address_.c_str());
+}
+
+void Region::leave(int index) {
+  post(index).presence.store(Presence::closed, std::memory_order_seq_cst);
+  ring_all();
 }
 
 void Region::ring(int index) const {

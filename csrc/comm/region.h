@@ -77,6 +77,9 @@ struct Header {
   FailureText failure;
 };
 
+// The failure of a rank that gave up.
+Failure aborted(int rank, const std::string& reason);
+
 class Region {
  public:
   // Plain memory, for ranks that are threads.
@@ -97,6 +100,7 @@ class Region {
   std::byte* slot(int index, uint64_t round) const;
 
   void arrive(int index);  // each rank once
+  void leave(int index);   // also of a rank that never arrived
   void ring(int index) const;
   void ring_all() const;
 

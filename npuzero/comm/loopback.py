@@ -27,8 +27,39 @@ class _Meeting:
         self.changed = threading.Condition()
         self.regions: dict[tuple[tuple[int, ...], str], Any] = {}
         self.exchanges: dict[int, dict[int, str]] = {}
-        self.aborted: str | None = None
+        self.aborted: tuple[int, str] | None = None  # by which rank, and why
+        self.left: set[int] = set()
         self.first_error: BaseException | None = None
+
+    def region(self, ranks: tuple[int, ...], name: str) -> Any:
+        """The region of a group: a new one knows of ranks that aborted or left before it was made."""
+        with self.changed:
+            region = self.regions.get((ranks, name))
+            if region is None:
+                region = shared_memory.native.Region.in_threads(len(ranks), shared_memory.SLOT_BYTES)
+                self.regions[ranks, name] = region
+                if self.aborted is not None:
+                    region.abort(*self.aborted)
+                for rank in self.left.intersection(ranks):
+                    region.leave(ranks.index(rank))
+            return region
+
+    def abort(self, rank: int, reason: str) -> None:
+        """Breaks every communicator there is and will be; only the first reason counts."""
+        with self.changed:
+            self.aborted = self.aborted or (rank, reason)
+            for region in self.regions.values():
+                region.abort(*self.aborted)
+            self.changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Lets nobody wait for ``rank`` any more, also where it never opened the communicator."""
+        with self.changed:
+            self.left.add(rank)
+            for (ranks, _), region in self.regions.items():
+                if rank in ranks:
+                    region.leave(ranks.index(rank))
+            self.changed.notify_all()
 
 
 class ThreadWorld(World):
@@ -48,42 +79,48 @@ class ThreadWorld(World):
             meeting.exchanges.pop(self._exchanges - 2, None)
             meeting.changed.notify_all()
             met = meeting.changed.wait_for(
-                lambda: len(values) == self.size or meeting.aborted is not None, self.timeout_s
+                lambda: len(values) == self.size or meeting.aborted or meeting.left - values.keys(), self.timeout_s
             )
             if len(values) < self.size:
+                why = "rank {} aborted: {}".format(*meeting.aborted) if meeting.aborted else "the others ended"
                 raise CollectiveError(
                     f"exchange #{self._exchanges} on rank {self.rank}",
                     expected=f"all {self.size} ranks within {self.timeout_s} s",
-                    got=meeting.aborted if met and meeting.aborted else f"ranks {sorted(values)} alone",
+                    got=f"ranks {sorted(values)} alone" + (f": {why}" if met else ""),
                     do="See the error of the first rank that failed, or what the others do.",
                 )
         return [json.loads(values[rank]) for rank in range(self.size)]
 
     def abort(self, reason: str) -> None:
-        with self._meeting.changed:
-            self._meeting.aborted = self._meeting.aborted or f"rank {self.rank} aborted: {reason}"
-            self._meeting.changed.notify_all()
+        self._meeting.abort(self.rank, reason)
         super().abort(reason)
 
+    def close(self) -> None:
+        self._meeting.leave(self.rank)
+        super().close()
+
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
-        with self._meeting.changed:
-            region = self._meeting.regions.get((ranks, name))
-            if region is None:
-                region = shared_memory.native.Region.in_threads(len(ranks), shared_memory.SLOT_BYTES)
-                self._meeting.regions[ranks, name] = region
+        region = self._meeting.region(ranks, name)
         return shared_memory.SharedMemoryCommunicator(
             region, ranks, ranks.index(self.rank), name, pids=(), timeout_s=self.timeout_s
         )
 
 
-def run_threads(size: int, fn: Callable[[World], _Result], *, timeout_s: float = 60.0) -> list[_Result]:
+def run_threads(
+    size: int, fn: Callable[[World], _Result], *, timeout_s: float = 60.0, limit_s: float | None = None
+) -> list[_Result]:
     """Runs ``fn(world)`` on ``size`` ranks, each a thread, and returns what each returned, by rank.
 
     Inside, ``current_world()`` is the rank's world. The first exception ends the others' waiting and is raised here.
 
+    Args:
+        timeout_s: seconds a collective may wait.
+        limit_s: seconds for all of it; None: ten times ``timeout_s``.
+
     Raises:
-        CollectiveError: the ranks did not end within ``timeout_s``.
+        CollectiveError: the ranks did not end within ``limit_s``.
     """
+    limit_s = 10 * timeout_s if limit_s is None else limit_s
     meeting = _Meeting(size)
     worlds = [ThreadWorld(rank, meeting, timeout_s) for rank in range(size)]
     results: dict[int, _Result] = {}
@@ -104,22 +141,20 @@ def run_threads(size: int, fn: Callable[[World], _Result], *, timeout_s: float =
     for thread in threads:
         thread.start()
     try:
-        stuck = _join(threads, timeout_s)
+        stuck = _join(threads, limit_s)
     except BaseException as error:
-        _abort_all(worlds, type(error).__name__)
+        meeting.abort(0, type(error).__name__)
         raise
     if stuck:
-        _abort_all(worlds, f"not done after {timeout_s} s")
-        _join(threads, 1.0)
-    if meeting.first_error is not None and not stuck:
-        raise meeting.first_error
-    if stuck:
+        meeting.abort(0, f"not done after {limit_s} s")
         raise CollectiveError(
             "run_threads",
-            expected=f"{size} ranks to end within {timeout_s} s",
+            expected=f"{size} ranks to end within {limit_s} s",
             got=f"{', '.join(stuck)} still running",
-            do="See what they do, or raise timeout_s.",
+            do="See what they do, or raise limit_s.",
         ) from meeting.first_error
+    if meeting.first_error is not None:
+        raise meeting.first_error
     return [results[rank] for rank in range(size)]
 
 
@@ -129,8 +164,3 @@ def _join(threads: list[threading.Thread], timeout_s: float) -> list[str]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return [thread.name for thread in threads if thread.is_alive()]
-
-
-def _abort_all(worlds: list[ThreadWorld], reason: str) -> None:
-    for world in worlds:
-        world.abort(reason)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import comm_cases
-from world.comm_ranks import SLOT_BYTES, run_ranks, values
 
 from npuzero import comm
 from npuzero.comm import World, shared_memory
 from npuzero.comm.hierarchical import HierarchicalCommunicator
+from world import comm_cases
+from world.comm_ranks import SLOT_BYTES, run_ranks, values
 
 THREADS = (2, 3, 4, 8)
 
