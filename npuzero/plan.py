@@ -413,9 +413,14 @@ def _buffers(
         gathered = sum(kept)
     else:
         gathered = whole[0] + _window(whole[1:], 1 + prefetch) + sum(kept)
-    # R3's second collective of one unit runs beside the first of the next.
-    boundary = max(deeper) + max(beyond) if wires > 1 else max(*deeper, *beyond)
-    return gathered + wire[0] + _window(wire[1:], wires) + boundary
+    # A wire that was lent stays in the pool for its size; R3 has one at a time of each.
+    return gathered + wire[0] + _pooled(wire[1:], wires) + _pooled(deeper, 1) + _pooled(beyond, 1)
+
+
+def _pooled(sizes: Sequence[int], width: int) -> int:
+    """What a pool by size ends up with when up to ``width`` neighbours are lent at a time."""
+    windows = [sizes[i : i + width] for i in range(len(sizes))]
+    return sum(size * max(window.count(size) for window in windows) for size in set(sizes))
 
 
 def _window(sizes: Sequence[int], width: int) -> int:
