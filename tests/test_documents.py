@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from npuzero.cli import main
+
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -35,6 +37,8 @@ def test_the_first_program_runs_on_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("command", re.findall(r"^npuzero plan --parameters.*$", README, re.MULTILINE))
-def test_its_commands_run(command, tmp_path):
+def test_its_commands_run(command, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    run([sys.executable, "-m", *command.split()], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(command.split()[1:]) == 0
+    assert "zero3" in capsys.readouterr().out

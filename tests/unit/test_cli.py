@@ -8,7 +8,9 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
+import npuzero
 from npuzero.cli import main
 from npuzero.cli.model import from_config, from_size
 from npuzero.cli.table import quantity, table, unit_for
@@ -113,6 +115,37 @@ def test_parameters_of_known_models(config, parameters):
     model = from_config(config, "test")
     assert model.parameters == parameters
     assert len(model.units) == 1 + config["num_hidden_layers"]
+
+
+class Block(nn.Module):
+    """A block of LLAMA_2_7B's kind, of other sizes."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        sizes = [(hidden, hidden)] * 4 + [(hidden, inner)] * 2 + [(inner, hidden)]
+        self.layers = nn.ModuleDict({f"l{i}": nn.Linear(*size, bias=False) for i, size in enumerate(sizes)})
+        self.norms = nn.ParameterList([torch.empty(hidden), torch.empty(hidden)])
+
+
+class Decoder(nn.Module):
+    def __init__(self, hidden: int, inner: int, vocabulary: int, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, hidden)
+        self.norm = nn.Parameter(torch.empty(hidden))
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+        self.blocks = nn.ModuleList(Block(hidden, inner) for _ in range(blocks))
+
+
+def test_a_config_file_predicts_what_the_model_itself_does(config_file, capsys):
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "vocab_size": 50, "num_hidden_layers": 3}
+    path = config_file(**sizes, num_attention_heads=2)
+    assert main(["plan", "--config", path, "--world", "8", "--local", "4", "--micro-batches", "2", "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    with torch.device("meta"):
+        model = Decoder(*sizes.values())
+    for name in PRESETS:
+        report = npuzero.predict(model, name, 8, local_size=4, precision="bf16", micro_batches=2)
+        assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
 
 
 def test_flats_are_padded_for_the_world():
