@@ -133,6 +133,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     parameter.grad = None
                 else:
                     parameter.grad.detach_().zero_()
+        for engine in self._engines():
+            engine.forget_backward()
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 

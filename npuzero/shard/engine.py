@@ -94,6 +94,7 @@ class Engine:
     def forward_begins(self, unit: Unit) -> None:
         fresh = not in_backward()
         if unit.index == 0 and fresh:
+            self.forget_backward()
             self._trace.begin()
             if torch.is_grad_enabled():
                 self._begin_step()
@@ -168,6 +169,12 @@ class Engine:
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
         self._reducer.begin()
+
+    def forget_backward(self) -> None:
+        """A backward pass that raised has no end: its gradients are in part there, and zero_grad() drops them."""
+        if not in_backward():
+            self._reducing = False
+            self._hooks.forget_backward()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -90,8 +90,6 @@ class Hooks:
 
     def _pre_forward(self, unit: Unit, is_root: bool) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if is_root and not in_backward():
-                self.forget_backward()
             self._events.forward_begins(unit)
             if unit.cut and unit.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs(unit, (args, kwargs))
