@@ -157,7 +157,7 @@ class ProfilerRanges(Sink):
         from torch.profiler import record_function
 
         opened = record_function(f"npuzero.{category} {name}")
-        opened.__enter__()  # type: ignore[no-untyped-call]
+        opened.__enter__()
         self._stack().append(opened)
 
     def end(self) -> None:
