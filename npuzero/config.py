@@ -34,14 +34,13 @@ BUILD_VARIABLE_PREFIX = "NPUZERO_BUILD_"  # read by setup.py alone, never at run
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be: its type, a closed range or a list of choices, and whether None is legal."""
+    """What a value must be: its type, a closed range or a list of choices."""
 
     kind: type
     what: str
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
-    optional: bool = False
 
     def check(self, subject: str, value: Any) -> Any:
         """`value` if it keeps the rule; an int is a legal float and becomes one.
@@ -49,8 +48,6 @@ class Rule:
         Raises:
             ConfigError: otherwise, with `what` as the reader's explanation.
         """
-        if value is None and self.optional:
-            return None
         typed = type(value) is self.kind or (self.kind is float and type(value) is int)
         if typed and self._holds(value):
             return self.kind(value)
@@ -133,8 +130,7 @@ class Settings(_Checked):
 
     overlap: bool = setting(True, bool, "communicate while computing; False runs every verb to its end at once")
     prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
-    bucket_bytes: int = setting(25 * 2**20, int, "bytes that travel together at most", least=1, most=2**40)
-    timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
+    bucket_bytes: int = setting(25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40)
 
 
 @dataclass(frozen=True)
@@ -149,9 +145,7 @@ class Environment(_Checked):
     isa: str = setting(
         "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
-    timeout_s: float | None = setting(
-        None, float, "default of Settings.timeout_s", least=0.001, most=604800.0, optional=True
-    )
+    timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
 
     @classmethod
     def subject(cls, key: str) -> str:
@@ -238,13 +232,6 @@ def rendezvous(variables: Mapping[str, str] | None = None) -> str:
             "launch", expected="the launcher's variables", got=f"no {', '.join(missing)}", do="Start with torchrun."
         )
     return ":".join(variables[name] for name in names)
-
-
-def settings(values: Mapping[str, Any] | None = None) -> Settings:
-    """Defaults, then ``NPUZERO_TIMEOUT_S``, then `values`: the later wins."""
-    timeout_s = environment().timeout_s
-    defaults = {} if timeout_s is None else {"timeout_s": timeout_s}
-    return Settings.from_dict({**defaults, **(values or {})})
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:

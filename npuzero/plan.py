@@ -393,28 +393,26 @@ def _buffers(
 ) -> int:
     """High water of gathered units, held copies and wires; the root unit (0) spans the others."""
     units = max((flat.unit for flat in flats), default=-1) + 1
-    # Per unit: gathered, held, and the wires of R2 and of the one or two collectives of R3.
-    whole, kept, wire, deeper, beyond = ([0] * units for _ in range(5))
+    whole, kept = [0] * units, [0] * units
+    # In the order of reduction: the wires of R2, and of the one or two collectives of R3.
+    wire, deeper, beyond = [], [], []
     goes_deeper = mesh.size(axes_between(plan.states.axes, plan.gradients.axes)) > 1
     goes_beyond = mesh.size(axes_beyond(plan.states.axes)) > 1
-    for flat in flats:
+    for flat in sorted(flats, key=lambda flat: -flat.unit):
         nbytes = flat.numel * flat.dtype.itemsize
         if cut["parameters"] > 1:
             whole[flat.unit] += nbytes
             kept[flat.unit] += nbytes // cut["held"] if cut["held"] < cut["parameters"] else 0
         if flat.trainable and cut["gradients"] > 1:
-            wire[flat.unit] += nbytes
+            wire.append(nbytes)
         if flat.trainable and flat.dtype != torch.float32:  # float32 sums are their own wires
-            deeper[flat.unit] += nbytes // cut["gradients"] if goes_deeper else 0
-            beyond[flat.unit] += nbytes // cut["states"] if goes_beyond else 0
-    if not units:
-        return 0
-    if cut["held"] == 1:  # kept whole until backward: nothing beyond the held copies is ever gathered
-        gathered = sum(kept)
-    else:
-        gathered = whole[0] + _window(whole[1:], 1 + prefetch) + sum(kept)
+            deeper.append(nbytes // cut["gradients"] if goes_deeper else 0)
+            beyond.append(nbytes // cut["states"] if goes_beyond else 0)
+    gathered = sum(kept)
+    if cut["held"] > 1:  # else all is kept whole until backward, and nothing is gathered beyond that
+        gathered += sum(whole[:1]) + _window(whole[1:], 1 + prefetch)
     # A wire that was lent stays in the pool for its size; R3 has one at a time of each.
-    return gathered + wire[0] + _pooled(wire[1:], wires) + _pooled(deeper, 1) + _pooled(beyond, 1)
+    return gathered + _pooled(wire, wires) + _pooled(deeper, 1) + _pooled(beyond, 1)
 
 
 def _pooled(sizes: Sequence[int], width: int) -> int:

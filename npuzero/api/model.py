@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.config import Settings
+from npuzero.config import Settings, environment
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import Plan, Report
 from npuzero.shard.build import predict as _predict
@@ -20,12 +20,15 @@ from npuzero.shard.engine import Engine
 PlanLike = Plan | str | int | float
 
 
-def init(device: str | torch.device | None = None, *, timeout_s: float = 600.0, backend: str | None = None) -> World:
+def init(
+    device: str | torch.device | None = None, *, timeout_s: float | None = None, backend: str | None = None
+) -> World:
     """Join the other ranks; call it once, before :func:`zero`, in a program started by torchrun (or alone).
 
     Args:
         device: None takes the accelerator of this rank where there is one, else the CPU.
-        timeout_s: after so many seconds a collective that waits raises CollectiveError.
+        timeout_s: after so many seconds a collective that waits raises CollectiveError; None takes
+            NPUZERO_TIMEOUT_S, or 600.
         backend: None chooses by the device: npu hccl, cuda nccl, cpu shared memory on one host and gloo beyond it.
 
     Returns:
@@ -34,7 +37,8 @@ def init(device: str | torch.device | None = None, *, timeout_s: float = 600.0, 
     Raises:
         ConfigError: the environment is incomplete, or the device or backend is not there.
     """
-    return comm.process_world(device, timeout_s=timeout_s, backend=backend)
+    wait_s = environment().timeout_s if timeout_s is None else timeout_s
+    return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 
 def zero(
@@ -107,18 +111,8 @@ def predict(
         ConfigError: as for :func:`zero`.
     """
     chosen = _plan(None, plan, precision, local_size)
-    settings = settings or Settings()
     shape = chosen.mesh_shape(world)
-    return _predict(
-        model,
-        chosen,
-        shape,
-        units,
-        micro_batches=micro_batches,
-        clip=clip,
-        prefetch=settings.prefetch,
-        overlap=settings.overlap,
-    )
+    return _predict(model, chosen, shape, units, settings or Settings(), micro_batches=micro_batches, clip=clip)
 
 
 def report(model: nn.Module) -> Report:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from npuzero.config import Rule, describe
+from npuzero.config import Rule, Settings, describe
 from npuzero.errors import ConfigError
-from npuzero.plan import FlatSize
-from npuzero.shard.layout import Layout
+from npuzero.plan import Plan, Report
+from npuzero.shard.build import ParameterFacts, predict_units
 
 Shapes = list[tuple[str, torch.Size]]
 _SIZE = Rule(int, "a size of the model", least=1, most=2**40)
@@ -31,15 +31,10 @@ class ModelShape:
         """Elements in all, without padding."""
         return sum(shape.numel() for unit in self.units for _, shape in unit)
 
-    @property
-    def tensors(self) -> int:
-        """Parameter tensors in all."""
-        return sum(map(len, self.units))
-
-    def flats(self, world: int, dtype: torch.dtype) -> list[FlatSize]:
-        """One flat buffer per unit, padded for a world of that many ranks."""
-        layouts = (Layout.of(unit, world, dtype) for unit in self.units)
-        return [FlatSize(index, layout.numel, dtype) for index, layout in enumerate(layouts) if layout.numel]
+    def predict(self, plan: Plan, world: int, settings: Settings, **facts: Any) -> Report:
+        """What npuzero.predict gives for a module of these shapes, all trainable; ``facts`` as there."""
+        units = [[ParameterFacts(name, shape) for name, shape in unit] for unit in self.units]
+        return predict_units(units, plan, plan.mesh_shape(world), settings, **facts)
 
 
 def from_size(parameters: int, units: int) -> ModelShape:

@@ -14,7 +14,7 @@ from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table, unit_for
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRESETS, Plan, Report, parse_precision, predict_bytes
+from npuzero.plan import PRESETS, Plan, Report, parse_precision
 
 _EPILOG = """\
 examples:
@@ -71,19 +71,12 @@ def run(options: argparse.Namespace) -> str:
 def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
     """A Report for each preset."""
     dtype = parse_precision(options.precision) or torch.float32
-    prefetch = Settings(prefetch=options.prefetch).prefetch
-    flats = model.flats(options.world, dtype)
+    settings = Settings(prefetch=options.prefetch)
     reports = {}
     for preset in PRESETS:
         plan = Plan.preset(preset, precision=dtype, local_size=options.local)
-        reports[preset] = predict_bytes(
-            plan,
-            flats,
-            plan.mesh_shape(options.world),
-            trainable_parameters=model.tensors,
-            micro_batches=options.micro_batches,
-            prefetch=prefetch,
-            clip=options.clip,
+        reports[preset] = model.predict(
+            plan, options.world, settings, micro_batches=options.micro_batches, clip=options.clip
         )
     return reports
 

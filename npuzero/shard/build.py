@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from npuzero.comm import World
 from npuzero.config import Settings
 from npuzero.errors import ConfigError, StateError
-from npuzero.plan import Axes, FlatSize, MeshShape, Plan, Report, predict_bytes
+from npuzero.plan import FlatSize, MeshShape, Plan, Report, predict_bytes
+from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.layout import Layout
 from npuzero.shard.unit import Flat, Ranks, Unit
@@ -23,18 +25,9 @@ _PARTS = ("parameters", "held", "gradients", "states")
 
 
 def build_units(
-    model: nn.Module,
-    plan: Plan,
-    settings: Settings,
-    rule: UnitRule,
-    world: World,
-    size: Callable[[Axes], int],
-    index: Callable[[Axes], int],
+    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World, mesh: CountingMesh
 ) -> list[Unit]:
     """The units of ``model`` on this rank, before any data moves. Collective: the ranks compare what they have.
-
-    Args:
-        size, index: of the mesh: shards for a tuple of axes, and this rank's.
 
     Raises:
         ConfigError: something cannot be cut, or the ranks disagree.
@@ -50,33 +43,79 @@ def build_units(
         problem = error
     _check_agreement(specs, plan, settings, world, problem)
     axes = {part: getattr(plan, part).axes for part in _PARTS}
-    count, own = {p: size(a) for p, a in axes.items()}, {p: index(a) for p, a in axes.items()}
-    ranks = Ranks(plan, world.size, count, own)
+    count, index = ({part: f(a) for part, a in axes.items()} for f in (mesh.size, mesh.index))
+    ranks = Ranks(plan, world.size, count, index)
     units = []
     for i, spec in enumerate(specs):
-        flats = [Flat(layout, ps, ranks) for layout, ps in _layouts(spec, plan.parameters.dtype, world.size)]
+        named = dict(spec.parameters)
+        flats: list[Flat] = []
+        for layout, _ in layouts_of(_facts(spec), plan.parameters.dtype, world.size, settings.bucket_bytes):
+            name = f"{spec.name}[{len(flats)}]"
+            flats.append(Flat(name, layout, [named[slot.name] for slot in layout.slots], ranks))
         units.append(Unit(spec, i, flats))
     return units
 
 
-def predict(model: nn.Module, plan: Plan, shape: MeshShape, rule: UnitRule = None, **facts: Any) -> Report:
+def predict(model: nn.Module, plan: Plan, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any) -> Report:
     """:func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
-    sizes, tensors = [], 0
-    for i, spec in enumerate(discover(model, rule)):
-        for layout, parameters in _layouts(spec, plan.parameters.dtype, shape.world):
-            trainable = parameters[0].requires_grad
-            sizes.append(FlatSize(i, layout.numel, layout.dtype, trainable))
-            tensors += len(parameters) if trainable else 0
-    return predict_bytes(plan, sizes, shape, trainable_parameters=tensors, **facts)
+    return predict_units([_facts(spec) for spec in discover(model, rule)], plan, shape, settings, **facts)
 
 
-def _layouts(spec: UnitSpec, dtype: torch.dtype | None, world: int) -> Iterator[tuple[Layout, list[nn.Parameter]]]:
-    """A unit's parameters grouped by dtype (``dtype``, or each one's own) and by whether they train."""
-    groups: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in spec.parameters:
-        groups.setdefault((dtype or parameter.dtype, parameter.requires_grad), []).append((name, parameter))
-    for (kind, _), members in groups.items():
-        yield Layout.of(((name, p.shape) for name, p in members), world, kind), [p for _, p in members]
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What layout and prediction need to know of a parameter."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype = torch.float32
+    trainable: bool = True
+
+
+def predict_units(
+    units: Sequence[Sequence[ParameterFacts]], plan: Plan, shape: MeshShape, settings: Settings, **facts: Any
+) -> Report:
+    """The prediction for units given by their parameters, the root unit first."""
+    sizes = [
+        FlatSize(i, layout.numel, layout.dtype, trainable)
+        for i, unit in enumerate(units)
+        for layout, trainable in layouts_of(unit, plan.parameters.dtype, shape.world, settings.bucket_bytes)
+    ]
+    tensors = sum(parameter.trainable for unit in units for parameter in unit)
+    how = {"prefetch": settings.prefetch, "overlap": settings.overlap}
+    return predict_bytes(plan, sizes, shape, trainable_parameters=tensors, **how, **facts)  # type: ignore[arg-type]
+
+
+def layouts_of(
+    parameters: Sequence[ParameterFacts], dtype: torch.dtype | None, world: int, bucket_bytes: int
+) -> Iterator[tuple[Layout, bool]]:
+    """The flats of one unit: its parameters grouped by dtype and by whether they train, in buckets.
+
+    A flat takes parameters up to ``bucket_bytes``; one that is larger has a flat to itself.
+
+    Args:
+        dtype: the plan's parameter dtype; None keeps each parameter's own.
+
+    Yields:
+        layout, and whether its parameters train.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[list[ParameterFacts]]] = {}
+    filled: dict[tuple[torch.dtype, bool], int] = {}
+    for parameter in parameters:
+        key = (dtype or parameter.dtype, parameter.trainable)
+        nbytes = parameter.shape.numel() * key[0].itemsize
+        buckets = groups.setdefault(key, [])
+        if not buckets or filled[key] + nbytes > bucket_bytes:
+            buckets.append([])
+            filled[key] = 0
+        buckets[-1].append(parameter)
+        filled[key] += nbytes
+    for (kind, trainable), buckets in groups.items():
+        for bucket in buckets:
+            yield Layout.of(((p.name, p.shape) for p in bucket), world, kind), trainable
+
+
+def _facts(spec: UnitSpec) -> list[ParameterFacts]:
+    return [ParameterFacts(name, p.shape, p.dtype, p.requires_grad) for name, p in spec.parameters]
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, world: World) -> None:

@@ -46,7 +46,7 @@ class Engine:
         shape = plan.mesh_shape(world.size, len(world.local))
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.space = Space(world.device)
-        self.units = build_units(model, plan, settings, rule, world, self.mesh.size, self.mesh.index)
+        self.units = build_units(model, plan, settings, rule, world, self.mesh)
         self.gradient_scale = torch.ones(1, device=world.device)
         self._gatherer = Gatherer(self.mesh, self.space)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
@@ -133,7 +133,8 @@ class Engine:
             self._reducer.drain()
             flat.clear(i)
         flat.accumulated[i], flat.kept[i] = True, False
-        self._reducer.arrive(unit, flat, i, gradient)
+        unit.missing -= 1
+        self._reducer.arrive(flat, i, gradient)
         if unit.cut and unit.missing <= 0 and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.release(unit)
 
@@ -168,6 +169,8 @@ class Engine:
         self._used = None
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
+        for unit in self.units:
+            unit.missing = unit.trainable_count
         self._reducer.begin()
 
     def forget_backward(self) -> None:

@@ -3,10 +3,11 @@
 Gradients are scaled by 1/D as they are packed, so every reduction is a plain sum (an averaging collective is slower or
 missing on some backends, and one of them scales its input in place).
 
-Reductions are launched in one order that all ranks share, whatever order autograd produced the gradients in: a unit
-whose parameters this rank did not use contributes zeros at its turn. A reduction is a generator that pauses while its
-collectives are under way, since a two-level reduction's second collective needs the first one's result. Each launch
-first moves every earlier reduction one step on: an order that depends on nothing but the launches.
+A flat is reduced as soon as all its gradients are there, in one order of the flats that all ranks share, whatever order
+autograd produced the gradients in: a flat of which this rank used nothing contributes zeros at its turn. A reduction is
+a generator that pauses while its collective is under way, since a two-level reduction's second collective needs the
+first one's result. Each launch first moves every earlier reduction one step on: an order that depends on nothing but
+the launches.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import Flat, GradientState, Unit
 
 _S = GradientState
-_Wires = list[tuple[Flat, Tensor]]
 
 
 class Reducer:
@@ -37,7 +37,7 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit], plan: Plan, mesh: CountingMesh, space: Space, overlapped: bool) -> None:
         # Backward runs through the blocks in reverse; the root's gradients begin first and end last.
-        self._order = [unit for unit in (*reversed(units[1:]), units[0]) if unit.trainable_count]
+        self._order = [flat for unit in (*reversed(units[1:]), units[0]) for flat in reversed(unit.trainable)]
         self._mesh = mesh
         self._space = space
         self._pool = Pool(space)
@@ -65,73 +65,68 @@ class Reducer:
     def begin(self) -> None:
         """A backward pass starts."""
         self._turn = 0
-        for unit in self._order:
-            unit.missing = unit.trainable_count
-            unit.pending.clear()
+        for flat in self._order:
+            flat.pending.clear()
 
-    def arrive(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
+    def arrive(self, flat: Flat, i: int, gradient: Tensor) -> None:
         """The gradient of slot ``i`` of ``flat`` is final for this pass."""
-        self._reopen(unit)
-        unit.move(_S.PARTIAL)
-        unit.pending.append((flat, i, gradient))
-        unit.missing -= 1
-        while self._turn < len(self._order) and self._order[self._turn].missing <= 0:
+        self._reopen(flat)
+        flat.move(_S.PARTIAL)
+        flat.pending.append((i, gradient))
+        while self._turn < len(self._order) and self._order[self._turn].all_pending:
             self._complete(self._order[self._turn])
             self._turn += 1
 
     def end(self) -> None:
-        """The backward pass is over: units of which something was not used take their turn with zeros."""
-        for unit in self._order[self._turn :]:
-            self._complete(unit)
+        """The backward pass is over: flats of which something was not used take their turn with zeros."""
+        for flat in self._order[self._turn :]:
+            self._complete(flat)
         self._turn = len(self._order)
-        for unit in self._order:  # parameters that autograd finished twice in one pass (reentrant checkpointing)
-            if unit.pending:
-                self._complete(unit)
+        for flat in self._order:  # parameters that autograd finished twice in one pass (reentrant checkpointing)
+            if flat.pending:
+                self._complete(flat)
         self._unsynced = not self.synchronizing
 
-    def _complete(self, unit: Unit) -> None:
-        """Everything this pass adds to ``unit`` is here: accumulate it, and launch what can be launched."""
-        self._reopen(unit)
-        wires: _Wires = []
-        for flat in unit.trainable:
-            arrived = [(i, gradient) for owner, i, gradient in unit.pending if owner is flat]
-            if not self._cut or not self.synchronizing or flat.unsynced is not None:
-                self._accumulate(flat, arrived)
-            if self._cut and self.synchronizing:
-                wires.append((flat, self._fill_wire(flat, arrived)))
-        unit.pending.clear()
+    def _complete(self, flat: Flat) -> None:
+        """Everything this pass adds to ``flat`` is here: accumulate it, and launch what can be launched."""
+        self._reopen(flat)
+        wire = None
+        if not self._cut or not self.synchronizing or flat.unsynced is not None:
+            self._accumulate(flat)
+        if self._cut and self.synchronizing:
+            wire = self._fill_wire(flat)
+        flat.pending.clear()
         boundary = self.synchronizing and self.at_boundary and self._has_boundary
-        if wires or boundary:
-            self._launch(unit, wires, boundary)
+        if wire is not None or boundary:
+            self._launch(flat, wire, boundary)
         else:
-            unit.move(_S.ACCUMULATED)
+            flat.move(_S.ACCUMULATED)
 
-    def _accumulate(self, flat: Flat, arrived: list[tuple[int, Tensor]]) -> None:
+    def _accumulate(self, flat: Flat) -> None:
         """Add to the whole float32 gradients: the plan keeps them whole, or ``no_sync`` does for now."""
         if self._cut and flat.unsynced is None:
             flat.unsynced = self._space.allocate(flat.layout.numel, torch.float32, "buffers")
             flat.local_held = [False] * len(flat.parameters)
         whole = flat.unsynced if flat.unsynced is not None else flat.gradient
         for again in (False, True):
-            chosen = [(i, gradient) for i, gradient in arrived if flat.local_held[i] is again]
+            chosen = [(i, gradient) for i, gradient in flat.pending if flat.local_held[i] is again]
             self._pack(flat, chosen, whole, accumulate=again)
-        for i, _ in arrived:
+        for i, _ in flat.pending:
             flat.local_held[i] = True
 
-    def _fill_wire(self, flat: Flat, arrived: list[tuple[int, Tensor]]) -> Tensor:
+    def _fill_wire(self, flat: Flat) -> Tensor:
         """A whole wire with this rank's contribution; what is absent is zero, and so are the gaps."""
         wire = self._pool.acquire(flat.layout.numel, flat.dtype, flat.layout.gaps)
         if flat.unsynced is not None:
             self._zero_absent(flat, flat.unsynced, flat.local_held)
             ops.cast(flat.unsynced, wire)
-            self._space.count("buffers", -flat.unsynced.nbytes)
-            flat.unsynced = None
+            self._drop(flat, "unsynced")
         else:
             here = [False] * len(flat.parameters)
-            for i, _ in arrived:
+            for i, _ in flat.pending:
                 here[i] = True
             self._zero_absent(flat, wire, here)
-            self._pack(flat, arrived, wire, accumulate=False)
+            self._pack(flat, flat.pending, wire, accumulate=False)
         return wire
 
     def _pack(self, flat: Flat, arrived: list[tuple[int, Tensor]], wire: Tensor, accumulate: bool) -> None:
@@ -146,64 +141,56 @@ class Reducer:
             if not present:
                 whole[slot.begin : slot.end].zero_()
 
-    def _reopen(self, unit: Unit) -> None:
+    def _reopen(self, flat: Flat) -> None:
         """More gradients come after the boundary: set the reduced ones aside, to be added once these are reduced."""
-        if unit.gradient_state not in (_S.READY, _S.REDUCING):
+        if flat.gradient_state not in (_S.READY, _S.REDUCING):
             return
         self.drain()
-        if unit.gradient_state is not _S.READY or not self._has_boundary:
-            return
-        for flat in unit.trainable:
+        if flat.gradient_state is _S.READY and self._has_boundary:
             flat.carry = self._space.allocate(flat.own_gradient.numel(), torch.float32, "buffers")
             flat.carry.copy_(flat.own_gradient)
             flat.local_held = [False] * len(flat.parameters)
             flat.valid = False
-        unit.move(_S.PARTIAL)
+            flat.move(_S.PARTIAL)
 
     # -- at the step boundary --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Bring every unit to READY; collective."""
+        """Bring every flat to READY; collective."""
         self.drain()
-        for unit in self._order:
-            if unit.gradient_state is not _S.READY:
-                wires = [(f, self._fill_wire(f, [])) for f in unit.trainable] if self._cut and self._unsynced else []
-                self._launch(unit, wires, self._has_boundary)
+        for flat in self._order:
+            if flat.gradient_state is not _S.READY:
+                self._launch(flat, self._fill_wire(flat) if self._cut and self._unsynced else None, self._has_boundary)
         self.drain()
         self._unsynced = False
-        for unit in self._order:
-            unit.move(_S.READY)
 
     def reset(self) -> None:
         """The step is done with its gradients: forget them."""
         self.drain()
         self._unsynced = False
-        for unit in self._order:
-            unit.pending.clear()
-            for flat in unit.trainable:
-                flat.valid = False
-                flat.local_held = [False] * len(flat.parameters)
-                flat.accumulated = [False] * len(flat.parameters)
-                flat.kept = [False] * len(flat.parameters)
-                for name in ("carry", "unsynced"):
-                    buffer = getattr(flat, name)
-                    if buffer is not None:
-                        self._space.count("buffers", -buffer.nbytes)
-                        setattr(flat, name, None)
-            unit.gradient_state = _S.EMPTY
+        for flat in self._order:
+            flat.forget()
+            self._drop(flat, "carry")
+            self._drop(flat, "unsynced")
 
     def drain(self) -> None:
         """Finish every reduction under way."""
         while self._active:
             self._advance()
 
+    def _drop(self, flat: Flat, name: str) -> None:
+        buffer = getattr(flat, name)
+        if buffer is not None:
+            self._space.count("buffers", -buffer.nbytes)
+            setattr(flat, name, None)
+
     # -- reductions ------------------------------------------------------------------------------------------------
 
-    def _launch(self, unit: Unit, wires: _Wires, boundary: bool) -> None:
+    def _launch(self, flat: Flat, wire: Tensor | None, boundary: bool) -> None:
         self._advance()
-        unit.move(_S.REDUCING)
-        reduction = self._reduction(unit, wires, boundary)
-        with observe.span("launch reduction", unit.name):
+        flat.move(_S.REDUCING)
+        reduction = self._reduction(flat, wire, boundary)
+        with observe.span("launch reduction", flat.name):
             if next(reduction, self) is not self:
                 self._active.append(reduction)
         if not self._overlapped:
@@ -213,65 +200,49 @@ class Reducer:
         """Move each reduction under way one collective on; waits for the present one."""
         self._active = [reduction for reduction in self._active if next(reduction, self) is not self]
 
-    def _reduction(self, unit: Unit, wires: _Wires, boundary: bool) -> Iterator[None]:
-        tag = f"reduce {unit.name}"
-        if wires:
-            yield from self._scatter([(flat, flat.gradient, wire) for flat, wire in wires], self._gradients, tag)
-            for flat, wire in wires:
-                flat.valid = True
-                self._pool.release(wire, flat.layout.gaps)
+    def _reduction(self, flat: Flat, wire: Tensor | None, boundary: bool) -> Iterator[None]:
+        tag = f"reduce {flat.name}"
+        if wire is not None:
+            communicator = self._communicator(self._gradients)
+            yield from _wait(communicator.reduce_scatter(flat.gradient, wire, accumulate=flat.valid, tag=tag))
+            flat.valid = True
+            self._pool.release(wire, flat.layout.gaps)
         last = boundary or not self._has_boundary
-        if last:
-            for flat in unit.trainable:
-                if not self._cut:
-                    self._zero_absent(flat, flat.gradient, flat.local_held)
-                elif not flat.valid:
-                    flat.gradient.zero_()
-        if boundary:
-            if self._many(self._deeper):
-                yield from self._sum_deeper(unit, tag)
-            if self._many(self._beyond):
-                yield from self._sum_beyond(unit, tag)
-            for flat in unit.trainable:
-                if flat.carry is not None:
-                    flat.own_gradient.add_(flat.carry)
-                    self._space.count("buffers", -flat.carry.nbytes)
-                    flat.carry = None
-        unit.move(_S.READY if last else _S.ACCUMULATED)
+        if last and not self._cut:
+            self._zero_absent(flat, flat.gradient, flat.local_held)
+        elif last and not flat.valid:
+            flat.gradient.zero_()
+        if boundary and self._many(self._deeper):
+            yield from self._sum_deeper(flat, tag)
+        if boundary and self._many(self._beyond):
+            yield from self._sum_beyond(flat, tag)
+        if last and flat.carry is not None:
+            flat.own_gradient.add_(flat.carry)
+            self._drop(flat, "carry")
+        flat.move(_S.READY if last else _S.ACCUMULATED)
 
-    def _scatter(self, moves: list[tuple[Flat, Tensor, Tensor]], axes: Axes, tag: str) -> Iterator[None]:
-        """reduce_scatter each (flat, shard, whole); adds to shards that hold something already."""
-        communicator = self._communicator(axes)
-        yield from _wait(
-            [communicator.reduce_scatter(s, w, accumulate=s is f.gradient and f.valid, tag=tag) for f, s, w in moves]
-        )
-
-    def _sum_deeper(self, unit: Unit, tag: str) -> Iterator[None]:
+    def _sum_deeper(self, flat: Flat, tag: str) -> Iterator[None]:
         """reduce_scatter over states - gradients, from the accumulator into this rank's own part of it."""
-        wires = [(flat, self._as_wire(flat.gradient, flat.dtype)) for flat in unit.trainable]
-        yield from self._scatter([(flat, flat.own_gradient, wire) for flat, wire in wires], self._deeper, tag)
-        self._return_wires(wires)
+        wire = self._as_wire(flat.gradient, flat.dtype)
+        yield from _wait(self._communicator(self._deeper).reduce_scatter(flat.own_gradient, wire, tag=tag))
+        self._return_wire(wire)
 
-    def _sum_beyond(self, unit: Unit, tag: str) -> Iterator[None]:
+    def _sum_beyond(self, flat: Flat, tag: str) -> Iterator[None]:
         """all_reduce over D - states of this rank's own shard.
 
         Low-precision wires: reduce_scatter into float32 sums, then all_gather of the sums, so that no rank sees the
         sum rounded (the states would drift apart from the presets that keep the sum where it was made).
         """
         communicator = self._communicator(self._beyond)
-        exact = [flat for flat in unit.trainable if flat.dtype == torch.float32]
-        rounded = [flat for flat in unit.trainable if flat.dtype != torch.float32]
-        handles = [communicator.all_reduce(flat.own_gradient, tag=tag) for flat in exact]
-        wires = [(flat, self._as_wire(flat.own_gradient, flat.dtype)) for flat in rounded]
-        parts = []
-        for flat, wire in wires:
-            part = flat.own_gradient.chunk(communicator.size)[communicator.rank]
-            parts.append((flat, part))
-            handles.append(communicator.reduce_scatter(part, wire, tag=tag))
-        yield from _wait(handles)
-        self._return_wires(wires)
-        if parts:
-            yield from _wait([communicator.all_gather(flat.own_gradient, part, tag=tag) for flat, part in parts])
+        gradient = flat.own_gradient
+        if flat.dtype == torch.float32:
+            yield from _wait(communicator.all_reduce(gradient, tag=tag))
+            return
+        part = gradient.chunk(communicator.size)[communicator.rank]
+        wire = self._as_wire(gradient, flat.dtype)
+        yield from _wait(communicator.reduce_scatter(part, wire, tag=tag))
+        self._return_wire(wire)
+        yield from _wait(communicator.all_gather(gradient, part, tag=tag))
 
     def _as_wire(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """``gradient`` in the wire's dtype: itself where that is float32."""
@@ -281,14 +252,12 @@ class Reducer:
         ops.cast(gradient, wire)
         return wire
 
-    def _return_wires(self, wires: _Wires) -> None:
-        for _, wire in wires:
-            if wire.dtype != torch.float32:
-                self._pool.release(wire)
+    def _return_wire(self, wire: Tensor) -> None:
+        if wire.dtype != torch.float32:
+            self._pool.release(wire)
 
 
-def _wait(handles: list[Handle]) -> Iterator[None]:
-    """Pause while ``handles`` are under way; finish them when resumed."""
+def _wait(handle: Handle) -> Iterator[None]:
+    """Pause while the collective is under way; finish it when resumed."""
     yield
-    for handle in handles:
-        handle.wait()
+    handle.wait()

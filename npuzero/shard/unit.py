@@ -18,6 +18,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,22 @@ _MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
 }
 
 
+_State = TypeVar("_State", ParameterState, GradientState)
+
+
+def _moved(subject: str, now: _State, to: _State) -> _State:
+    """``to``, if the life-cycle lets it follow ``now``; else a StateError naming both."""
+    if to is not now and to not in _MOVES[now]:
+        allowed = ", ".join(state.name for state in _MOVES[now])
+        raise StateError(
+            subject,
+            expected=f"a move from {now.name} to one of {allowed}",
+            got=to.name,
+            do="This is a fault of the engine; please report it with the model's structure.",
+        )
+    return to
+
+
 @dataclass(frozen=True)
 class Ranks:
     """How this rank's shards lie: for each part of the plan the number of shards, and which is this rank's."""
@@ -76,7 +93,8 @@ class Ranks:
 class Flat:
     """One flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen."""
 
-    def __init__(self, layout: Layout, parameters: list[nn.Parameter], ranks: Ranks) -> None:
+    def __init__(self, name: str, layout: Layout, parameters: list[nn.Parameter], ranks: Ranks) -> None:
+        self.name = name
         self.layout = layout
         self.parameters = parameters
         self.dtype = layout.dtype
@@ -90,6 +108,9 @@ class Flat:
         self.gradient: Tensor
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
+        self.gradient_state = _G.EMPTY
+        # Gradients of the present backward pass: slot number and what autograd made.
+        self.pending: list[tuple[int, Tensor]] = []
         # Is there anything of this step in a cut accumulator? If not, the next reduction overwrites it.
         self.valid = False
         # Per slot: is there anything of it in the whole gradients this rank has summed alone (gradient or unsynced)?
@@ -120,6 +141,23 @@ class Flat:
     def own_parameters(self) -> Tensor:
         """[n/S] parameter dtype: the range of the resting parameters that this rank updates."""
         return self.resting[self.own_within("parameters")]
+
+    def move(self, to: GradientState) -> None:
+        """Change the gradients' state, as their life-cycle allows."""
+        self.gradient_state = _moved(f"gradients of {self.name}", self.gradient_state, to)
+
+    @property
+    def all_pending(self) -> bool:
+        """Whether every gradient of the present backward pass has arrived."""
+        return len(self.pending) >= len(self.parameters)
+
+    def forget(self) -> None:
+        """No slot has a gradient any more."""
+        nothing = [False] * len(self.parameters)
+        self.local_held, self.accumulated, self.kept = nothing[:], nothing[:], nothing[:]
+        self.valid = False
+        self.pending.clear()
+        self.gradient_state = _G.EMPTY
 
     @property
     def slots(self) -> range:
@@ -212,30 +250,19 @@ class Unit:
         self.has_frozen = len(self.trainable) < len(flats)
         self.cut = any(flat.cut for flat in flats)
         self.parameter_state = _P.SHARDED if self.cut else _P.WHOLE
-        self.gradient_state = _G.EMPTY
-        self.pending: list[tuple[Flat, int, Tensor]] = []
         # Forward passes whose backward is to come or under way (see Hooks).
         self.backward_expected = False
         self.computing = 0
+        # Gradients that the present backward pass has still to bring.
         self.missing = self.trainable_count = sum(len(flat.parameters) for flat in self.trainable)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for flat in self.flats:
             yield from flat.parameters
 
-    def move(self, to: ParameterState | GradientState) -> None:
-        """Change one of the two states; anything the life-cycle does not allow is a StateError naming both."""
-        which = "parameter_state" if isinstance(to, ParameterState) else "gradient_state"
-        now = getattr(self, which)
-        if to is not now and to not in _MOVES[now]:
-            allowed = ", ".join(state.name for state in _MOVES[now])
-            raise StateError(
-                f"unit {self.name!r}",
-                expected=f"a move from {now.name} to one of {allowed}",
-                got=to.name,
-                do="This is a fault of the engine; please report it with the model's structure.",
-            )
-        setattr(self, which, to)
+    def move(self, to: ParameterState) -> None:
+        """Change the parameters' state, as their life-cycle allows."""
+        self.parameter_state = _moved(f"parameters of unit {self.name!r}", self.parameter_state, to)
 
     def close(self) -> None:
         """Guard the parameters against reading."""

@@ -14,9 +14,10 @@ import npuzero
 from npuzero.cli import main
 from npuzero.cli.model import from_config, from_size
 from npuzero.cli.table import quantity, table, unit_for
+from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.info import info
-from npuzero.plan import PRESETS, Plan, predict_bytes
+from npuzero.plan import PRESETS, Plan
 
 LLAMA_2_7B = {
     "hidden_size": 4096,
@@ -78,10 +79,7 @@ def test_plan_says_what_predict_says(capsys):
     model = from_size(7 * 10**9, 32)
     for name in PRESETS:
         plan = Plan.preset(name, precision="bf16", local_size=8)
-        flats = model.flats(64, torch.bfloat16)
-        report = predict_bytes(
-            plan, flats, plan.mesh_shape(64), trainable_parameters=model.tensors, micro_batches=2, clip=True
-        )
+        report = model.predict(plan, 64, Settings(), micro_batches=2, clip=True)
         assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
 
 
@@ -148,10 +146,9 @@ def test_a_config_file_predicts_what_the_model_itself_does(config_file, capsys):
         assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
 
 
-def test_flats_are_padded_for_the_world():
-    flats = from_size(1001, 10).flats(8, torch.float32)
-    assert [flat.unit for flat in flats] == list(range(11))
-    assert all(flat.numel % (8 * 512 // 4) == 0 and flat.numel >= 100 for flat in flats[1:])
+def test_what_is_cut_is_padded_for_the_world():
+    held = from_size(1001, 10).predict(Plan.preset("zero3", precision="fp32"), 8, Settings()).bytes_held
+    assert held["parameters"] == 11 * 512  # ten units of 100 elements and a rest of 1, a shard each
 
 
 @pytest.mark.parametrize(
