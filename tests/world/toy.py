@@ -1,16 +1,17 @@
-"""A small GPT with everything awkward in it, its data, and its training by plain torch: the oracle of the world tests."""
+"""A small GPT with everything awkward in it, and its data."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY, SEQUENCE = 37, 12
+VOCABULARY, SEQUENCE, BATCH = 37, 12, 2
 _SEEDING = threading.Lock()
 
 
@@ -68,16 +69,17 @@ class Recipe:
     micro_batches: int = 1
     clip: float | None = None
     groups: bool = False
-    batch: int = 2
 
 
-def tokens_of(step: int, micro_batch: int, rank: int, recipe: Recipe) -> Tensor:
+def tokens_of(step: int, micro_batch: int, rank: int) -> Tensor:
+    """[BATCH, SEQUENCE + 1] int64."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + rank)
-    return torch.randint(VOCABULARY, (recipe.batch, SEQUENCE + 1), generator=generator)
+    return torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1])
+def loss_of(model: nn.Module, tokens: Tensor, **options: Any) -> Tensor:
+    """Cross entropy in float32; ``options`` go to the model's forward."""
+    logits = model(tokens[:, :-1], **options)
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
@@ -88,17 +90,3 @@ def groups_of(model: nn.Module, recipe: Recipe) -> Iterable[object]:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-2, "weight_decay": 0.0}]
-
-
-def train_plain(model: nn.Module, world: int, recipe: Recipe) -> dict[str, Tensor]:
-    """What DDP computes: the gradients of all ranks averaged, then torch's AdamW."""
-    optimizer = torch.optim.AdamW(groups_of(model, recipe), lr=1e-2)  # type: ignore[arg-type]
-    for step in range(recipe.steps):
-        for micro_batch in range(recipe.micro_batches):
-            for rank in range(world):
-                (loss_of(model, tokens_of(step, micro_batch, rank, recipe)) / recipe.micro_batches / world).backward()
-        if recipe.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}

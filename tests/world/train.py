@@ -1,37 +1,204 @@
-"""Training of the toy model by npuzero, on one rank of any world."""
+"""One scenario, two contenders: plain torch that sees the data of all ranks, and npuzero on each rank with its own.
+
+A scenario is a function of a :class:`Session`: the training loop as its user writes it. ``check`` runs it by both and
+compares every tensor of the model, and whatever else the scenario returns.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import npuzero
+from npuzero import comm
 from npuzero.comm import World
-from tests.world.toy import Recipe, build, groups_of, loss_of, tokens_of
+
+from .toy import Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
+
+State = dict[str, Tensor]
+Make = Callable[[], nn.Module]
+
+#: Largest difference, relative to each tensor's largest magnitude, that another order of a sum may make.
+BOUND = 1e-5
 
 
-def train_cut(world: World, recipe: Recipe, model: Any = None, **options: Any) -> tuple[dict[str, Tensor], Any]:
-    """Train under ``npuzero.zero(model, **options)``; whole parameters and the model."""
-    model = npuzero.zero(build() if model is None else model, world=world, **options)
-    optimizer = npuzero.AdamW(groups_of(model, recipe), lr=1e-2)
+class Session(ABC):
+    """A model in training by one contender.
+
+    Attributes:
+        model: the model, cut or plain.
+        ranks: whose data this contender sees.
+        world: how many ranks there are.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Iterable[int], world: int) -> None:
+        self.model = model
+        self.ranks = tuple(ranks)
+        self.world = world
+
+    def mean(self, of: Callable[[int], Tensor]) -> Tensor:
+        """Mean of ``of(rank)`` over the ranks whose data this contender sees."""
+        return torch.stack([of(rank) for rank in self.ranks]).mean()
+
+    def loss(self, step: int = 0, micro_batch: int = 0, **options: Any) -> Tensor:
+        return self.mean(lambda rank: loss_of(self.model, tokens_of(step, micro_batch, rank), **options))
+
+    @abstractmethod
+    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
+        """``kind`` over ``params``, all parameters by default."""
+
+    @abstractmethod
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients; their norm before."""
+
+    @abstractmethod
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+
+    @abstractmethod
+    def load(self, state: State) -> None: ...
+
+    @abstractmethod
+    def state(self) -> State:
+        """Whole tensors by name."""
+
+
+class PlainSession(Session):
+    """Plain torch: the oracle."""
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
+        return kind(self.model.parameters() if params is None else params, **options)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def load(self, state: State) -> None:
+        self.model.load_state_dict(state)
+
+    def state(self) -> State:
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+
+
+class CutSession(Session):
+    """npuzero, on one rank."""
+
+    def __init__(self, model: nn.Module, world: World, **options: Any) -> None:
+        super().__init__(npuzero.zero(model, world=world, **options), [world.rank], world.size)
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
+        params = self.model.parameters() if params is None else params
+        fused = {torch.optim.AdamW: npuzero.AdamW, torch.optim.Adam: npuzero.Adam}
+        return fused[kind](params, **options) if kind in fused else npuzero.ZeroOptimizer(kind, params, **options)
+
+    def clip(self, max_norm: float) -> Tensor:
+        return npuzero.clip_grad_norm_(self.model, max_norm)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return npuzero.no_sync(self.model)
+
+    def load(self, state: State) -> None:
+        npuzero.load_full_state_dict(self.model, state)
+
+    def state(self) -> State:
+        return npuzero.full_state_dict(self.model, rank0_only=False)
+
+
+#: A training loop; what it returns is compared beside the model.
+Scenario = Callable[[Session], "State | None"]
+
+
+def train(session: Session, recipe: Recipe) -> State:
+    """The loop of all parity tests: the model in the end, and the gradient norms on the way."""
+    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, recipe), lr=1e-2)
+    norms = []
     for step in range(recipe.steps):
         for micro_batch in range(recipe.micro_batches):
-            loss = loss_of(model, tokens_of(step, micro_batch, world.rank, recipe)) / recipe.micro_batches
-            loss.backward()
+            (session.loss(step, micro_batch) / recipe.micro_batches).backward()
         if recipe.clip is not None:
-            npuzero.clip_grad_norm_(model, recipe.clip)
+            norms.append(session.clip(recipe.clip))
         optimizer.step()
         optimizer.zero_grad()
-    return npuzero.full_state_dict(model, rank0_only=False), model
+    return {"gradient norms": torch.stack(norms)} if norms else {}
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest difference of any tensor, relative to its largest magnitude."""
+def train_plain(model: nn.Module, world: int, recipe: Recipe) -> State:
+    """What a run on ``world`` ranks must give, by plain torch."""
+    session = PlainSession(model, range(world), world)
+    return train(session, recipe) | session.state()
+
+
+def train_cut(world: World, recipe: Recipe, model: Any = None, **options: Any) -> tuple[State, Any]:
+    """Train under ``npuzero.zero(model, **options)`` on this rank; whole tensors, and the model."""
+    session = CutSession(build() if model is None else model, world, **options)
+    return train(session, recipe) | session.state(), session.model
+
+
+def run_plain(scenario: Scenario, size: int, make: Make = ToyGPT) -> State:
+    """The scenario's outcome by plain torch."""
+    session = PlainSession(build(make=make), range(size), size)
+    returned = scenario(session) or {}
+    return returned | session.state()
+
+
+_expected = cache(run_plain)
+
+
+def run_cut(scenario: Scenario, size: int, make: Make = ToyGPT, **options: Any) -> list[State]:
+    """The scenario's outcome by npuzero, on each rank."""
+
+    def rank(world: World) -> State:
+        session = CutSession(build(make=make), world, **options)
+        returned = scenario(session) or {}
+        return {name: value.detach().clone() for name, value in returned.items()} | session.state()
+
+    return comm.run_threads(size, rank)
+
+
+def check(scenario: Scenario, size: int, make: Make = ToyGPT, bound: float = BOUND, **options: Any) -> State:
+    """npuzero's outcome is the same on all ranks, and plain torch's."""
+    states = run_cut(scenario, size, make, **options)
+    for state in states:
+        assert_same_bits(state, states[0])
+    assert_close(states[0], _expected(scenario, size, make), bound)
+    return states[0]
+
+
+def assert_close(found: State, expected: State, bound: float = BOUND) -> None:
+    """Every tensor differs by at most ``bound`` of its largest magnitude."""
     assert found.keys() == expected.keys()
-    ratios = [0.0]
     for name, value in expected.items():
-        if value.numel():
-            scale = value.float().abs().max().clamp(min=1e-30)
-            ratios.append(float((found[name].float() - value.float()).abs().max() / scale))
-    return max(ratios)
+        difference = relative_difference(found[name], value)
+        assert difference <= bound, f"{name} differs by {difference:.2e} of its largest magnitude"
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest magnitude expected."""
+    assert found.shape == expected.shape
+    if not expected.numel():
+        return 0.0
+    scale = expected.double().abs().max().clamp(min=1e-30)
+    return float((found.double() - expected.double()).abs().max() / scale)
+
+
+def worst(found: State, expected: State) -> float:
+    """The largest relative difference of any tensor."""
+    assert found.keys() == expected.keys()
+    return max(relative_difference(found[name], value) for name, value in expected.items())
+
+
+def assert_same_bits(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name, value in expected.items() if not torch.equal(_bits(found[name]), _bits(value))]
+    assert not different, f"{different} differ in some bits"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,61 @@
+"""What a rank of a job of real processes does: train by DDP, then by every preset, and compare on the spot."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from torch.nn.parallel import DistributedDataParallel
+
+from npuzero.comm import World
+
+from .toy import Recipe, build
+from .train import PlainSession, State, assert_close, assert_same_bits, train, train_cut
+
+ONE = Recipe()
+CLIPPED = Recipe(steps=5, clip=0.5, groups=True)
+FOUR = Recipe(micro_batches=4, clip=0.5, groups=True)
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+#: What a job does: recipes, and the plans that train by them.
+Work = Mapping[Recipe, Sequence[str]]
+
+
+class DdpSession(PlainSession):
+    """torch's DistributedDataParallel, on one rank."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(DistributedDataParallel(build(), find_unused_parameters=True), [rank], world)
+
+    def state(self) -> State:
+        return {name.removeprefix("module."): value for name, value in super().state().items()}
+
+
+def equals_ddp(world: World, work: Work, local_size: int) -> dict[tuple[Recipe, str], str]:
+    """Train by each plan: as DDP does, the same on all ranks, and stages bit for bit alike with one micro-batch.
+
+    Returns:
+        A digest of each outcome's bits.
+    """
+    digests = {}
+    for recipe, plans in work.items():
+        session = DdpSession(world.rank, world.size)
+        expected = train(session, recipe) | session.state()
+        states = {}
+        for plan in plans:
+            states[plan], _ = train_cut(world, recipe, plan=plan, local_size=local_size)
+            assert_close(states[plan], expected)
+            digests[recipe, plan] = mine = digest(states[plan])
+            assert world.exchange(mine) == [mine] * world.size, f"{plan}: the ranks have parted"
+        stages = [states[plan] for plan in plans if plan in STAGES]
+        if recipe.micro_batches == 1:
+            for stage in stages:
+                assert_same_bits(stage, stages[0])
+    return digests
+
+
+def digest(state: State) -> str:
+    hashed = hashlib.sha256()
+    for name in sorted(state):
+        hashed.update(state[name].numpy().tobytes())
+    return hashed.hexdigest()

@@ -1,0 +1,112 @@
+"""A plan may never change the mathematics: every preset trains as plain torch does, on threads."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npuzero
+from npuzero import Settings
+from world.toy import Block, Recipe, build
+from world.train import State, assert_close, assert_same_bits, run_cut, run_plain, train
+
+#: Ranks, and how many of them share a group: all shapes a mesh can have.
+LOCAL_SIZE = {2: 1, 3: 3, 4: 2, 8: 4}
+SIZES = tuple(LOCAL_SIZE)
+
+ONE = Recipe(steps=4)
+CLIPPED = Recipe(steps=3, clip=0.5, groups=True)
+TWO = Recipe(steps=3, micro_batches=2, clip=0.5, groups=True)
+FOUR = Recipe(steps=2, micro_batches=4, clip=0.5, groups=True)
+LONG = (Recipe(steps=10), Recipe(steps=10, micro_batches=4, clip=0.5, groups=True))
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+#: Plans that sum a gradient over all ranks at once, in rank order; HSDP and its like sum in two levels.
+ONE_LEVEL = (*STAGES, "zero3-keep", "hpz")
+
+
+@cache
+def expected(recipe: Recipe, size: int) -> State:
+    return run_plain(partial(train, recipe=recipe), size)
+
+
+@cache
+def trained(plan: str, recipe: Recipe, size: int, **options: Any) -> State:
+    """Rank 0's outcome; every rank has the same."""
+    states = run_cut(partial(train, recipe=recipe), size, plan=plan, local_size=LOCAL_SIZE[size], **options)
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+    return states[0]
+
+
+@pytest.mark.parametrize("plan", npuzero.PRESETS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("recipe", [ONE, FOUR], ids=["one micro-batch", "four, clipped, two groups"])
+def test_training_equals_plain_torch(plan: str, size: int, recipe: Recipe) -> None:
+    assert_close(trained(plan, recipe, size), expected(recipe, size))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", npuzero.PRESETS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("recipe", LONG, ids=["one micro-batch", "four, clipped, two groups"])
+def test_ten_steps_equal_plain_torch(plan: str, size: int, recipe: Recipe) -> None:
+    assert_close(trained(plan, recipe, size), expected(recipe, size))
+
+
+@pytest.mark.parametrize("plan", npuzero.PRESETS)
+def test_what_does_not_train_keeps_its_bits(plan: str) -> None:
+    """Frozen parameters, and one that no forward uses: it has no gradient, so not even weight decay touches it."""
+    before = {name: value.detach() for name, value in build().state_dict().items()}
+    still = ("positions", "blocks.1.norm.weight", "blocks.1.norm.bias", "unused")
+    after = trained(plan, ONE, 4)
+    assert_same_bits({name: after[name] for name in still}, {name: before[name] for name in still})
+    trains = [name for name, parameter in build().named_parameters() if name not in still and parameter.numel()]
+    assert not [name for name in trains if torch.equal(after[name], before[name])], "these should have moved"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("recipe", [ONE, CLIPPED], ids=["plain", "clipped, two groups"])
+def test_stages_give_the_same_bits(size: int, recipe: Recipe) -> None:
+    for plan in ONE_LEVEL[1:]:
+        assert_same_bits(trained(plan, recipe, size), trained(ONE_LEVEL[0], recipe, size))
+
+
+def test_with_several_micro_batches_the_bits_depend_on_when_gradients_are_reduced_alone() -> None:
+    for at_the_end, after_each in (("zero0", "zero2"), ("zero1", "zero3"), ("zero1", "zero3-keep"), ("zero1", "hpz")):
+        assert_same_bits(trained(at_the_end, FOUR, 4), trained("zero0", FOUR, 4))
+        assert_same_bits(trained(after_each, FOUR, 4), trained("zero2", FOUR, 4))
+
+
+SETTINGS = (Settings(overlap=False), Settings(prefetch=0), Settings(prefetch=2), Settings(prefetch=5))
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "zero3-keep", "hpz", "hsdp"])
+def test_settings_change_no_bit(plan: str) -> None:
+    for settings in SETTINGS:
+        assert_same_bits(trained(plan, TWO, 4, settings=settings), trained(plan, TWO, 4))
+
+
+def _one_unit(name: str, module: nn.Module) -> bool:
+    return name == "blocks.0"
+
+
+#: The default by class; every layer by itself; units within units; one block alone.
+UNITS = (Block, (nn.Linear, nn.LayerNorm), (Block, nn.Sequential), _one_unit)
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "zero3-keep", "hpz", "hsdp"])
+def test_units_change_no_bit(plan: str) -> None:
+    """Without clipping: the norm adds up flat by flat."""
+    for units in UNITS:
+        assert_same_bits(trained(plan, ONE, 4, units=units), trained(plan, ONE, 4))
+
+
+def test_a_world_of_one_rank_is_plain_training() -> None:
+    for plan in npuzero.PRESETS:
+        (state,) = run_cut(partial(train, recipe=FOUR), 1, plan=plan)
+        assert_close(state, expected(FOUR, 1))

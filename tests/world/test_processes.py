@@ -1,0 +1,51 @@
+"""Every preset equals torch's DDP with torch's AdamW, on real processes: one job per number of ranks does it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import npuzero
+from world.comm_ranks import run_ranks, values
+from world.parity_ranks import CLIPPED, FOUR, ONE, STAGES, equals_ddp
+from world.toy import Recipe
+
+pytestmark = pytest.mark.world
+
+#: Ranks, and how many of them share a group.
+LOCAL_SIZE = {2: 1, 3: 3, 4: 2}
+WORK = {ONE: npuzero.PRESETS, CLIPPED: STAGES, FOUR: npuzero.PRESETS}
+OVER_GLOO = {ONE: ("zero3", "hsdp"), FOUR: ("zero3", "hsdp")}
+
+Digests = dict[tuple[Recipe, str], str]
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Digests]:
+    """The outcomes' bits over shared memory, by number of ranks; asserts parity on the way."""
+
+    @cache
+    def run(size: int) -> Digests:
+        folder = tmp_path_factory.mktemp(f"ranks-{size}")
+        return values(run_ranks(size, equals_ddp, WORK, LOCAL_SIZE[size], folder=folder, limit_s=150.0))[0]
+
+    return run
+
+
+@pytest.mark.parametrize("size", LOCAL_SIZE)
+def test_every_preset_equals_ddp(size: int, digests: Callable[[int], Digests]) -> None:
+    assert len(digests(size)) == 2 * len(npuzero.PRESETS) + len(STAGES)
+
+
+def test_gloo_gives_the_bits_of_shared_memory(digests: Callable[[int], Digests], tmp_path: Path) -> None:
+    arguments = (OVER_GLOO, LOCAL_SIZE[4])
+    over_gloo = values(run_ranks(4, equals_ddp, *arguments, folder=tmp_path, backend="gloo", limit_s=90.0))[0]
+    assert over_gloo == {key: digests(4)[key] for key in over_gloo}
+
+
+def test_gloo_without_a_flat_group_equals_ddp(tmp_path: Path) -> None:
+    """hpz's order of ranks is none that torch's groups can have: two levels, another order of the sum."""
+    values(run_ranks(4, equals_ddp, {ONE: ["hpz"]}, 2, folder=tmp_path, backend="gloo", limit_s=90.0))
