@@ -55,9 +55,9 @@ void norm(const NormArgs& args, Stream) {
     total.sum += partials[b].sum;
     total.bad += partials[b].bad;
   }
-  auto* out = static_cast<float*>(args.out.data);
-  out[0] = static_cast<float>(total.sum);
-  out[1] = static_cast<float>(total.bad);
+  auto* out = static_cast<double*>(args.out.data);
+  out[0] = total.sum;
+  out[1] = total.bad;
 }
 
 }  // namespace npuzero::cpu::NPUZERO_ISA

@@ -31,9 +31,8 @@ void pack(const PackArgs& args, Stream) {
   const float scale = args.scale_at ? args.factor * *args.scale_at : args.factor;
   for_line(args.parts, args.part_count, args.total, [&](const PackPart& part, int64_t begin, int64_t end) {
     with_float(part.source_dtype, [&](auto source) {
-      with_float(part.target_dtype, [&](auto target) {
-        move<decltype(source), decltype(target)>(args, part, scale, begin, end);
-      });
+      with_float(part.target_dtype,
+                 [&](auto target) { move<decltype(source), decltype(target)>(args, part, scale, begin, end); });
     });
   });
 }

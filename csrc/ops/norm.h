@@ -1,15 +1,15 @@
 // norm: sum of squares and number of non-finite elements, in one pass.
 //
-//   out[0] = f32(sum of f64(x[i])^2)      out[1] = f32(number of i where x[i] is infinite or NaN)
+//   out[0] = sum of f64(x[i])^2      out[1] = number of i where x[i] is infinite or NaN
 //
 // Contract
-//   x: f32|bf16|f16[n]; out: f32[2]; workspace: f64[2 * norm_blocks(n)], content irrelevant before and after
-//   every element takes part in the sum: it is infinite or NaN where out[1] > 0, and may overflow f32 where out[1] = 0
+//   x: f32|bf16|f16[n]; out: f64[2]; workspace: f64[2 * norm_blocks(n)], content irrelevant before and after
+//   every element takes part in the sum: it is infinite or NaN where out[1] > 0 and finite elsewhere
 //   order: element i of a block of 8192 goes to lane i mod 16; lanes are added as a tree (8, 4, 2, 1 apart), then the
 //   blocks in their order. It depends on n alone: not on threads, instruction set or alignment
 //   n = 0 is legal and gives {0, 0}; enqueued on the stream, not awaited
-//   rounding: squares are exact in f64 for every dtype here, sums in f64, one rounding to f32 at the end; within 1 ulp
-//   of the correctly rounded sum for n < 2^28
+//   rounding: squares are exact in f64 for every dtype here, sums in f64, so that sums over any cut of a buffer agree
+//   to far below an ulp of f32
 #pragma once
 
 #include "core/view.h"

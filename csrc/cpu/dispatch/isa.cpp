@@ -9,16 +9,13 @@
 
 // The cpu kernels: one line per op. Each exists once per instruction set, as npuzero::cpu::<isa>::<op>.
 #define NPUZERO_CPU_OPS(each) \
-  each(cast, CastArgs)        \
-  each(flat_adam, FlatAdamArgs) \
-  each(norm, NormArgs)        \
-  each(pack, PackArgs)
+  each(cast, CastArgs) each(flat_adam, FlatAdamArgs) each(norm, NormArgs) each(pack, PackArgs)
 
 #define NPUZERO_DECLARE(op, Args) void op(const Args&, Stream);
 #define NPUZERO_FILL(op, Args) set_kernel<Args>(Device::cpu, &op);
-#define NPUZERO_ISA_TABLE(isa)              \
-  namespace npuzero::cpu::isa {             \
-  NPUZERO_CPU_OPS(NPUZERO_DECLARE)          \
+#define NPUZERO_ISA_TABLE(isa)                  \
+  namespace npuzero::cpu::isa {                 \
+  NPUZERO_CPU_OPS(NPUZERO_DECLARE)              \
   void fill() { NPUZERO_CPU_OPS(NPUZERO_FILL) } \
   }
 
