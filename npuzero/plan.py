@@ -357,9 +357,7 @@ def predict_bytes(
             held["states"] += flat.numel * 4 * (moments + master) // cut["states"]
     sent["control"] = ring_bytes("all_reduce", 4 * trainable_parameters, mesh.world)
     if clip:
-        # Two floats for each smallest shard of each flat, so that the norm's bits do not depend on the cut.
-        pairs = mesh.world * sum(flat.trainable for flat in flats)
-        sent["control"] += ring_bytes("all_reduce", 8 * pairs, cut["states"])
+        sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])
     held["buffers"] = _buffers(flats, plan, mesh, cut, prefetch if overlap else 0, 2 if overlap else 1)
     return Report(held, sent, plan, mesh.world)
 

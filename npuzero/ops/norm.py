@@ -17,14 +17,14 @@ def norm(x: torch.Tensor, out: torch.Tensor) -> None:
 
     Args:
         x: float32, bfloat16 or float16, flat; may be empty.
-        out: float32[2].
+        out: float64[2].
 
     Raises:
         ContractError: wrong dtype, device, shape, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
     _check.flat("norm", "x", x, _check.FLOATS)
-    _check.flat("norm", "out", out, (torch.float32,), x.device, 2)
+    _check.flat("norm", "out", out, (torch.float64,), x.device, 2)
     _check.disjoint("norm", [("out", out)], [("x", x)])
     if _native.backend() == "reference":
         reference.norm(x, out)

@@ -33,15 +33,14 @@ def build_units(
         ConfigError: something cannot be cut, or the ranks disagree.
         StateError: the model is cut already.
     """
-    specs = discover(model, rule)
+    specs: list[UnitSpec] = []
     problem: ConfigError | StateError | None = None
     try:
-        for spec in specs:
-            for name, parameter in spec.parameters:
-                _check_parameter(name, parameter, world)
+        specs = discover(model, rule)
+        _check_model(model, specs, world)
     except (ConfigError, StateError) as error:
         problem = error
-    _check_agreement(specs, plan, settings, world, problem)
+    _check_agreement({} if problem else _describe(model, specs), plan, settings, world, problem)
     axes = {part: getattr(plan, part).axes for part in _PARTS}
     count, index = ({part: f(a) for part, a in axes.items()} for f in (mesh.size, mesh.index))
     ranks = Ranks(plan, world.size, count, index)
@@ -118,6 +117,16 @@ def _facts(spec: UnitSpec) -> list[ParameterFacts]:
     return [ParameterFacts(name, p.shape, p.dtype, p.requires_grad) for name, p in spec.parameters]
 
 
+def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
+    for spec in specs:
+        for name, parameter in spec.parameters:
+            _check_parameter(name, parameter, world)
+    _check_apart([pair for spec in specs for pair in spec.parameters])
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != world.device.type:
+            raise _wrong_place(f"buffer {name}", f"data on {world.device.type}", buffer, world)
+
+
 def _check_parameter(name: str, parameter: nn.Parameter, world: World) -> None:
     if getattr(parameter, "_npuzero_engine", None) is not None:
         raise StateError(
@@ -126,13 +135,54 @@ def _check_parameter(name: str, parameter: nn.Parameter, world: World) -> None:
             got="one it has cut already",
             do="Call npuzero.zero() once, on the outermost module.",
         )
-    if parameter.is_meta or parameter.dtype not in _FLOATS or parameter.device.type != world.device.type:
+    if is_lazy(parameter):
         raise ConfigError(
             f"parameter {name}",
-            expected=f"float32, bfloat16 or float16 data on {world.device.type}",
-            got=f"{parameter.dtype} on {parameter.device.type}",
-            do=f"Convert it, and move the model first: model.to({world.device.type!r}).",
+            expected="a parameter with a shape",
+            got="one of a lazy module, uninitialized",
+            do="Run the model once, or give the module its sizes, before npuzero.zero().",
         )
+    if not issubclass(type(parameter), nn.Parameter):
+        raise ConfigError(
+            f"parameter {name}",
+            expected="an ordinary tensor in nn.Parameter, whose data can be moved into a flat buffer",
+            got=type(parameter).__name__,
+            do="Replace it by nn.Parameter(plain tensor), or leave its module out of the model given to npuzero.zero().",
+        )
+    if parameter.is_meta or parameter.dtype not in FLOATS or parameter.device.type != world.device.type:
+        raise _wrong_place(
+            f"parameter {name}", f"float32, bfloat16 or float16 data on {world.device.type}", parameter, world
+        )
+
+
+def _wrong_place(subject: str, expected: str, tensor: Tensor, world: World) -> ConfigError:
+    kind = world.device.type
+    do = f"Convert it, and move the model first: model.to({kind!r})."
+    return ConfigError(subject, expected=expected, got=f"{tensor.dtype} on {tensor.device.type}", do=do)
+
+
+def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Parameters that are two views of one memory would become two parameters: a tie that is lost in silence."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named if p.nbytes and p.is_contiguous())
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end:
+            raise ConfigError(
+                f"parameters {name} and {other}",
+                expected="each in memory of its own",
+                got="two parameters over the same memory",
+                do="Tie them by assigning the one nn.Parameter in both places, or clone one of them.",
+            )
+
+
+def _describe(model: nn.Module, specs: list[UnitSpec]) -> dict[str, str]:
+    """What all ranks must agree on, by name."""
+    parameters = {
+        name: f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}"
+        for spec in specs
+        for name, p in spec.parameters
+    }
+    buffers = {name: f"buffer {name}, {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
+    return {**parameters, **buffers}
 
 
 def _check_agreement(

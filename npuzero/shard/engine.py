@@ -266,8 +266,8 @@ class Engine:
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Global L2 norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
 
-        The sum of squares is taken per smallest shard of the world and added in one fixed order, so the norm has the
-        same bits however the plan cuts the gradients.
+        Squares are summed in float64, where the order of the sum moves less than float32 can hold: however the plan
+        cuts the gradients, the norm has the same bits, but for sums within 1e-15 of a rounding boundary.
         """
         total = torch.zeros((), device=self.space.device)
         if self.finish_gradients():
@@ -285,20 +285,15 @@ class Engine:
         return total
 
     def _sum_squares(self) -> tuple[Tensor, Tensor]:
-        """Sum of squares and number of non-finite elements, over unique elements of all gradients."""
+        """Sum of squares (float32) and number of non-finite elements, over unique elements of all gradients."""
         flats = list(self.flats())
-        world = self.mesh.shape.world
-        parts = torch.zeros(len(flats), world, 2, device=self.space.device)
-        for flat, row in zip(flats, parts, strict=True):
-            pieces = world // flat.ranks.count["states"]
-            first = flat.ranks.index["states"] * pieces
-            for piece, out in zip(flat.own_gradient.chunk(pieces), row[first : first + pieces], strict=True):
-                ops.norm(piece, out)
+        parts = torch.zeros(len(flats), 2, dtype=torch.float64, device=self.space.device)
+        for flat, part in zip(flats, parts, strict=True):
+            ops.norm(flat.own_gradient, part)
+        sums = parts.sum(0)
         if self.mesh.size(self.plan.states.axes) > 1:
-            communicator = self.mesh.communicator(self.plan.states.axes, "control")
-            communicator.all_reduce(parts.view(-1), tag="gradient norm").wait()
-        sums = parts.view(-1, 2).sum(0)
-        return sums[0], sums[1]
+            self.mesh.communicator(self.plan.states.axes, "control").all_reduce(sums, tag="gradient norm").wait()
+        return sums[0].float(), sums[1]
 
     def _nonfinite_units(self) -> list[str]:
         return [u.name for u in self.units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
