@@ -65,8 +65,9 @@ void bind_comm(py::module_& m) {
       .def_static("open", &Region::open, py::arg("address"), py::arg("size"), py::arg("slot_bytes"), py::arg("nonce"))
       .def_property_readonly("address", &Region::address)
       .def("leave", &Region::leave, py::arg("index"), "Says that this rank will not come (again).")
-      .def("abort", [](Region& region, int rank, const std::string& reason) { region.fail(aborted(rank, reason)); },
-           py::arg("rank"), py::arg("reason"));
+      .def(
+          "abort", [](Region& region, int rank, const std::string& reason) { region.fail(aborted(rank, reason)); },
+          py::arg("rank"), py::arg("reason"));
 
   py::class_<Pulse>(comm, "Pulse").def(py::init<pid_t>(), py::arg("pid")).def("dead", &Pulse::dead);
 
@@ -76,9 +77,11 @@ void bind_comm(py::module_& m) {
 
   py::class_<Communicator>(comm, "Communicator")
       .def(py::init<std::shared_ptr<Region>, int, std::vector<int>, std::vector<int>, std::string, double>(),
-           py::arg("region"), py::arg("index"), py::arg("ranks"), py::arg("pids"), py::arg("name"), py::arg("timeout_s"))
-      .def("submit", &submit, py::arg("verb"), py::arg("input"), py::arg("output"), py::arg("numel"), py::arg("itemsize"),
-           py::arg("wire"), py::arg("result"), py::arg("accumulate"), py::arg("root"), py::arg("dtype"), py::arg("tag"))
+           py::arg("region"), py::arg("index"), py::arg("ranks"), py::arg("pids"), py::arg("name"),
+           py::arg("timeout_s"))
+      .def("submit", &submit, py::arg("verb"), py::arg("input"), py::arg("output"), py::arg("numel"),
+           py::arg("itemsize"), py::arg("wire"), py::arg("result"), py::arg("accumulate"), py::arg("root"),
+           py::arg("dtype"), py::arg("tag"))
       .def("wait", &wait, py::arg("operation"), "None, or (kind, origin, expected, got, remedy).")
       .def("done", &Communicator::done, py::arg("operation"))
       .def("abort", &Communicator::abort, py::arg("reason"))

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <utility>
 
+#include "comm/copy.h"
 #include "comm/sum.h"
 
 namespace npuzero::comm {
@@ -66,6 +67,7 @@ Communicator::Communicator(std::shared_ptr<Region> region, int index, std::vecto
       timeout_s_(timeout_s),
       order_(size_),
       sources_(size_),
+      piece_sources_(size_),
       patience_(size_ <= cores() ? long_spin : std::chrono::nanoseconds(0)) {
   std::iota(order_.begin(), order_.end(), 0);
   std::sort(order_.begin(), order_.end(), [this](int a, int b) { return ranks_[a] < ranks_[b]; });
@@ -96,7 +98,8 @@ OperationPointer Communicator::submit(Request request) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   queue_.push_back(operation);
-  changed_.notify_all();
+  // A barrier is waited for at once, by a thread that will run it: waking another would only disturb.
+  if (operation->request.verb != Verb::barrier) changed_.notify_all();
   return operation;
 }
 
@@ -149,9 +152,7 @@ bool Communicator::done(const OperationPointer& operation) {
   return operation->done;
 }
 
-void Communicator::abort(const std::string& reason) {
-  region_->fail(aborted(ranks_[index_], reason));
-}
+void Communicator::abort(const std::string& reason) { region_->fail(aborted(ranks_[index_], reason)); }
 
 void Communicator::close() {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -182,7 +183,7 @@ void Communicator::execute(Operation& operation) {
     case Verb::all_gather: all_gather(request); break;
     case Verb::reduce_scatter: reduce_scatter(request); break;
     case Verb::all_reduce:
-      size_ <= 2 || request.numel <= slot_numel(request.itemsize) / 8 ? all_reduce_small(request) : all_reduce_large(request);
+      request.numel <= slot_numel(request.itemsize) / 8 ? all_reduce_small(request) : all_reduce_large(request);
       break;
     case Verb::all_to_all: all_to_all(request); break;
     case Verb::broadcast: broadcast(request); break;
@@ -230,18 +231,19 @@ const void* const* Communicator::sources(const void* own, Theirs theirs) {
 void Communicator::all_gather(const Request& request) {
   const size_t n = request.numel * request.itemsize, chunk = region_->slot_bytes();
   std::byte* own = request.out + index_ * n;
+  const bool streaming = n * size_ >= stream_bytes;
   const auto extent = [&](uint64_t t) { return std::min(chunk, n - t * chunk); };
   rounds(
       std::max<uint64_t>(1, ceiling(n, chunk)),
       [&](uint64_t t, uint64_t round) {
         std::memcpy(region_->slot(index_, round), request.in + t * chunk, extent(t));
-        if (own != request.in) std::memcpy(own + t * chunk, request.in + t * chunk, extent(t));
+        if (own != request.in) copy(own + t * chunk, request.in + t * chunk, extent(t), streaming);
       },
       [&](uint64_t t, uint64_t round) {
         for (int step = 1; step < size_; ++step) {
           const int peer = (index_ + step) % size_;
           await(Counter::posted, peer, round + 1);
-          std::memcpy(request.out + peer * n + t * chunk, region_->slot(peer, round), extent(t));
+          copy(request.out + peer * n + t * chunk, region_->slot(peer, round), extent(t), streaming);
         }
       });
 }
@@ -255,36 +257,51 @@ void Communicator::reduce_scatter(const Request& request) {
       [&](uint64_t t, uint64_t round) {
         for (int peer = 0; peer < size_; ++peer) {
           if (peer == index_) continue;
-          std::memcpy(part(index_, peer, round, chunk * item), request.in + (peer * n + t * chunk) * item, extent(t) * item);
+          std::memcpy(part(index_, peer, round, chunk * item), request.in + (peer * n + t * chunk) * item,
+                      extent(t) * item);
         }
       },
       [&](uint64_t t, uint64_t round) {
         await_all(Counter::posted, round + 1);
         const void* const* from = sources(request.in + (index_ * n + t * chunk) * item,
                                           [&](int peer) { return part(peer, index_, round, chunk * item); });
-        sum(request.out + t * chunk * result_item, request.result, from, size_, request.wire, extent(t), request.accumulate);
+        sum_into(request.out + t * chunk * result_item, from, extent(t), request);
       });
 }
 
-// Each rank posts all it has and sums everything: one round a chunk. For two ranks also the fewest bytes.
+// sum() of one chunk of a reduce_scatter; a large result goes past the caches, a piece at a time.
+void Communicator::sum_into(std::byte* out, const void* const* from, size_t n, const Request& request) {
+  const size_t item = static_cast<size_t>(itemsize(request.result));
+  if (request.accumulate || request.numel * item < stream_bytes) {
+    sum(out, request.result, from, size_, request.wire, n, request.accumulate);
+    return;
+  }
+  alignas(64) std::byte piece[16384];
+  const size_t most = sizeof piece / item;
+  for (size_t begin = 0; begin < n; begin += most) {
+    const size_t count = std::min(most, n - begin);
+    for (int k = 0; k < size_; ++k)
+      piece_sources_[k] = static_cast<const std::byte*>(from[k]) + begin * request.itemsize;
+    sum(piece, request.result, piece_sources_.data(), size_, request.wire, count, false);
+    copy(out + begin * item, piece, count * item, true);
+  }
+}
+
+// One slot holds it: each rank posts all it has, and sums everything.
 void Communicator::all_reduce_small(const Request& request) {
-  const size_t chunk = slot_numel(request.itemsize), item = request.itemsize, n = request.numel;
-  const auto extent = [&](uint64_t t) { return std::min(chunk, n - t * chunk); };
   rounds(
-      std::max<uint64_t>(1, ceiling(n, chunk)),
-      [&](uint64_t t, uint64_t round) {
-        std::memcpy(region_->slot(index_, round), request.out + t * chunk * item, extent(t) * item);
+      1,
+      [&](uint64_t, uint64_t round) {
+        std::memcpy(region_->slot(index_, round), request.out, request.numel * request.itemsize);
       },
-      [&](uint64_t t, uint64_t round) {
-        await_all(Counter::posted, round + 1);
-        std::byte* own = request.out + t * chunk * item;
-        const void* const* from = sources(own, [&](int peer) { return region_->slot(peer, round); });
-        sum(own, request.wire, from, size_, request.wire, extent(t), false);
+      [&](uint64_t, uint64_t round) {
+        const void* const* from = sources(request.out, [&](int peer) { return region_->slot(peer, round); });
+        sum(request.out, request.wire, from, size_, request.wire, request.numel, false);
       });
 }
 
-// Blocks of one part per rank: each rank sums its part of a block, and the parts are gathered. Scattering of block b + 1
-// comes before gathering of block b, so that a round's fill never waits for its own read:
+// Blocks of one part per rank: each rank sums its part of a block, and the parts are gathered. Scattering of block b +
+// 1 comes before gathering of block b, so that a round's fill never waits for its own read:
 //   round 0: scatter 0; 1: scatter 1; 2: gather 0; 3: scatter 2; 4: gather 1; ...
 void Communicator::all_reduce_large(const Request& request) {
   const size_t item = request.itemsize, most = part_numel(item), part_bytes = most * item;
@@ -321,8 +338,7 @@ void Communicator::all_reduce_large(const Request& request) {
         await_all(Counter::posted, round + 1);
         if (scatters(t)) {
           const Range own = range(block, index_);
-          const void* const* from =
-              sources(own.data, [&](int peer) { return part(peer, index_, round, part_bytes); });
+          const void* const* from = sources(own.data, [&](int peer) { return part(peer, index_, round, part_bytes); });
           sum(own.data, request.wire, from, size_, request.wire, own.numel, false);
           return;
         }
@@ -335,6 +351,7 @@ void Communicator::all_reduce_large(const Request& request) {
 
 void Communicator::all_to_all(const Request& request) {
   const size_t n = request.numel * request.itemsize, chunk = part_numel(1);
+  const bool streaming = n * size_ >= stream_bytes;
   const auto extent = [&](uint64_t t) { return std::min(chunk, n - t * chunk); };
   rounds(
       std::max<uint64_t>(1, ceiling(n, chunk)),
@@ -342,14 +359,14 @@ void Communicator::all_to_all(const Request& request) {
         for (int peer = 0; peer < size_; ++peer) {
           const std::byte* from = request.in + peer * n + t * chunk;
           std::byte* to = peer == index_ ? request.out + peer * n + t * chunk : part(index_, peer, round, chunk);
-          std::memcpy(to, from, extent(t));
+          copy(to, from, extent(t), streaming && peer == index_);
         }
       },
       [&](uint64_t t, uint64_t round) {
         for (int step = 1; step < size_; ++step) {
           const int peer = (index_ + step) % size_;
           await(Counter::posted, peer, round + 1);
-          std::memcpy(request.out + peer * n + t * chunk, part(peer, index_, round, chunk), extent(t));
+          copy(request.out + peer * n + t * chunk, part(peer, index_, round, chunk), extent(t), streaming);
         }
       });
 }

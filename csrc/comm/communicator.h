@@ -53,8 +53,8 @@ struct Request {
 struct Operation {
   Request request;
   uint64_t sequence = 0;
-  bool refused = false;             // failed before it was queued
-  bool done = false;                // under the communicator's mutex, like failure
+  bool refused = false;  // failed before it was queued
+  bool done = false;     // under the communicator's mutex, like failure
   std::optional<Failure> failure;
 };
 
@@ -63,8 +63,8 @@ using OperationPointer = std::shared_ptr<Operation>;
 class Communicator {
  public:
   // ranks: global ranks in group order. pids: of the processes, in group order; empty where ranks are threads.
-  Communicator(std::shared_ptr<Region> region, int index, std::vector<int> ranks, std::vector<int> pids, std::string name,
-               double timeout_s);
+  Communicator(std::shared_ptr<Region> region, int index, std::vector<int> ranks, std::vector<int> pids,
+               std::string name, double timeout_s);
   Communicator(const Communicator&) = delete;
   ~Communicator();
 
@@ -93,6 +93,7 @@ class Communicator {
   void all_reduce_large(const Request& request);
   void all_to_all(const Request& request);
   void broadcast(const Request& request);
+  void sum_into(std::byte* out, const void* const* from, size_t n, const Request& request);
   template <class Fill, class Read>
   void rounds(uint64_t count, Fill fill, Read read);
 
@@ -125,7 +126,7 @@ class Communicator {
   const double timeout_s_;
   std::vector<int> order_;  // positions in the group, by ascending global rank
   std::vector<Pulse> pulses_;
-  std::vector<const void*> sources_;
+  std::vector<const void*> sources_, piece_sources_;
   std::chrono::nanoseconds patience_;  // of spinning
 
   // of the operation that runs

@@ -16,8 +16,8 @@ class Pulse {
 
  private:
   pid_t pid_;
-  int fd_ = -1;         // pidfd: immune to a reused pid
-  bool gone_ = false;   // it was dead before we looked
+  int fd_ = -1;        // pidfd: immune to a reused pid
+  bool gone_ = false;  // it was dead before we looked
 };
 
 }  // namespace npuzero::comm

@@ -44,8 +44,7 @@ Failure::Failure(std::string kind, int origin, std::string expected, std::string
       got(std::move(got)),
       remedy(std::move(remedy)) {}
 
-Failure::Failure(const FailureText& text)
-    : Failure(text.kind, text.origin, text.expected, text.got, text.remedy) {}
+Failure::Failure(const FailureText& text) : Failure(text.kind, text.origin, text.expected, text.got, text.remedy) {}
 
 void Failure::write(FailureText& text) const {
   text.origin = origin;
@@ -64,9 +63,7 @@ size_t Region::bytes() const {
   return aligned(sizeof(Header)) + aligned(sizeof(Post) * size_) + slots_per_rank * slot_bytes_ * size_;
 }
 
-Post& Region::post(int index) const {
-  return reinterpret_cast<Post*>(base_ + aligned(sizeof(Header)))[index];
-}
+Post& Region::post(int index) const { return reinterpret_cast<Post*>(base_ + aligned(sizeof(Header)))[index]; }
 
 std::byte* Region::slot(int index, uint64_t round) const {
   std::byte* first = base_ + aligned(sizeof(Header)) + aligned(sizeof(Post) * size_);
@@ -117,7 +114,8 @@ std::shared_ptr<Region> Region::open(const std::string& address, int size, size_
   std::shared_ptr<Region> region(new Region(size, slot_bytes));
   region->address_ = address;
   const bool named = address.rfind(named_prefix, 0) == 0;
-  const int fd = named ? shm_open(address.c_str(), O_RDWR | O_CLOEXEC, 0600) : ::open(address.c_str(), O_RDWR | O_CLOEXEC);
+  const int fd =
+      named ? shm_open(address.c_str(), O_RDWR | O_CLOEXEC, 0600) : ::open(address.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) refuse_system("to open " + address);
   struct stat status{};
   const bool whole = fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == region->bytes();

@@ -2,10 +2,10 @@
 //
 //   Header | Post of rank 0 | Post of rank 1 | ... | slots of rank 0 | slots of rank 1 | ...
 //
-// A rank writes its own Post and slots and reads those of the others; only Header::failed, Header::failure and the bells
-// are written by several. Between processes the memory is an anonymous file (memfd) which the others open through
-// /proc/<pid>/fd/<n>: no name exists, so nothing can stay behind, whatever kills whom. Where that path cannot be opened,
-// a named object is used, whose name the last rank to arrive removes. Between threads it is plain memory.
+// A rank writes its own Post and slots and reads those of the others; only Header::failed, Header::failure and the
+// bells are written by several. Between processes the memory is an anonymous file (memfd) which the others open through
+// /proc/<pid>/fd/<n>: no name exists, so nothing can stay behind, whatever kills whom. Where that path cannot be
+// opened, a named object is used, whose name the last rank to arrive removes. Between threads it is plain memory.
 #pragma once
 
 #include <atomic>
@@ -63,8 +63,8 @@ struct Post {
   alignas(64) Word bell;                       // rung when something this rank waits for may have happened
   std::atomic<Counter> asleep;
   alignas(64) std::atomic<Presence> presence;
-  std::atomic<uint64_t> started, finished;     // sequence numbers
-  Signature signatures[2];                     // of sequence number s at [s % 2]
+  std::atomic<uint64_t> started, finished;  // sequence numbers
+  Signature signatures[2];                  // of sequence number s at [s % 2]
 };
 
 struct Header {

@@ -18,33 +18,46 @@ struct Plain {
   static T round(T x) { return x; }
 };
 
-template <class Wire, class Result>
-void sum_of(void* out, const void* const* in, int inputs, size_t n, bool accumulate) {
-  using Sum = decltype(Wire::widen({}));
-  constexpr size_t block = 1024;  // the running sum stays in the first-level cache
-  alignas(64) Sum total[block];
-  for (size_t begin = 0; begin < n; begin += block) {
-    const size_t count = std::min(block, n - begin);
-    const auto* first = static_cast<const typename Wire::Bits*>(in[0]) + begin;
+// The last pass, which rounds: out = sum, or out + sum, where sum(i) is the sum of element i.
+template <class Result, class Sum>
+void store(typename Result::Bits* out, Sum sum, size_t count, bool accumulate) {
+  if (accumulate) {
 #pragma omp simd
-    for (size_t i = 0; i < count; ++i) total[i] = Wire::widen(first[i]);
-    for (int k = 1; k < inputs; ++k) {
-      const auto* next = static_cast<const typename Wire::Bits*>(in[k]) + begin;
+    for (size_t i = 0; i < count; ++i) out[i] = Result::round(Result::widen(out[i]) + sum(i));
+  } else {
 #pragma omp simd
-      for (size_t i = 0; i < count; ++i) total[i] += Wire::widen(next[i]);
-    }
-    auto* to = static_cast<typename Result::Bits*>(out) + begin;
-    if (accumulate) {
-#pragma omp simd
-      for (size_t i = 0; i < count; ++i) to[i] = Result::round(Result::widen(to[i]) + total[i]);
-    } else {
-#pragma omp simd
-      for (size_t i = 0; i < count; ++i) to[i] = Result::round(total[i]);
-    }
+    for (size_t i = 0; i < count; ++i) out[i] = Result::round(sum(i));
   }
 }
 
-inline void sum_loops(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n, bool accumulate) {
+template <class Wire, class Result>
+void sum_of(void* out, const void* const* in, int inputs, size_t n, bool accumulate) {
+  using Bits = typename Wire::Bits;
+  const auto input = [in](int k, size_t begin) { return static_cast<const Bits*>(in[k]) + begin; };
+  auto* to = static_cast<typename Result::Bits*>(out);
+  if (inputs == 1) return store<Result>(to, [a = input(0, 0)](size_t i) { return Wire::widen(a[i]); }, n, accumulate);
+  if (inputs == 2) {
+    const auto pair = [a = input(0, 0), b = input(1, 0)](size_t i) { return Wire::widen(a[i]) + Wire::widen(b[i]); };
+    return store<Result>(to, pair, n, accumulate);
+  }
+  constexpr size_t block = 1024;  // the running sum stays in the first-level cache
+  alignas(64) decltype(Wire::widen({})) total[block];
+  for (size_t begin = 0; begin < n; begin += block) {
+    const size_t count = std::min(block, n - begin);
+    const Bits *a = input(0, begin), *b = input(1, begin), *last = input(inputs - 1, begin);
+#pragma omp simd
+    for (size_t i = 0; i < count; ++i) total[i] = Wire::widen(a[i]) + Wire::widen(b[i]);
+    for (int k = 2; k < inputs - 1; ++k) {
+      const Bits* next = input(k, begin);
+#pragma omp simd
+      for (size_t i = 0; i < count; ++i) total[i] += Wire::widen(next[i]);
+    }
+    store<Result>(to + begin, [&total, last](size_t i) { return total[i] + Wire::widen(last[i]); }, count, accumulate);
+  }
+}
+
+inline void sum_loops(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n,
+                      bool accumulate) {
   const auto floats = [&](auto type) {
     using Wire = decltype(type);
     const auto sum = result == wire ? sum_of<Wire, Wire> : sum_of<Wire, F32>;
