@@ -22,7 +22,7 @@ import torch
 from npuzero import _native, ops
 def refuse(*args): raise SystemExit("the kernel ran")
 _native.norm = refuse
-out = torch.empty(2)
+out = torch.empty(2, dtype=torch.float64)
 ops.norm(torch.ones(3), out)
 print(_native.backend(), _native.isa(), out.tolist())
 """
@@ -47,7 +47,7 @@ def test_native_is_the_default_and_the_reference_is_not_its_fallback(monkeypatch
 
     assert _native.backend() == "native"
     monkeypatch.setattr(reference, "norm", refuse)
-    out = torch.empty(2)
+    out = torch.empty(2, dtype=torch.float64)
     ops.norm(torch.ones(3), out)
     assert out.tolist() == [3.0, 0.0]
 
