@@ -23,8 +23,9 @@ from npuzero.errors import CollectiveError
 # The extension's submodule; _native imports the extension, after torch.
 native: Any = _native._C.comm  # type: ignore[attr-defined]
 
-#: Bytes of one of the two slots each rank fills for the others: small enough for the second-level cache.
-SLOT_BYTES = 256 * 1024
+#: Bytes of one of the two slots each rank fills for the others: large enough that ranks seldom meet, small enough for
+#: caches. Two slots a rank is all the memory a communicator takes.
+SLOT_BYTES = 512 * 1024
 
 _CPU = torch.device("cpu")
 _live: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
