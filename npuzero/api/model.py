@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.config import Settings, environment
+from npuzero.config import Environment, Rule, Settings, describe, environment
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import Plan, Report
 from npuzero.shard.build import predict as _predict
@@ -18,6 +18,8 @@ from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
 
 PlanLike = Plan | str | int | float
+
+_TIMEOUT: Rule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
 
 
 def init(
@@ -37,7 +39,8 @@ def init(
     Raises:
         ConfigError: the environment is incomplete, or the device or backend is not there.
     """
-    wait_s = environment().timeout_s if timeout_s is None else timeout_s
+    default_s = environment().timeout_s  # read in any case: a misspelt variable is an error
+    wait_s = default_s if timeout_s is None else _TIMEOUT.check("init: timeout_s", timeout_s)
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 
@@ -73,14 +76,13 @@ def zero(
         ConfigError: plan, precision, model or world that cannot work, or ranks that disagree.
         StateError: the model is cut already.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            "npuzero.zero()", expected="a torch.nn.Module", got=type(model).__name__, do="Pass the model itself."
-        )
-    world = world or comm.current_world()
-    chosen = _plan(stage, plan, precision, local_size)
-    engine = Engine(model, chosen, world, settings or Settings(), units)
+    _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
+    world = comm.current_world() if world is None else world
+    _check_kind("npuzero.zero(): world", world, World, "Leave it out, or pass what npuzero.init() returned.")
+    settings = _settings(settings)
+    engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units)
     model._npuzero = engine  # type: ignore[assignment]
+    model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
     return model
 
@@ -110,9 +112,13 @@ def predict(
     Raises:
         ConfigError: as for :func:`zero`.
     """
+    _check_kind("npuzero.predict()", model, nn.Module, "Pass the model itself.")
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        do = "Give the number of backward passes a step."
+        raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     chosen = _plan(None, plan, precision, local_size)
     shape = chosen.mesh_shape(world)
-    return _predict(model, chosen, shape, units, settings or Settings(), micro_batches=micro_batches, clip=clip)
+    return _predict(model, chosen, shape, units, _settings(settings), micro_batches=micro_batches, clip=clip)
 
 
 def report(model: nn.Module) -> Report:
@@ -196,29 +202,52 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     engine = engine_of(model)
     named = model.state_dict(keep_vars=True)
-    missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
-    if missing or unknown:
-        raise CheckpointError(
-            "load_full_state_dict",
-            expected="the names of model.state_dict()",
-            got=f"missing {missing[:5]}, unknown {unknown[:5]}",
-            do="Load a state of the same model.",
-            missing=missing,
-            unknown=unknown,
-        )
-    for name, tensor in named.items():
-        if state[name].shape != tensor.shape:
+    problem = _misfit(named, state)
+    said = engine.world.exchange(problem and str(problem))
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(said):
+        if other is not None:
             raise CheckpointError(
-                f"load_full_state_dict: {name}",
-                expected=f"shape {tuple(tensor.shape)}",
-                got=str(tuple(state[name].shape)),
-                do="Load a state of the same model.",
+                "load_full_state_dict",
+                expected="a state that fits on every rank",
+                got=f"rank {rank}: {other}",
+                do="Give every rank the same names; only rank 0's values count.",
+                rank=rank,
             )
     engine.load({id(tensor): state[name] for name, tensor in named.items()})
     with torch.no_grad():
         for name, tensor in named.items():
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(state[name])
+
+
+def _misfit(named: Mapping[str, Tensor], state: object) -> CheckpointError | None:
+    """Why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
+    do = "Load a state of the same model, as npuzero.full_state_dict gives it."
+    if not isinstance(state, Mapping):
+        return CheckpointError(
+            "load_full_state_dict", expected="a mapping from names to tensors", got=type(state).__name__, do=do
+        )
+    missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
+    if missing or unknown:
+        return CheckpointError(
+            "load_full_state_dict",
+            expected="the names of model.state_dict()",
+            got=f"missing {missing[:5]}, unknown {unknown[:5]}",
+            do=do,
+            missing=missing,
+            unknown=unknown,
+        )
+    for name, tensor in named.items():
+        value: object = state[name]
+        expected = f"a tensor of shape {tuple(tensor.shape)} with data"
+        if not isinstance(value, Tensor):
+            return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=type(value).__name__, do=do)
+        if value.shape != tensor.shape or value.is_meta:
+            got = f"shape {tuple(value.shape)} on {value.device}"
+            return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=got, do=do)
+    return None
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -256,6 +285,35 @@ def _plan(
             do="Use Plan.preset(name, precision=..., local_size=...) or set the Placement's dtype.",
         )
     return chosen
+
+
+def _settings(settings: Settings | None) -> Settings:
+    if settings is None:
+        return Settings()
+    _check_kind("settings", settings, Settings, "Use npuzero.Settings(...), or Settings.from_dict(...) for a dict.")
+    return settings
+
+
+def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(subject, expected=f"a {kind.__module__}.{kind.__name__}", got=describe(value), do=do)
+
+
+def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
+    """torch's load_state_dict copies into whole parameters, or assigns others in their place: not over cut ones.
+
+    Raises:
+        StateError: the model's parameters are cut, or ``assign=True``.
+    """
+    cut = any(unit.cut for unit in engine_of(model).units)
+    if cut or metadata.get("assign_to_params_buffers"):
+        raise StateError(
+            f"load_state_dict of {type(model).__name__}",
+            expected="whole parameters to copy into, in place",
+            got="parameters cut over the ranks" if cut else "assign=True, which would put others in their place",
+            do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
+            "npuzero.full_state_dict is the way out.",
+        )
 
 
 def _refresh_masters(model: nn.Module, _: object) -> None:

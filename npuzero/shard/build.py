@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from npuzero.comm import World
 from npuzero.config import Settings
@@ -36,11 +38,11 @@ def build_units(
     specs: list[UnitSpec] = []
     problem: ConfigError | StateError | None = None
     try:
-        specs = discover(model, rule)
+        specs = _discover(model, rule)
         _check_model(model, specs, world)
     except (ConfigError, StateError) as error:
         problem = error
-    _check_agreement({} if problem else _describe(model, specs), plan, settings, world, problem)
+    _check_agreement([] if problem else _describe(model, specs), plan, settings, world, problem)
     axes = {part: getattr(plan, part).axes for part in _PARTS}
     count, index = ({part: f(a) for part, a in axes.items()} for f in (mesh.size, mesh.index))
     ranks = Ranks(plan, world.size, count, index)
@@ -57,7 +59,10 @@ def build_units(
 
 def predict(model: nn.Module, plan: Plan, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any) -> Report:
     """:func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
-    return predict_units([_facts(spec) for spec in discover(model, rule)], plan, shape, settings, **facts)
+    specs = _discover(model, rule)
+    for name, parameter in (pair for spec in specs for pair in spec.parameters):
+        _check_parameter(name, parameter)
+    return predict_units([_facts(spec) for spec in specs], plan, shape, settings, **facts)
 
 
 @dataclass(frozen=True)
@@ -117,48 +122,74 @@ def _facts(spec: UnitSpec) -> list[ParameterFacts]:
     return [ParameterFacts(name, p.shape, p.dtype, p.requires_grad) for name, p in spec.parameters]
 
 
+def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
+    try:
+        return discover(model, rule)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if rule is None:
+            raise
+        raise ConfigError(
+            "units",
+            expected="a predicate of (name, module) that returns a bool",
+            got=f"{type(error).__name__}: {error}",
+            do="Correct the predicate; it is called with every module's qualified name and the module.",
+        ) from error
+
+
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
-    for spec in specs:
-        for name, parameter in spec.parameters:
-            _check_parameter(name, parameter, world)
+    kind = world.device.type
+    for name, p in (pair for spec in specs for pair in spec.parameters):
+        if getattr(p, "_npuzero_engine", None) is not None:
+            raise StateError(
+                f"parameter {name}",
+                expected="a model that npuzero.zero() has not seen",
+                got="one it has cut already",
+                do="Call npuzero.zero() once, on the outermost module.",
+            )
+        _check_parameter(name, p)
+        if p.device.type != kind:
+            raise _misplaced(f"parameter {name}", p, kind)
     _check_apart([pair for spec in specs for pair in spec.parameters])
     for name, buffer in model.named_buffers():
-        if buffer.device.type != world.device.type:
-            raise _wrong_place(f"buffer {name}", f"data on {world.device.type}", buffer, world)
+        _check_shaped(f"buffer {name}", buffer)
+        if buffer.device.type != kind:
+            raise _misplaced(f"buffer {name}", buffer, kind)
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, world: World) -> None:
-    if getattr(parameter, "_npuzero_engine", None) is not None:
-        raise StateError(
-            f"parameter {name}",
-            expected="a model that npuzero.zero() has not seen",
-            got="one it has cut already",
-            do="Call npuzero.zero() once, on the outermost module.",
-        )
-    if is_lazy(parameter):
-        raise ConfigError(
-            f"parameter {name}",
-            expected="a parameter with a shape",
-            got="one of a lazy module, uninitialized",
-            do="Run the model once, or give the module its sizes, before npuzero.zero().",
-        )
+def _misplaced(subject: str, tensor: Tensor, kind: str) -> ConfigError:
+    do = f"Move the model first: model.to({kind!r}), or to_empty() from meta and load its weights."
+    return ConfigError(subject, expected=f"data on {kind}", got=f"data on {tensor.device.type}", do=do)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Whatever device it is on, can it be part of a flat?"""
+    _check_shaped(f"parameter {name}", parameter)
     if not issubclass(type(parameter), nn.Parameter):
         raise ConfigError(
             f"parameter {name}",
-            expected="an ordinary tensor in nn.Parameter, whose data can be moved into a flat buffer",
+            expected="an ordinary tensor in nn.Parameter, whose data can move into a flat buffer",
             got=type(parameter).__name__,
-            do="Replace it by nn.Parameter(plain tensor), or leave its module out of the model given to npuzero.zero().",
+            do="Make it nn.Parameter of a plain tensor, or leave its module out of the model given to npuzero.zero().",
         )
-    if parameter.is_meta or parameter.dtype not in FLOATS or parameter.device.type != world.device.type:
-        raise _wrong_place(
-            f"parameter {name}", f"float32, bfloat16 or float16 data on {world.device.type}", parameter, world
+    if parameter.dtype not in _FLOATS:
+        raise ConfigError(
+            f"parameter {name}",
+            expected="float32, bfloat16 or float16",
+            got=str(parameter.dtype),
+            do="Convert it before npuzero.zero(), or register it as a buffer if nothing trains it.",
         )
 
 
-def _wrong_place(subject: str, expected: str, tensor: Tensor, world: World) -> ConfigError:
-    kind = world.device.type
-    do = f"Convert it, and move the model first: model.to({kind!r})."
-    return ConfigError(subject, expected=expected, got=f"{tensor.dtype} on {tensor.device.type}", do=do)
+def _check_shaped(subject: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise ConfigError(
+            subject,
+            expected="a shape",
+            got="an uninitialized tensor of a lazy module",
+            do="Run the model once, or give the module its sizes, before npuzero.zero().",
+        )
 
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
@@ -174,25 +205,27 @@ def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _describe(model: nn.Module, specs: list[UnitSpec]) -> dict[str, str]:
-    """What all ranks must agree on, by name."""
-    parameters = {
-        name: f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}"
+def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
+    """What all ranks must agree on, in order: names, and what is known of each."""
+    parameters = [
+        (name, f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}")
         for spec in specs
         for name, p in spec.parameters
-    }
-    buffers = {name: f"buffer {name}, {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()}
-    return {**parameters, **buffers}
+    ]
+    return parameters + [(name, f"buffer {name}, {list(b.shape)} {b.dtype}") for name, b in model.named_buffers()]
 
 
 def _check_agreement(
-    specs: list[UnitSpec], plan: Plan, settings: Settings, world: World, problem: ConfigError | StateError | None
+    model: list[tuple[str, str]],
+    plan: Plan,
+    settings: Settings,
+    world: World,
+    problem: ConfigError | StateError | None,
 ) -> None:
     """All ranks must cut the same model by the same plan: anything else would hang or mix up bytes later.
 
     A rank with a problem of its own says so to the others, so that none is left waiting for it.
     """
-    model = [[f"{s.name}/{n}", list(p.shape), str(p.dtype), p.requires_grad] for s in specs for n, p in s.parameters]
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
     mine = {"problem": problem and str(problem), "plan": repr(plan), "settings": repr(settings), "model": digest}
     said: list[Any] = world.exchange(mine)
@@ -215,15 +248,17 @@ def _check_agreement(
         models: list[Any] = world.exchange(model)
         for rank, other in enumerate(models):
             if other != models[0]:
-                first, theirs = _first_difference(models[0], other)
-                raise _disagreement("model", first, rank, theirs)
+                raise _disagreement("model", *_first_difference(models[0], other, rank))
 
 
-def _first_difference(a: Any, b: Any) -> tuple[str, str]:
-    longest = max(len(a), len(b))
-    padded = zip(a + [None] * (longest - len(a)), b + [None] * (longest - len(b)), strict=True)
-    mine, theirs = next((x, y) for x, y in padded if x != y)
-    return str(mine or "no further parameter"), str(theirs or "no further parameter")
+def _first_difference(a: list[list[str]], b: list[list[str]], rank: int) -> tuple[str, int, str]:
+    """What rank 0 (``a``) and ``rank`` (``b``) say of the first name they do not agree on."""
+    mine, theirs = dict(a), dict(b)
+    for name in (*mine, *theirs):
+        if mine.get(name) != theirs.get(name):
+            return mine.get(name, f"no {name}"), rank, theirs.get(name, f"no {name}")
+    first, other = next((x, y) for (x, _), (y, _) in zip(a, b, strict=True) if x != y)
+    return f"{first} before {other}", rank, f"{other} before {first}"
 
 
 def _disagreement(subject: str, first: str, rank: int, theirs: str) -> ConfigError:

@@ -7,6 +7,8 @@ access raises a StateError, metadata works. Inside the window it is a plain ``nn
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,8 @@ def _metadata() -> frozenset[Any]:
 
 _METADATA = _metadata()
 _REPR = (Tensor.__repr__, Tensor.__format__)
+# What reads data without an operation that ``__torch_dispatch__`` would see.
+_READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
 
 
 class CutParameter(nn.Parameter):
@@ -89,10 +93,17 @@ class CutParameter(nn.Parameter):
 
     # Set on each guarded parameter: makes the data readable, or raises StateError.
     _npuzero_open: Callable[[], None]
+    # What a guarded parameter is otherwise.
+    _npuzero_class: type[nn.Parameter] = nn.Parameter
+
+    def as_subclass(self, cls: type[Tensor]) -> Any:
+        """torch sends this one to no ``__torch_function__``: the result would be an alias without a guard."""
+        self._npuzero_open()
+        return super().as_subclass(cls)
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _REPR:
@@ -118,15 +129,25 @@ def _guarded(values: Any) -> list[CutParameter]:
 
 
 def close(parameter: nn.Parameter) -> None:
-    """Guard ``parameter``. One of the user's own subclass keeps its class and its risk."""
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = CutParameter
+    """Guard ``parameter``, which may be of a class of the user's own."""
+    if not issubclass(type(parameter), CutParameter):
+        parameter.__class__ = _cut_class(type(parameter))
 
 
 def reopen(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` a plain one."""
-    if type(parameter) is CutParameter:
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    """Make ``parameter`` what it was."""
+    kind = type(parameter)
+    if issubclass(kind, CutParameter):
+        parameter.__class__ = kind._npuzero_class
+
+
+@functools.cache
+def _cut_class(kind: type[nn.Parameter]) -> type[CutParameter]:
+    if kind is nn.Parameter:
+        return CutParameter
+    return types.new_class(
+        f"Cut{kind.__name__}", (CutParameter, kind), {}, lambda body: body.update(_npuzero_class=kind)
+    )
 
 
 class CutGradient(Tensor):
@@ -142,11 +163,22 @@ class CutGradient(Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS:
+            raise cls._unreadable(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # what p.grad.detach_() and zero_grad(set_to_none=False) ask first
             return args[0]
-        raise StateError(
-            f"{func} on a cut gradient",
+        raise cls._unreadable(str(func))
+
+    @staticmethod
+    def _unreadable(operation: str) -> StateError:
+        return StateError(
+            f"{operation} on a cut gradient",
             expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",
             got="a plain torch operation: no rank holds this gradient whole",
             do="Use npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n).",
