@@ -371,11 +371,7 @@ def _check_backend(backend: str | None, here: torch.device) -> None:
 def _init_process_group(here: torch.device, timeout_s: float) -> None:
     """torch.distributed by the launcher's variables, with the backend of the device."""
     backend = device.get(here).backend
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ConfigError(
-            "init", expected="the launcher's variables", got=f"no {', '.join(missing)}", do="Start with torchrun."
-        )
+    meeting = config.rendezvous()
     if not dist.is_backend_available(backend):
         raise ConfigError(
             "init",
@@ -390,7 +386,7 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
             "init",
-            expected=f"all ranks to meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} by {backend}",
+            expected=f"all ranks to meet at {meeting} by {backend}",
             got=f"{type(error).__name__}: {error}",
             do="See whether every rank was started, and whether its first error is another.",
         ) from error
