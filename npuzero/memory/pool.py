@@ -12,22 +12,26 @@ from npuzero.memory.space import Space
 
 
 class Pool:
-    """Lends buffers by kind: a returned buffer goes to the next asker of the same kind, contents and all.
+    """Lends buffers by length and dtype; what is returned goes to the next asker, contents and all.
 
-    The kind is the caller's promise about what it leaves in the buffer (a wire's gaps stay zero, for one), beside
-    length and dtype. A steady step lends only what an earlier step allocated.
+    A kind is what a user says of the contents it leaves behind (where a wire is zero, for one). A buffer of the kind
+    asked for is preferred, so that a steady step finds its buffers as it left them.
     """
 
     def __init__(self, space: Space, label: str = "buffers") -> None:
         self._space = space
         self._label = label
-        self._idle: dict[Hashable, list[Tensor]] = defaultdict(list)
+        self._idle: dict[tuple[int, torch.dtype], list[tuple[Hashable, Tensor]]] = defaultdict(list)
 
-    def acquire(self, numel: int, dtype: torch.dtype, kind: Hashable = None) -> Tensor:
-        """A 1-D buffer of ``numel`` elements; zeroed when new, else as its last user left it."""
-        idle = self._idle[numel, dtype, kind]
-        return idle.pop() if idle else self._space.allocate(numel, dtype, self._label)
+    def acquire(self, numel: int, dtype: torch.dtype, kind: Hashable = None) -> tuple[Tensor, bool]:
+        """A 1-D buffer of ``numel`` elements, and whether it is as a user of this kind left it (or new, all zero)."""
+        idle = self._idle[numel, dtype]
+        if not idle:
+            return self._space.allocate(numel, dtype, self._label), True
+        at = next((i for i, (left, _) in enumerate(idle) if left == kind), len(idle) - 1)
+        left, buffer = idle.pop(at)
+        return buffer, left == kind
 
     def release(self, buffer: Tensor, kind: Hashable = None) -> None:
         """Take ``buffer`` back; the caller holds no view of it any more."""
-        self._idle[buffer.numel(), buffer.dtype, kind].append(buffer)
+        self._idle[buffer.numel(), buffer.dtype].append((kind, buffer))

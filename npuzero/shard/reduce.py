@@ -116,17 +116,20 @@ class Reducer:
 
     def _fill_wire(self, flat: Flat) -> Tensor:
         """A whole wire with this rank's contribution; what is absent is zero, and so are the gaps."""
-        wire = self._pool.acquire(flat.layout.numel, flat.dtype, flat.layout.gaps)
+        wire, gaps_are_zero = self._pool.acquire(flat.layout.numel, flat.dtype, flat.layout.gaps)
         if flat.unsynced is not None:
             self._zero_absent(flat, flat.unsynced, flat.local_held)
             ops.cast(flat.unsynced, wire)
             self._drop(flat, "unsynced")
-        else:
-            here = [False] * len(flat.parameters)
-            for i, _ in flat.pending:
-                here[i] = True
-            self._zero_absent(flat, wire, here)
-            self._pack(flat, flat.pending, wire, accumulate=False)
+            return wire
+        if not gaps_are_zero:
+            for begin, end in flat.layout.gaps:
+                wire[begin:end].zero_()
+        here = [False] * len(flat.parameters)
+        for i, _ in flat.pending:
+            here[i] = True
+        self._zero_absent(flat, wire, here)
+        self._pack(flat, flat.pending, wire, accumulate=False)
         return wire
 
     def _pack(self, flat: Flat, arrived: list[tuple[int, Tensor]], wire: Tensor, accumulate: bool) -> None:
@@ -248,7 +251,7 @@ class Reducer:
         """``gradient`` in the wire's dtype: itself where that is float32."""
         if dtype == torch.float32:
             return gradient
-        wire = self._pool.acquire(gradient.numel(), dtype)
+        wire, _ = self._pool.acquire(gradient.numel(), dtype)
         ops.cast(gradient, wire)
         return wire
 
