@@ -1,7 +1,7 @@
 # Everything from a bare machine: Python >= 3.10 and g++ are enough. Packages go into .venv and nowhere else.
 #
 #   make demo PRESET=hsdp RANKS=4 ARGS="--steps 200 --local-size 2"
-#   make test PYTHON=python3.12 TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+#   make test PYTHON=python3.12 TORCH="torch==2.13.0 --index-url URL-OF-THE-CPU-BUILDS"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

@@ -12,6 +12,8 @@ RUN apt-get update \
 USER npuzero
 WORKDIR /opt/npuzero
 COPY --chown=npuzero . .
-RUN make .venv/.installed-dev TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+# --build-arg TORCH="torch==2.13.0 --index-url ..." takes a build without CUDA, where one is to be had
+ARG TORCH=torch==2.13.0
+RUN make .venv/.installed-dev TORCH="$TORCH"
 
 CMD ["make", "test"]

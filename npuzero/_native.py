@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from npuzero import _C
+from npuzero import device as devices
 from npuzero.config import environment
 from npuzero.errors import ConfigError, KernelUnavailable
+
+try:
+    from npuzero import _C
+except ImportError as error:
+    raise KernelUnavailable(
+        "npuzero._C",
+        expected="the compiled core beside the Python files",
+        got=str(error),
+        do="Install with `pip install .`, or in a checkout `pip install -e .`; it needs a C++17 compiler only.",
+    ) from error
 
 # The integers of csrc/core/view.h.
 DTYPES: dict[torch.dtype, int] = {
@@ -37,6 +48,8 @@ kernels, isa, built_isas, supported_isas, use_isa = (
     _C.use_isa,
 )
 NORM_BLOCK: int = _C.norm_block()
+# Collectives between the ranks of one host; npuzero.comm.shared_memory is their Python side.
+comm: Any = _C.comm  # type: ignore[attr-defined]
 
 
 def view(tensor: torch.Tensor) -> _C.View:
@@ -72,10 +85,7 @@ def device_kind(device: torch.device) -> int:
 
 def stream(device: torch.device) -> int:
     """The device's current stream as an integer; 0 on the CPU, where kernels run before the call returns."""
-    if device.type == "cpu":
-        return 0
-    current = getattr(torch, device.type).current_stream(device)
-    return int(getattr(current, f"{device.type}_stream"))
+    return devices.get(device).current_stream_int()
 
 
 def backend() -> str:

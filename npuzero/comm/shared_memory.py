@@ -20,8 +20,7 @@ from npuzero import _native
 from npuzero.comm.communicator import Communicator, Handle
 from npuzero.errors import CollectiveError
 
-# The extension's submodule; _native imports the extension, after torch.
-native: Any = _native._C.comm  # type: ignore[attr-defined]
+native = _native.comm
 
 #: Bytes of one of the two slots each rank fills for the others: large enough that ranks seldom meet, small enough for
 #: caches. Two slots a rank is all the memory a communicator takes.
