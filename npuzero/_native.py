@@ -49,7 +49,7 @@ kernels, isa, built_isas, supported_isas, use_isa = (
 )
 NORM_BLOCK: int = _C.norm_block()
 # Collectives between the ranks of one host; npuzero.comm.shared_memory is their Python side.
-comm: Any = _C.comm  # type: ignore[attr-defined]
+comm: Any = _C.comm
 
 
 def view(tensor: torch.Tensor) -> _C.View:
