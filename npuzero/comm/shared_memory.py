@@ -60,6 +60,7 @@ class SharedMemoryHandle(Handle):
         if failure is not None:
             raise self._communicator.error(failure, self._verb, self._operation.sequence, self._tag)
         self._well = True
+        self._communicator.let_go()
 
     def done(self) -> bool:
         return self._well or self._communicator.native.done(self._operation)
@@ -129,11 +130,15 @@ class SharedMemoryCommunicator(Communicator):
         handle = SharedMemoryHandle(self, operation, verb, tag)
         if operation.refused:
             handle.wait()
-        while self._kept and self.native.done(self._kept[0][0]):
-            self._kept.popleft()
+        self.let_go()
         if tensors:
             self._kept.append((operation, tensors))
         return handle
+
+    def let_go(self) -> None:
+        """Drop the tensors of operations that are done."""
+        while self._kept and self.native.done(self._kept[0][0]):
+            self._kept.popleft()
 
     def error(self, failure: tuple[str, int, str, str, str], verb: str, sequence: int, tag: str) -> CollectiveError:
         """The error for a native failure that met this rank in ``verb``."""

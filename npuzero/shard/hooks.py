@@ -132,15 +132,16 @@ class Hooks:
         return hook
 
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
-        flat_of = weakref.ref(flat)  # a parameter must not keep itself alive through its own hook
+        # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
+        hooks_of, flat_of = weakref.ref(self), weakref.ref(flat)
 
         def hook(parameter: Tensor) -> None:
-            unit, owner, gradient = unit_of(), flat_of(), parameter.grad
-            if unit is None or owner is None or gradient is None:
+            hooks, unit, owner, gradient = hooks_of(), unit_of(), flat_of(), parameter.grad
+            if hooks is None or unit is None or owner is None or gradient is None:
                 return
             parameter.grad = None
-            self.backward_begins()
-            self._events.gradient_arrives(unit, owner, i, gradient)
+            hooks.backward_begins()
+            hooks._events.gradient_arrives(unit, owner, i, gradient)
             parameter.grad = owner.markers[i]
 
         return hook
