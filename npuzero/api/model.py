@@ -90,7 +90,7 @@ def zero(
 def predict(
     model: nn.Module,
     plan: PlanLike,
-    world: int,
+    world: int | World,
     *,
     local_size: int | None = None,
     precision: str | torch.dtype | None = None,
@@ -104,7 +104,7 @@ def predict(
     Args:
         model: may be on ``meta``; nothing is computed.
         plan: a Plan, a preset's name, or a stage.
-        world: number of ranks.
+        world: number of ranks, or the world that :func:`init` gave.
         local_size, precision, units, settings: as for :func:`zero`.
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         clip: whether :func:`clip_grad_norm_` is called once a step.
@@ -117,7 +117,7 @@ def predict(
         do = "Give the number of backward passes a step."
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     chosen = _plan(None, plan, precision, local_size)
-    shape = chosen.mesh_shape(world)
+    shape = chosen.mesh_shape(world.size, len(world.local)) if isinstance(world, World) else chosen.mesh_shape(world)
     return _predict(model, chosen, shape, units, _settings(settings), micro_batches=micro_batches, clip=clip)
 
 
