@@ -30,9 +30,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import LambdaLR
 
 import npuzero
+from npuzero.comm import World
 
 PROMPT = b"def "
-LOG_EVERY = 10  # steps between progress lines; losses stay on the device in between
+FLUSH_EVERY = 10  # steps for which losses stay on the device; then the line on a terminal is brought up to date
+LINE_EVERY = 50  # steps between lines where the output is no terminal
 HELD_OUT_BATCHES = 32
 WEIGHT_DECAY = 0.1
 
@@ -49,13 +51,13 @@ class Options:
     preset: str = option("zero3", f"where the training state rests: {', '.join(npuzero.PRESETS)}")
     local_size: int | None = option(None, "ranks in a group for presets with two levels; None: those of a host", int)
     precision: str = option("fp32", "of parameters and wires: fp32 or bf16 (masters and moments are fp32)")
-    steps: int = option(400, "optimizer steps")
+    steps: int = option(300, "optimizer steps")
     batch: int = option(4, "sequences per rank and step")
     seq: int = option(192, "bytes per sequence")
-    dim: int = option(128, "model width")
-    layers: int = option(4, "blocks")
-    heads: int = option(4, "attention heads")
-    lr: float = option(4e-3, "highest learning rate")
+    dim: int = option(96, "model width")
+    layers: int = option(6, "blocks")
+    heads: int = option(3, "attention heads")
+    lr: float = option(5e-3, "highest learning rate")
     warmup: int = option(20, "steps until it is reached; a cosine brings it down to a twentieth")
     clip: float = option(1.0, "largest gradient norm")
     seed: int = option(0, "of weights, batches and sampling")
@@ -80,7 +82,7 @@ class Options:
 class Progress:
     """Mean losses over all ranks, the speed, and the line that shows them (by rank 0; in place on a terminal)."""
 
-    def __init__(self, model: nn.Module, options: Options, world: npuzero.World) -> None:
+    def __init__(self, model: nn.Module, options: Options, world: World) -> None:
         self.losses: list[float] = []
         self.tokens_per_s = 0.0  # of all ranks together, without the first step
         self._model, self._options, self._world = model, options, world
@@ -91,7 +93,7 @@ class Progress:
         """Take note of this rank's loss; collective, and in step with the device, every few steps only."""
         self._pending.append(loss.detach())
         step = len(self.losses) + len(self._pending)
-        if step == 1 or step % LOG_EVERY == 0 or step == self._options.steps:
+        if step == 1 or step % FLUSH_EVERY == 0 or step == self._options.steps:
             self._flush()
 
     def _flush(self) -> None:
@@ -104,17 +106,19 @@ class Progress:
         tokens = (len(self.losses) - 1) * self._world.size * self._options.batch * self._options.seq
         self.tokens_per_s = tokens / (time.perf_counter() - self._started_s)
         if self._world.rank == 0:
-            self._show()
+            self._show(len(self.losses), self._options.steps)
 
-    def _show(self) -> None:
-        report, step, steps = npuzero.report(self._model), len(self.losses), self._options.steps
+    def _show(self, step: int, steps: int) -> None:
+        terminal, last = sys.stdout.isatty(), step == steps
+        if not (terminal or last or step % LINE_EVERY == 0):
+            return
+        report = npuzero.report(self._model)
         held_mb, sent_mb = (sum(part.values()) / 1e6 for part in (report.bytes_held, report.bytes_sent))
         line = (
             f"{self._options.preset}  step {step:{len(str(steps))}}/{steps}  loss {self.losses[-1]:.3f}  "
             f"{self.tokens_per_s:6,.0f} tokens/s  {held_mb:.1f} MB held per rank  {sent_mb:.1f} MB sent per step"
         )
-        in_place = sys.stdout.isatty() and step < steps
-        print(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, end="" if in_place else "\n", flush=True)
+        print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal and not last else "\n", flush=True)
 
 
 def build_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Optimizer, LambdaLR]:
@@ -132,7 +136,7 @@ def build_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Opt
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def train(model: nn.Module, text: Tensor, options: Options, world: npuzero.World) -> Progress:
+def train(model: nn.Module, text: Tensor, options: Options, world: World) -> Progress:
     """The loop. ``text`` u8[n] is the same on all ranks."""
     optimizer, scheduler = build_optimizer(model, options)
     progress = Progress(model, options, world)
@@ -158,7 +162,7 @@ def train(model: nn.Module, text: Tensor, options: Options, world: npuzero.World
 
 @torch.no_grad()
 def held_out_loss(
-    model: nn.Module, text: Tensor, options: Options, device: torch.device, world: npuzero.World | None = None
+    model: nn.Module, text: Tensor, options: Options, device: torch.device, world: World | None = None
 ) -> float:
     """Mean loss over the held-out batches, in the same order for any number of ranks.
 
@@ -204,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(options.seed)  # the same first weights on every rank, under every preset
     model = GPT(options.model).to(world.device)
     plan = npuzero.Plan.preset(options.preset, precision=options.precision, local_size=options.local_size)
-    predicted = npuzero.predict(model, plan, world.size)
+    predicted = npuzero.predict(model, plan, world.size, clip=True)
 
     npuzero.zero(model, plan=plan)
     progress = train(model, corpus.train, options, world)

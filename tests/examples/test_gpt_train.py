@@ -49,7 +49,7 @@ def train(out: Path, *arguments: str, ranks: int = 2) -> dict[str, Any]:
 def check_complete(result: dict[str, Any]) -> None:
     assert len(result["losses"]) == 3
     assert all(math.isfinite(loss) for loss in result["losses"])
-    assert result["losses"][0] == pytest.approx(math.log(256), abs=0.3)
+    assert result["losses"][0] == pytest.approx(math.log(256), abs=1)
     assert result["tokens_per_s"] > 0
     assert result["sample"].startswith("def ")
     assert result["held_out_loss_reloaded"] == pytest.approx(result["held_out_loss"], rel=1e-5)
