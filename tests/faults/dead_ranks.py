@@ -1,0 +1,167 @@
+"""What goes wrong on one rank of several processes; every function runs on each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import npuzero
+from npuzero import ops
+from npuzero.comm import World
+from world.toy import build
+
+#: The rank that fails; neither the first nor the last.
+CULPRIT = 1
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    return model(torch.arange(rank, rank + 12)[None]).square().mean()
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(world: World, stage: str, steps: int, at: Callable[[str, int, Any], object]) -> None:
+    """Trains; calls ``at(place, step, model)`` before each part of a step."""
+    model = npuzero.zero(build(), plan=stage, world=world)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        at("forward", step, model)
+        loss = loss_of(model, world.rank)
+        at("backward", step, model)
+        loss.backward()
+        at("step", step, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        at("between", step, model)
+
+
+def killed(world: World, stage: str, where: str) -> None:
+    """The culprit is killed inside forward, inside backward, inside the optimizer's update, or between steps."""
+
+    def at(place: str, step: int, model: Any) -> None:
+        if world.rank != CULPRIT or step != 1 or place != where:
+            return
+        if where == "forward":
+            model.blocks[1].register_forward_pre_hook(lambda *_: kill_me())
+        elif where == "backward":
+            model.blocks[1].register_full_backward_hook(lambda *_: kill_me())
+        elif where == "step":
+            ops.flat_adam = lambda *_, **__: kill_me()  # type: ignore[assignment]
+            import npuzero.optim.adam
+
+            npuzero.optim.adam.ops.flat_adam = ops.flat_adam
+        else:
+            kill_me()
+
+    train(world, stage, 4, at)
+
+
+def raises(world: World, stage: str) -> None:
+    """The culprit's forward raises; its process then ends."""
+
+    def at(place: str, step: int, model: Any) -> None:
+        if world.rank == CULPRIT and step == 1 and place == "forward":
+            raise ZeroDivisionError("a fault of the user's own")
+
+    train(world, stage, 4, at)
+
+
+def fewer_steps(world: World, stage: str) -> None:
+    """The culprit leaves after two steps of four."""
+    train(world, stage, 2 if world.rank == CULPRIT else 4, lambda *_: None)
+
+
+def never_comes(world: World, stage: str, where: str) -> None:
+    """The culprit lives, but never comes."""
+
+    def at(place: str, step: int, model: Any) -> None:
+        if world.rank == CULPRIT and step == 1 and place == where:
+            time.sleep(2 * world.timeout_s)
+
+    train(world, stage, 4, at)
+
+
+def skips_block(world: World, stage: str) -> None:
+    """The culprit leaves a block out of forward."""
+    model = npuzero.zero(build(), plan=stage, world=world)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    if world.rank == CULPRIT:
+        model.blocks = nn.ModuleList([model.blocks[0], model.blocks[2]])
+    for _ in range(3):
+        loss_of(model, world.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clips_alone(world: World, stage: str) -> None:
+    """Only the culprit clips."""
+
+    def at(place: str, step: int, model: Any) -> None:
+        if world.rank == CULPRIT and step == 1 and place == "step":
+            npuzero.clip_grad_norm_(model, 1.0)
+
+    train(world, stage, 4, at)
+
+
+def evaluates_alone(world: World, stage: str) -> None:
+    """Only rank 0 evaluates."""
+
+    def at(place: str, step: int, model: Any) -> None:
+        if world.rank == 0 and step == 1 and place == "between":
+            with torch.no_grad():
+                model(torch.zeros(1, 12, dtype=torch.int64))
+
+    train(world, stage, 4, at)
+
+
+def saves_alone(world: World, stage: str) -> None:
+    """Only rank 0 asks for the whole weights."""
+
+    def at(place: str, step: int, model: Any) -> None:
+        if world.rank == 0 and step == 1 and place == "between":
+            npuzero.full_state_dict(model)
+
+    train(world, stage, 4, at)
+
+
+def skips_step(world: World, stage: str) -> None:
+    """The culprit leaves one optimizer step out."""
+    model = npuzero.zero(build(), plan=stage, world=world)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        loss_of(model, world.rank).backward()
+        if not (world.rank == CULPRIT and step == 1):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def skips_backward(world: World, stage: str) -> None:
+    """The culprit leaves one backward pass out, as for a loss that is nan."""
+    model = npuzero.zero(build(), plan=stage, world=world)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        loss = loss_of(model, world.rank)
+        if not (world.rank == CULPRIT and step == 1):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def dies_before_zero(world: World, stage: str) -> None:
+    if world.rank == CULPRIT:
+        kill_me()
+    train(world, stage, 1, lambda *_: None)
+
+
+def dies_in_zero(world: World, stage: str) -> None:
+    if world.rank == CULPRIT:
+        world.exchange = lambda value: kill_me()  # type: ignore[assignment,method-assign]
+    train(world, stage, 1, lambda *_: None)

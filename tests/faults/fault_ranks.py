@@ -1,0 +1,168 @@
+"""Provokes faults away from the test process: one that crashes or hangs takes nothing with it.
+
+A case runs in a process of its own, there on ranks that are threads (:func:`provoke`), or on one process per rank
+(:func:`run_ranks`). Both have a hard limit of time and report what every rank raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import npuzero
+from npuzero.comm import run_threads
+
+# Children come from a process that has imported torch once (with what optimizers import at their first step) and has
+# computed nothing: quick, and without its threads.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero"])
+
+LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank raised, in a form that travels: ``kind`` and its bases by name, and the three parts if it is ours."""
+
+    kind: str = ""
+    bases: tuple[str, ...] = ()
+    text: str = ""
+    parts: tuple[str, str, str] = ("", "", "")
+    facts: dict[str, str] = field(default_factory=dict)
+    trace: str = ""
+    after_s: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """What became of a process: what it ``seen``, nothing where it died; ``exit_code`` is None where it hung."""
+
+    seen: Any = None
+    exit_code: int | None = None
+    ended_s: float = 0.0
+
+
+class Provoker:
+    """A process that provokes one row of the table after another, and is replaced when a row kills it or hangs."""
+
+    def __init__(self) -> None:
+        self._pipe: Any = None
+        self._child: Any = None
+
+    def provoke(self, name: str) -> list[Seen]:
+        """What each rank raises in the row ``name``; fails if the process crashes or hangs."""
+        if self._child is None:
+            self._pipe, theirs = _context.Pipe()
+            self._child = _context.Process(target=_serve, args=(theirs,), daemon=True)
+            self._child.start()
+            theirs.close()
+        self._pipe.send(name)
+        try:
+            if self._pipe.poll(LIMIT_S):
+                return list(self._pipe.recv())
+            verdict = f"it hung for {LIMIT_S} s"
+        except EOFError:
+            self._child.join(1.0)
+            verdict = f"it ended with {self._child.exitcode}"
+        self.close()
+        raise AssertionError(f"what became of the process: {verdict}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.join()
+            self._child = None
+
+
+def run_ranks(
+    fault: Callable[..., object], ranks: int, *args: Any, timeout_s: float = 10.0, backend: str | None = None
+) -> list[Outcome]:
+    """``fault(world, *args)`` on ``ranks`` processes that meet by ``npuzero.init()`` as torchrun would start them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it likewise
+    setup = (ranks, store.port, timeout_s, backend)
+    return _run([(_on_process, (rank, setup, fault, args)) for rank in range(ranks)])
+
+
+def see(fault: Callable[..., object], *args: Any) -> Seen:
+    """Calls ``fault`` and tells what it raised."""
+    begin_s = time.monotonic()
+    try:
+        fault(*args)
+        return Seen(after_s=time.monotonic() - begin_s)
+    except BaseException as error:
+        ours = isinstance(error, npuzero.NpuZeroError)
+        return Seen(
+            type(error).__name__,
+            tuple(base.__name__ for base in type(error).__mro__),
+            str(error),
+            (error.expected, error.got, error.do) if ours else ("", "", ""),
+            {key: str(value) for key, value in error.facts.items()} if ours else {},
+            traceback.format_exc(),
+            time.monotonic() - begin_s,
+        )
+
+
+def _run(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Outcome]:
+    children, pipes = [], []
+    for body, args in bodies:
+        ours, theirs = _context.Pipe(duplex=False)
+        child = _context.Process(target=_child, args=(theirs, body, args), daemon=True)
+        child.start()
+        theirs.close()
+        children.append(child)
+        pipes.append(ours)
+    outcomes = [Outcome() for _ in children]
+    deadline = time.monotonic() + LIMIT_S
+    open_pipes = dict(zip(pipes, outcomes, strict=True))
+    while open_pipes and (left_s := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), left_s):
+            outcome = open_pipes[pipe]
+            try:
+                outcome.seen = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                del open_pipes[pipe]
+            outcome.ended_s = time.monotonic()
+    for child, outcome in zip(children, outcomes, strict=True):
+        child.join(max(0.1, deadline - time.monotonic()))
+        hangs = child.is_alive()
+        child.kill()
+        child.join()
+        outcome.exit_code = None if hangs else child.exitcode
+    return outcomes
+
+
+def _child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    pipe.send(body(*args))
+
+
+def _serve(pipe: Connection) -> None:
+    # Rows are functions without a name of their own: they are looked up here instead of being sent.
+    cases = importlib.import_module("faults.bad_inputs").CASES
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    while True:
+        case = cases[pipe.recv()]
+        with mock.patch.dict(os.environ):
+            pipe.send(run_threads(case.ranks, lambda world: see(case.provoke, world), timeout_s=10.0))  # noqa: B023
+
+
+def _on_process(rank: int, setup: tuple[Any, ...], fault: Callable[..., object], args: tuple[Any, ...]) -> Seen:
+    ranks, port, timeout_s, backend = setup
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    return see(lambda: fault(npuzero.init("cpu", timeout_s=timeout_s, backend=backend), *args))

@@ -1,0 +1,126 @@
+"""Ranks that die, leave, or go another way: the others get a CollectiveError soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults import dead_ranks
+from faults.dead_ranks import CULPRIT
+from faults.fault_ranks import Outcome, run_ranks
+
+pytestmark = pytest.mark.world
+
+RANKS = 3
+#: Seconds from a rank's end until all others have their error and have ended too.
+SOON_S = 4.0
+#: For ranks that wait for what never comes.
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    before = _shared_memory()
+    yield
+    assert _shared_memory() <= before
+
+
+@pytest.mark.parametrize("where", ("forward", "backward", "step", "between"))
+@pytest.mark.parametrize(
+    "stage", ("zero0", "zero3", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("zero1", "zero2", "hpz")))
+)
+def test_killed(stage: str, where: str) -> None:
+    outcomes = run_ranks(dead_ranks.killed, RANKS, stage, where)
+    assert outcomes[CULPRIT].exit_code == -9
+    _others_know(outcomes, f"rank {CULPRIT} is dead", f"Look at the last output of rank {CULPRIT}")
+
+
+def test_killed_over_gloo() -> None:
+    outcomes = run_ranks(dead_ranks.killed, RANKS, "zero3", "backward", backend="gloo")
+    assert outcomes[CULPRIT].exit_code == -9
+    _others_know(outcomes)
+
+
+@pytest.mark.parametrize("fault", (dead_ranks.dies_before_zero, dead_ranks.dies_in_zero))
+def test_killed_before_training(fault: Any) -> None:
+    _others_know(run_ranks(fault, RANKS, "zero3"), f"rank {CULPRIT} is dead")
+
+
+@pytest.mark.parametrize("stage", ("zero0", "zero3"))
+def test_exception_on_one_rank(stage: str) -> None:
+    """Its own error stays what it is; the others hear of it when the process has ended."""
+    outcomes = run_ranks(dead_ranks.raises, RANKS, stage)
+    assert outcomes[CULPRIT].seen.kind == "ZeroDivisionError"
+    _others_know(outcomes, f"rank {CULPRIT}")
+
+
+@pytest.mark.parametrize("stage", ("zero0", "zero3"))
+def test_fewer_steps_on_one_rank(stage: str) -> None:
+    outcomes = run_ranks(dead_ranks.fewer_steps, RANKS, stage)
+    assert outcomes[CULPRIT].seen.kind == ""
+    _others_know(outcomes, f"rank {CULPRIT}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "one", "other"),
+    [
+        (dead_ranks.skips_block, r"blocks\.1", r"blocks\.2"),
+        (dead_ranks.skips_backward, r"blocks\.0", r"blocks\.2"),
+        (dead_ranks.evaluates_alone, r"blocks\.0", r"blocks\.2"),
+        (dead_ranks.saves_alone, r"blocks\.0", r"blocks\.2"),
+    ],
+)
+def test_another_way(fault: Any, one: str, other: str) -> None:
+    """Where parameters are cut, a branch that differs by rank is an error that names what either side does."""
+    outcomes = run_ranks(fault, RANKS, "zero3")
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.exit_code == 0
+        _is_typed(outcome, rank, "same verb, size, dtype and tag", "rank 0", "rank 1|, 1", "2: ", one, other, "branch")
+
+
+@pytest.mark.parametrize("stage", ("zero0", "zero1", "zero2"))
+def test_a_block_that_one_rank_leaves_out_adds_zeros(stage: str) -> None:
+    for outcome in run_ranks(dead_ranks.skips_block, RANKS, stage):
+        assert outcome.exit_code == 0
+        assert outcome.seen.kind == "", outcome.seen.trace
+
+
+@pytest.mark.parametrize("where", ("forward", "step"))
+def test_rank_that_never_comes(where: str) -> None:
+    outcomes = run_ranks(dead_ranks.never_comes, RANKS, "zero3", where, timeout_s=TIMEOUT_S)
+    for rank, outcome in enumerate(outcomes):
+        _is_typed(outcome, rank, "within 2 s", f"waits for rank {CULPRIT}", f"rank {CULPRIT} has finished", "timeout_s")
+
+
+@pytest.mark.parametrize("stage", ("zero1", "zero3"))
+@pytest.mark.parametrize("fault", (dead_ranks.clips_alone, dead_ranks.skips_step))
+def test_ranks_that_wait_for_each_other_in_different_channels(fault: Any, stage: str) -> None:
+    outcomes = run_ranks(fault, RANKS, stage, timeout_s=TIMEOUT_S)
+    for rank, outcome in enumerate(outcomes):
+        _is_typed(outcome, rank, "within 2 s", r"waits for rank \d", f"rank {CULPRIT}", "timeout_s")
+
+
+def _others_know(outcomes: list[Outcome], *says: str) -> None:
+    died_s = outcomes[CULPRIT].ended_s
+    for rank, outcome in enumerate(outcomes):
+        if rank != CULPRIT:
+            assert outcome.exit_code == 0, f"rank {rank}: {outcome}"
+            _is_typed(outcome, rank, *says)
+            assert outcome.ended_s - died_s < SOON_S
+
+
+def _is_typed(outcome: Outcome, rank: int, *says: str) -> None:
+    seen = outcome.seen
+    assert seen is not None, f"rank {rank} ended with {outcome.exit_code} (None: it hung)"
+    assert seen.kind == "CollectiveError" and "RuntimeError" in seen.bases, f"rank {rank}: {seen.kind}\n{seen.trace}"
+    assert all(part.strip() for part in seen.parts), seen.parts
+    for words in says:
+        assert re.search(words, seen.text), f"rank {rank}: {words!r} is not in: {seen.text}"
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("npuzero*")}
