@@ -112,6 +112,13 @@ class Plan:
     def __post_init__(self) -> None:
         parts = {part: getattr(self, part) for part in ("held", "parameters", "gradients", "states")}
         for part, placement in parts.items():
+            if not isinstance(placement, Placement) or not isinstance(placement.axes, tuple):
+                raise ConfigError(
+                    f"plan {self.name!r}, {part}",
+                    expected="a Placement with a tuple of axes",
+                    got=repr(placement),
+                    do="Write e.g. Placement(axes=('node', 'local')); () is whole on each rank.",
+                )
             _check_placement(self.name, part, placement)
         for shallow, deep in itertools.pairwise(parts):
             inner, outer = parts[shallow].axes, parts[deep].axes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from npuzero import ops
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.optim import AdamState, Range, update
-from npuzero.shard.engine import Engine
+from npuzero.shard.engine import Engine, deleted
 from npuzero.shard.unit import Flat
 
 # They look beyond one element: norms, matrices, or the loss itself.
@@ -53,10 +55,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 do="Choose SGD, Adam, AdamW, RMSprop, Adagrad or the like.",
             )
         self._class = optimizer_class
+        self._options = defaults
         self._inner: torch.optim.Optimizer | None = None
-        self._stand_ins: dict[int, nn.Parameter | Tensor] = {}
-        probe = optimizer_class([torch.zeros(1)], **defaults)
-        super().__init__(params, probe.defaults)
+        self._stand_ins: dict[int, Tensor] = {}
+        with _as_config_error(
+            f"{type(self).__name__}({defaults})", f"what torch.optim.{optimizer_class.__name__} takes"
+        ):
+            super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
+
+    def add_param_group(self, param_group: Options) -> None:
+        """As torch's; options are checked by the optimizer class.
+
+        Raises:
+            ConfigError: parameters or options that torch refuses, or ``differentiable``.
+        """
+        with _as_config_error(type(self).__name__, f"a group that torch.optim.{self._class.__name__} takes"):
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            arguments = inspect.signature(self._class).parameters.keys() - {"params"}
+            self._class([torch.zeros(1)], **{key: value for key, value in group.items() if key in arguments})
+        if group.get("differentiable"):
+            raise ConfigError(
+                type(self).__name__,
+                expected="differentiable=False",
+                got="True",
+                do="Use torch.optim for an update that autograd goes through.",
+            )
+        self._inner = None if self._inner is None else self._with_group(self._inner, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -112,13 +137,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for flat in engine.flats():
                 flat.own_gradient.mul_(engine.gradient_scale)
             engine.gradient_scale.fill_(1.0)
-        for _, parameter in self._parameters():
-            place = place_of(parameter)
-            if place is not None:
-                engine, flat, i = place
-                stand_in = self._stand_ins[id(parameter)]
-                counts = engine in ready and engine.used(flat, i)
-                stand_in.grad = flat.own_gradient[flat.own_slot(i)] if counts else None
+        for engine in self._engines():
+            for flat in engine.flats():
+                for i, parameter in enumerate(flat.parameters):
+                    stand_in = self._stand_ins.get(id(parameter))
+                    if stand_in is not None:
+                        counts = engine in ready and engine.used(flat, i)
+                        stand_in.grad = flat.own_gradient[flat.own_slot(i)] if counts else None
         inner.step()
         for engine in ready:
             for flat in engine.flats():
@@ -180,8 +205,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
 
         Raises:
-            CheckpointError: other groups, or tensors of other shapes.
+            CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
         """
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise CheckpointError(
+                "optimizer state",
+                expected="a mapping with state and param_groups, as state_dict() gives",
+                got=str(sorted(state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__,
+                do="Load what an optimizer's state_dict() gave.",
+            )
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise CheckpointError(
@@ -198,12 +230,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 state = state_dict["state"].get(number)
                 if state is None:
                     continue
-                _check_shapes(number, parameter, state)
-                place = place_of(parameter)
-                if place is None:
+                _check_state(number, parameter, state, self._needs(parameter))
+                engine = engine_behind(parameter)
+                place = engine.place(parameter) if engine else None
+                if engine is None:
                     self._restore_plain(parameter, state)
-                else:
-                    self._restore(*place, state)
+                elif place is not None:
+                    self._restore(engine, *place, state)
+
+    def _needs(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Names that a parameter's state must have; the others are the class's own business."""
+        return ()
 
     def _plain_state(self, parameter: nn.Parameter) -> Options:
         return dict(self._inner.state.get(parameter, {})) if self._inner else {}
@@ -241,25 +278,52 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _make_inner(self) -> torch.optim.Optimizer:
         """The optimizer that does the work, over this rank's ranges of the masters."""
-        groups = []
+        inner = self._class([torch.zeros(1)], **self._options)
+        inner.param_groups.clear()
         for group in self.param_groups:
-            members: list[Tensor] = []
-            for parameter in group["params"]:
-                place = place_of(parameter)
-                if place is None:
-                    members.append(parameter)
-                else:
-                    _, flat, i = place
-                    self._stand_ins[id(parameter)] = flat.master[flat.own_slot(i)].detach()
-                    members.append(self._stand_ins[id(parameter)])
-            groups.append({**group, "params": members})
-        self._inner = self._class(groups)  # type: ignore[call-arg]  # defaults are in the groups
-        return self._inner
+            self._with_group(inner, group)
+        self._inner = inner
+        return inner
+
+    def _with_group(self, inner: torch.optim.Optimizer, group: Options) -> torch.optim.Optimizer:
+        """``inner`` with the counterpart of ``group``; frozen parameters of a cut model have none in it."""
+        members: list[Tensor] = []
+        for parameter in group["params"]:
+            engine = engine_behind(parameter)
+            place = engine.place(parameter) if engine else None
+            if place is not None:
+                flat, i = place
+                self._stand_ins[id(parameter)] = flat.master[flat.own_slot(i)].detach()
+            if engine is None or place is not None:
+                members.append(self._stand_ins.get(id(parameter), parameter))
+        inner.add_param_group({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
+        return inner
 
 
-def _check_shapes(number: int, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _as_config_error(subject: str, expected: str) -> Iterator[None]:
+    """torch's own complaint about an argument, in this package's form."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            subject, expected=expected, got=str(error), do="Correct the argument; torch's page of the class says more."
+        ) from error
+
+
+def _check_state(number: int, parameter: nn.Parameter, state: Mapping[str, Any], needs: tuple[str, ...]) -> None:
+    if not isinstance(state, Mapping) or any(name not in state for name in needs):
+        raise CheckpointError(
+            f"optimizer state {number}",
+            expected=f"a mapping with {', '.join(needs)}",
+            got=str(sorted(state)) if isinstance(state, Mapping) else type(state).__name__,
+            do="Load a state of the same optimizer class.",
+        )
     for name, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+        shaped = name in needs and name != "step"
+        if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != parameter.shape:
             raise CheckpointError(
                 f"optimizer state {number}.{name}",
                 expected=f"shape {tuple(parameter.shape)}",
@@ -281,24 +345,11 @@ class Adam(ZeroOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
+        **options: Any,
     ) -> None:
-        if differentiable:
-            raise ConfigError(
-                type(self).__name__,
-                expected="differentiable=False",
-                got="True",
-                do="Use torch.optim for an update that autograd goes through.",
-            )
         kind = torch.optim.AdamW if self._decoupled else torch.optim.Adam
-        super().__init__(
-            kind, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize
-        )
+        options.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        super().__init__(kind, params, **options)
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: dict[int, int] = {}
 
@@ -375,6 +426,10 @@ class Adam(ZeroOptimizer):
                 "master", parameter.detach().to(torch.float32, memory_format=like, copy=True)
             )
 
+    def _needs(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        amsgrad = any(group["amsgrad"] for group in self.param_groups)
+        return ("step", *_MOMENTS[: 3 if amsgrad else 2])
+
     def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
         return self._moments[flat].tensors() if flat in self._moments else {}
 
@@ -433,16 +488,5 @@ def engine_behind(parameter: nn.Parameter) -> Engine | None:
         return None
     engine = reference()
     if engine is None:
-        raise StateError(
-            "optimizer",
-            expected="parameters of a living model",
-            got="parameters of a model that was deleted",
-            do="Build the optimizer over the parameters of the model that is trained.",
-        )
+        raise deleted("optimizer")
     return cast(Engine, engine)
-
-
-def place_of(parameter: nn.Parameter) -> tuple[Engine, Flat, int] | None:
-    """The engine, flat and slot of ``parameter``; None for a plain one."""
-    engine = engine_behind(parameter)
-    return None if engine is None else (engine, *engine.place(parameter))

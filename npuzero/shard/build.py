@@ -26,31 +26,38 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("parameters", "held", "gradients", "states")
 
 
-def build_units(
-    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World, mesh: CountingMesh
-) -> list[Unit]:
-    """The units of ``model`` on this rank, before any data moves. Collective: the ranks compare what they have.
+def agree(
+    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World
+) -> tuple[list[UnitSpec], MeshShape]:
+    """The units of ``model`` and the mesh, once all ranks are known to have the same. Collective; moves no data.
 
     Raises:
         ConfigError: something cannot be cut, or the ranks disagree.
         StateError: the model is cut already.
     """
     specs: list[UnitSpec] = []
+    shape = MeshShape(1, 1)
     problem: ConfigError | StateError | None = None
     try:
+        shape = plan.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         _check_model(model, specs, world)
     except (ConfigError, StateError) as error:
         problem = error
     _check_agreement([] if problem else _describe(model, specs), plan, settings, world, problem)
+    return specs, shape
+
+
+def build_units(specs: list[UnitSpec], plan: Plan, settings: Settings, mesh: CountingMesh) -> list[Unit]:
+    """Units with their flats laid out, before any data moves."""
     axes = {part: getattr(plan, part).axes for part in _PARTS}
     count, index = ({part: f(a) for part, a in axes.items()} for f in (mesh.size, mesh.index))
-    ranks = Ranks(plan, world.size, count, index)
+    ranks = Ranks(plan, mesh.shape.world, count, index)
     units = []
     for i, spec in enumerate(specs):
         named = dict(spec.parameters)
         flats: list[Flat] = []
-        for layout, _ in layouts_of(_facts(spec), plan.parameters.dtype, world.size, settings.bucket_bytes):
+        for layout, _ in layouts_of(_facts(spec), plan.parameters.dtype, ranks.world, settings.bucket_bytes):
             name = f"{spec.name}[{len(flats)}]"
             flats.append(Flat(name, layout, [named[slot.name] for slot in layout.slots], ranks))
         units.append(Unit(spec, i, flats))

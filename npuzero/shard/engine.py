@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from npuzero import observe, ops
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings
-from npuzero.errors import StateError
+from npuzero.errors import ConfigError, StateError
 from npuzero.memory import Space
 from npuzero.plan import AXES, VERBS, Plan, Report
-from npuzero.shard.build import build_units
+from npuzero.shard.build import agree, build_units
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.gather import Gatherer
@@ -43,10 +44,10 @@ class Engine:
         self.plan = plan
         self.world = world
         self.settings = settings
-        shape = plan.mesh_shape(world.size, len(world.local))
+        specs, shape = agree(model, plan, settings, rule, world)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.space = Space(world.device)
-        self.units = build_units(model, plan, settings, rule, world, self.mesh)
+        self.units = build_units(specs, plan, settings, self.mesh)
         self.gradient_scale = torch.ones(1, device=world.device)
         self._gatherer = Gatherer(self.mesh, self.space)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
@@ -55,6 +56,7 @@ class Engine:
         self._prefetch = settings.prefetch if settings.overlap else 0
         self._slots = [(flat, i) for unit in self.units for flat in unit.trainable for i in range(len(flat.parameters))]
         self._places = {id(flat.parameters[i]): (flat, i) for flat, i in self._slots}
+        self._frozen = {id(p) for unit in self.units for p in unit.parameters()} - self._places.keys()
         self._numbers = {(id(flat), i): number for number, (flat, i) in enumerate(self._slots)}
         self._used: list[bool] | None = None  # per slot, once agreed on for the present gradients
         self._clipped = False
@@ -75,7 +77,7 @@ class Engine:
             for flat in unit.flats:
                 flat.materialize(self.space, self._from_rank_0)
                 for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                    parameter._npuzero_engine = weakref.ref(self)  # type: ignore[attr-defined]
+                    parameter._npuzero_engine = EngineReference(self)  # type: ignore[attr-defined]
                     parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
             if unit.cut:
                 unit.close()
@@ -99,7 +101,9 @@ class Engine:
             if torch.is_grad_enabled():
                 self._begin_step()
         self._restorer.finish(unit)
-        if unit.cut:
+        if not unit.cut:
+            unit.check_views()
+        else:
             self._gatherer.finish(unit)
             if fresh:
                 self._trace.record(unit.index)
@@ -129,6 +133,13 @@ class Engine:
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
         if not self._reducing:
             self._begin_backward()
+        if gradient.layout is not torch.strided:
+            raise ConfigError(
+                f"gradient of {flat.layout.slots[i].name}",
+                expected="a dense tensor",
+                got=str(gradient.layout),
+                do="Use sparse=False: a sharded state is kept and updated densely.",
+            )
         if flat.accumulated[i] and not flat.kept[i]:  # the user dropped it since
             self._reducer.drain()
             flat.clear(i)
@@ -158,14 +169,13 @@ class Engine:
     def _begin_backward(self) -> None:
         self._reducing = True
         self._passes += 1
-        if not any(flat.present(i) for flat, i in self._slots):  # whoever zeroed the gradients, and however
-            self._reducer.reset()
-            self.gradient_scale.fill_(1.0)
+        if not any(self._present()):  # whoever zeroed the gradients, and however
+            self._forget_gradients()
         elif self._clipped:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             for flat in self.flats():
                 flat.own_gradient.mul_(self.gradient_scale)
             self.gradient_scale.fill_(1.0)
-        self._clipped = False
+            self._clipped = False
         self._used = None
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
@@ -195,9 +205,9 @@ class Engine:
         for unit in self.units:
             yield from unit.trainable
 
-    def place(self, parameter: nn.Parameter) -> tuple[Flat, int]:
-        """The flat and slot of a parameter of this model."""
-        return self._places[id(parameter)]
+    def place(self, parameter: nn.Parameter) -> tuple[Flat, int] | None:
+        """The flat and slot of a parameter of this model; None for a frozen one."""
+        return self._places.get(id(parameter))
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
         """[n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank that has none)."""
@@ -234,26 +244,44 @@ class Engine:
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
         if self._used is None:
-            self._used = self._agree([flat.present(i) for flat, i in self._slots])
-            if any(self._used):
-                self._check_frozen()
-                self._reducer.finish()
-                for (flat, i), used in zip(self._slots, self._used, strict=True):
-                    if not used and flat.accumulated[i]:
-                        flat.clear(i)
+            self._check_unchanged()
+            present = self._present()
+            if not any(present):
+                self._forget_gradients()
+            # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
+            self._reducer.finish()
+            self._used = self._agree(present)
+            for (flat, i), used in zip(self._slots, self._used, strict=True):
+                if not used and flat.accumulated[i]:
+                    flat.clear(i)
         return any(self._used)
 
-    def _check_frozen(self) -> None:
-        for unit in self.units:
-            for flat in unit.flats:
-                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                    if parameter.requires_grad and not flat.trainable:
-                        raise StateError(
-                            f"parameter {slot.name}",
-                            expected="still frozen, as it was at npuzero.zero()",
-                            got="requires_grad=True: it has no room for gradients and states",
-                            do="Set requires_grad on every parameter that will ever train, then call npuzero.zero().",
-                        )
+    def _present(self) -> list[bool]:
+        """Per slot: does this rank have a gradient?"""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [flat.present(i) for flat, i in self._slots]
+
+    def _forget_gradients(self) -> None:
+        self._reducer.reset()
+        self.gradient_scale.fill_(1.0)
+        self._clipped = False
+
+    def _check_unchanged(self) -> None:
+        """Raises StateError where the model has parameters, or trains some, that it did not at ``zero()``."""
+        root = self.units[0].module()
+        if root is None:
+            raise deleted("optimizer")
+        for name, parameter in root.named_parameters():
+            known = id(parameter)
+            with torch._C.DisableTorchFunctionSubclass():
+                if known in self._places or (known in self._frozen and not parameter.requires_grad):
+                    continue
+            raise StateError(
+                f"parameter {name}",
+                expected="the parameters there were at npuzero.zero(), trained or frozen as they were",
+                got="one thawed since: it has no room for gradients" if known in self._frozen else "another one",
+                do="Shape the model and set requires_grad first, then call npuzero.zero().",
+            )
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """True where any rank says True."""
@@ -303,6 +331,7 @@ class Engine:
         for unit in self.units:
             self._restorer.finish(unit)
             self._gatherer.release(unit)
+            unit.check_views()
         return self.finish_gradients()
 
     def end_update(self) -> None:
@@ -316,6 +345,7 @@ class Engine:
         sent["control"] = sum(self.mesh.control.values())
         self._last = Report(dict(self.space.peak), sent, self.plan, self.mesh.shape.world)
         self._step_begun = False
+        self._used = None
 
     def _begin_step(self) -> None:
         if not self._step_begun:
@@ -375,12 +405,12 @@ class Engine:
                 flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
 
     def __deepcopy__(self, memo: object) -> Engine:
-        raise self._uncopied("copied")
+        raise self.uncopied("copied")
 
     def __reduce__(self) -> str:
-        raise self._uncopied("pickled")
+        raise self.uncopied("pickled")
 
-    def _uncopied(self, verb: str) -> StateError:
+    def uncopied(self, verb: str) -> StateError:
         return StateError(
             "a model made by npuzero.zero()",
             expected=f"not to be {verb}: each rank holds a part of it",
@@ -389,18 +419,31 @@ class Engine:
         )
 
 
+def deleted(subject: str) -> StateError:
+    """Somebody holds parameters of a model that is gone."""
+    return StateError(
+        subject,
+        expected="parameters of a living model",
+        got="parameters whose model was deleted",
+        do="Keep the model, and build the optimizer over the parameters of the one that is trained.",
+    )
+
+
+class EngineReference(weakref.ref[Engine]):
+    """What a parameter knows of its engine; it keeps the model from being pickled in part."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        engine = self()
+        raise engine.uncopied("pickled") if engine else TypeError("cannot pickle a parameter of a deleted model")
+
+
 def _opener(engine: Engine, unit: Unit, name: str) -> Callable[[], None]:
     engine_of, unit_of = weakref.ref(engine), weakref.ref(unit)
 
     def open_() -> None:
         engine, unit = engine_of(), unit_of()
         if engine is None or unit is None:
-            raise StateError(
-                f"parameter {name}",
-                expected="a parameter of a living model",
-                got="one whose model was deleted",
-                do="Build the optimizer over the parameters of the model that is trained.",
-            )
+            raise deleted(f"parameter {name}")
         engine.open(unit, name)
 
     return open_

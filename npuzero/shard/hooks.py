@@ -152,7 +152,7 @@ def _before_adding(flat: Flat, i: int) -> Callable[[Tensor], None]:
 
     def hook(_: Tensor) -> None:
         owner = flat_of()
-        if owner is not None and owner.parameters[i].grad is owner.markers[i]:
+        if owner is not None and owner.present(i):
             owner.kept[i] = True
             owner.parameters[i].grad = None
 

@@ -50,7 +50,8 @@ class Reducer:
         self._has_boundary = self._many(self._deeper) or self._many(self._beyond)
         self._active: list[Iterator[None]] = []
         self._turn = 0
-        self._unsynced = False
+        # In this step: is there a gradient that was not reduced, and was there a pass that reduced?
+        self._unsynced = self._synced = False
         self.synchronizing = True
         self.at_boundary = False
 
@@ -86,6 +87,7 @@ class Reducer:
             if flat.pending:
                 self._complete(flat)
         self._unsynced = not self.synchronizing
+        self._synced = self._synced or self.synchronizing
 
     def _complete(self, flat: Flat) -> None:
         """Everything this pass adds to ``flat`` is here: accumulate it, and launch what can be launched."""
@@ -159,18 +161,19 @@ class Reducer:
     # -- at the step boundary --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Bring every flat to READY; collective."""
+        """Bring every flat to READY; collective. A rank without a backward pass contributes zeros."""
         self.drain()
+        owes = self._cut and (self._unsynced or not self._synced)
         for flat in self._order:
             if flat.gradient_state is not _S.READY:
-                self._launch(flat, self._fill_wire(flat) if self._cut and self._unsynced else None, self._has_boundary)
+                self._launch(flat, self._fill_wire(flat) if owes else None, self._has_boundary)
         self.drain()
         self._unsynced = False
 
     def reset(self) -> None:
         """The step is done with its gradients: forget them."""
         self.drain()
-        self._unsynced = False
+        self._unsynced = self._synced = False
         for flat in self._order:
             flat.forget()
             self._drop(flat, "carry")

@@ -225,7 +225,15 @@ class Flat:
 
     def present(self, i: int) -> bool:
         """Does slot i have a gradient, as far as this rank's user is concerned?"""
-        return self.kept[i] or self.parameters[i].grad is self.markers[i]
+        gradient = self.parameters[i].grad
+        if gradient is not None and gradient is not self.markers[i]:
+            raise StateError(
+                f"gradient of {self.layout.slots[i].name}",
+                expected="None, or what the engine put there",
+                got="a tensor set from outside, which no rank would reduce",
+                do="Let backward() make gradients; change them through the loss, or use torch.autograd.grad.",
+            )
+        return self.kept[i] or gradient is not None
 
     def clear(self, i: int) -> None:
         """Zero whatever the buffers hold of slot i: its user dropped the gradient (``p.grad = None``)."""
@@ -279,14 +287,15 @@ class Unit:
         Raises:
             StateError: a parameter's data lies elsewhere.
         """
-        for flat in self.flats:
-            base = flat.whole.untyped_storage()._cdata
-            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                if parameter.untyped_storage()._cdata != base:
-                    raise StateError(
-                        f"parameter {slot.name}",
-                        expected=f"a view of the flat buffer of unit {self.name!r}",
-                        got="data elsewhere: it was replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
-                        do="Convert and move the model first, then call npuzero.zero(); "
-                        "load weights with npuzero.load_full_state_dict.",
-                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat in self.flats:
+                base = flat.whole.untyped_storage()._cdata
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    if parameter.untyped_storage()._cdata != base:
+                        raise StateError(
+                            f"parameter {slot.name}",
+                            expected=f"a view of the flat buffer of unit {self.name!r}",
+                            got="data elsewhere: replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
+                            do="Convert and move the model first, then call npuzero.zero(); "
+                            "load weights with npuzero.load_full_state_dict.",
+                        )

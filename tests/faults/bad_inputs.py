@@ -890,6 +890,10 @@ def _first(state: Any) -> Any:
     return next(iter(state["state"].values()))
 
 
+def _last(state: Any) -> Any:
+    return list(state["state"].values())[-1]
+
+
 def _group(state: Any) -> None:
     state["param_groups"][0]["params"].pop()
 
@@ -902,7 +906,7 @@ for _name, _change, _says in [
     ("a parameter fewer", _group, ("groups of", "groups")),
     ("a group more", _two_groups, ("groups",)),
     ("wrong shape", lambda state: _first(state).update(exp_avg=torch.ones(3)), ("exp_avg", "3")),
-    ("wrong shape of a vector", lambda state: _first(state).update(exp_avg=torch.ones(())), ("exp_avg",)),
+    ("wrong shape of a vector", lambda state: _last(state).update(exp_avg=torch.ones(())), ("exp_avg",)),
     ("moment missing", lambda state: _first(state).pop("exp_avg_sq") and None, ("exp_avg_sq",)),
     ("step missing", lambda state: _first(state).pop("step") and None, ("step",)),
     ("no groups", lambda state: state.pop("param_groups") and None, ("param_groups",)),
@@ -1033,7 +1037,8 @@ def _(world: World) -> None:
 
 @fine("a step without gradients")
 def _(world: World) -> None:
-    npuzero.AdamW(cut(world).parameters()).step()
+    model = cut(world)
+    npuzero.AdamW(model.parameters()).step()
 
 
 @fine("clipping without gradients")
