@@ -132,7 +132,7 @@ def generate(
     count: int,
     *,
     context: int = 256,
-    temperature: float = 0.7,
+    temperature: float = 0.8,
     top_k: int = 40,
     seed: int = 0,
 ) -> bytes:

@@ -20,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 LABELS = {"zero0": "stage 0", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
+ENLARGED_STEPS, ENLARGED = 25, "#f3f3f3"
 # Wide and pale beneath, narrow and dark on top: each of several equal curves stays visible.
 CURVES = (("#c6dbef", 9.0), ("#6baed6", 5.5), ("#2171b5", 2.8), ("#08193a", 0.9), ("#d94801", 0.9))
 PARTS = {"parameters": "#1b6ca8", "gradients": "#5fb49c", "states": "#f2b134", "buffers": "#b5b5b5"}
@@ -37,13 +38,21 @@ STYLE: dict[Any, Any] = {
 
 
 def draw_losses(axes: Axes, stages: Mapping[str, Any]) -> None:
-    """Loss over steps, one curve a stage."""
+    """Loss over steps, one curve a stage; an inset enlarges the last steps."""
+    steps = max(len(result["losses"]) for result in stages.values())
+    shown = min(ENLARGED_STEPS, steps)
+    inset = axes.inset_axes((0.4, 0.44, 0.58, 0.36))
     for (name, result), (color, width) in zip(stages.items(), CURVES, strict=False):
-        steps = range(1, len(result["losses"]) + 1)
-        axes.plot(steps, result["losses"], color=color, linewidth=width, label=LABELS.get(name, name))
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)", xlim=(0, None))
+        curve = list(enumerate(result["losses"], 1))
+        axes.plot(*zip(*curve, strict=True), color=color, linewidth=width / 2, label=LABELS.get(name, name))
+        inset.plot(*zip(*curve[-shown:], strict=True), color=color, linewidth=width)
+    axes.set(xlabel="step", ylabel="training loss (nats per byte)", xlim=(0, steps * 1.02))
     axes.grid(axis="y", color="#e6e6e6")
-    axes.legend(frameon=False, handlelength=2.5)
+    axes.legend(frameon=False, ncols=len(stages), loc="upper right", handlelength=1.5, columnspacing=1.2)
+    inset.set(xlim=(steps - shown + 0.5, steps + 0.5), faceymax=0.4, color=ENLARGED)
+    inset.set_title(f"the last {shown} steps", fontsize=10, pad=4)
+    inset.tick_params(labelsize=9)
+    axes.axvspan(steps - shown + 0.5, steps + 0.5, ymax=0.4, color=ENLARGED)
 
 
 def draw_memory(axes: Axes, stages: Mapping[str, Any]) -> None:
