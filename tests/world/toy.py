@@ -16,7 +16,7 @@ _SEEDING = threading.Lock()
 
 
 class Block(nn.Module):
-    def __init__(self, dim: int, frozen_norm: bool) -> None:
+    def __init__(self, dim: int, frozen_norm: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -35,11 +35,11 @@ class Block(nn.Module):
 class ToyGPT(nn.Module):
     """Tied embedding and head, frozen positions and norm, a scalar, a zero-size and a never used parameter."""
 
-    def __init__(self, dim: int = 16, layers: int = 3) -> None:
+    def __init__(self, dim: int = 16, layers: int = 3, block: Callable[..., nn.Module] = Block) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, dim)
         self.positions = nn.Parameter(torch.randn(SEQUENCE, dim) * 0.1, requires_grad=False)
-        self.blocks = nn.ModuleList(Block(dim, frozen_norm=i == 1) for i in range(layers))
+        self.blocks = nn.ModuleList(block(dim, frozen_norm=i == 1) for i in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -48,10 +48,13 @@ class ToyGPT(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions
+        x = self.run_blocks(self.tokens(tokens) + self.positions)
+        return self.head(self.norm(x)) * self.scale
+
+    def run_blocks(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)) * self.scale
+        return x
 
 
 def build(seed: int = 0, make: Callable[[], nn.Module] = ToyGPT) -> nn.Module:

@@ -50,8 +50,10 @@ class Session(ABC):
         return self.mean(lambda rank: loss_of(self.model, tokens_of(step, micro_batch, rank), **options))
 
     @abstractmethod
-    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
-        """``kind`` over ``params``, all parameters by default."""
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
+    ) -> torch.optim.Optimizer:
+        """``kind`` over ``params``, all parameters by default; ``fused``: in npuzero's own form where there is one."""
 
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
@@ -71,7 +73,9 @@ class Session(ABC):
 class PlainSession(Session):
     """Plain torch: the oracle."""
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
+    ) -> torch.optim.Optimizer:
         return kind(self.model.parameters() if params is None else params, **options)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -93,10 +97,12 @@ class CutSession(Session):
     def __init__(self, model: nn.Module, world: World, **options: Any) -> None:
         super().__init__(npuzero.zero(model, world=world, **options), [world.rank], world.size)
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
+    ) -> torch.optim.Optimizer:
         params = self.model.parameters() if params is None else params
-        fused = {torch.optim.AdamW: npuzero.AdamW, torch.optim.Adam: npuzero.Adam}
-        return fused[kind](params, **options) if kind in fused else npuzero.ZeroOptimizer(kind, params, **options)
+        own = {torch.optim.AdamW: npuzero.AdamW, torch.optim.Adam: npuzero.Adam}
+        return own[kind](params, **options) if fused and kind in own else npuzero.ZeroOptimizer(kind, params, **options)
 
     def clip(self, max_norm: float) -> Tensor:
         return npuzero.clip_grad_norm_(self.model, max_norm)

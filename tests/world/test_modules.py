@@ -1,0 +1,262 @@
+"""Models of every shape: what units return, what they share, and what is inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import npuzero
+from world.toy import Block, Recipe, ToyGPT
+from world.train import Make, Session, State, check, train
+
+PLANS = ("zero1", "zero3", "hpz", "hsdp")
+every_plan = pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
+)
+
+
+def train_a_little(session: Session) -> State:
+    return train(session, Recipe(steps=3, micro_batches=2, clip=0.5, groups=True))
+
+
+# -- what units return -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    notes: list[Tensor]
+
+
+class Opaque:
+    """A class of the user's own, which no library can look into."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+PACK: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda x: {"notes": (x.detach(), None, 1), "hidden": x}, lambda output: output["hidden"]),
+    "tuple": (lambda x: (x, [x.mean(), "text"]), lambda output: output[0] + 0 * output[1][0]),
+    "dataclass": (lambda x: Output(x, [x.sum()]), lambda output: output.hidden),
+    "object": (Opaque, lambda output: output.hidden),
+}
+
+
+class PackingGPT(ToyGPT):
+    """Its blocks return what ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        self.pack, self.unpack = PACK[kind]
+        pack = self.pack
+
+        class PackingBlock(Block):
+            def forward(self, x: Tensor) -> Any:
+                return pack(super().forward(x))
+
+        super().__init__(block=PackingBlock)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.unpack(block(x))
+        return x
+
+
+def packing(kind: str) -> Make:
+    def make() -> nn.Module:
+        return PackingGPT(kind)
+
+    return make
+
+
+# -- activation checkpointing ------------------------------------------------------------------------------------------
+
+
+class CheckpointedGPT(ToyGPT):
+    """Computes its blocks again in backward."""
+
+    reentrant = False
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ReentrantGPT(CheckpointedGPT):
+    reentrant = True
+
+
+class CheckpointedPairsGPT(ToyGPT):
+    """Checkpoints around several units at once."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first, *rest = self.blocks
+
+        def run_rest(x: Tensor) -> Tensor:
+            for block in rest:
+                x = block(x)
+            return x
+
+        return checkpoint(run_rest, first(x), use_reentrant=False)
+
+
+class CheckpointedInsideGPT(ToyGPT):
+    """Checkpoints a part of each unit."""
+
+    class Inside(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)) + self.empty.sum()
+            return x + checkpoint(self.mlp, x, use_reentrant=False)
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Inside)
+
+
+# -- what units share, and what is inside them -------------------------------------------------------------------------
+
+
+class TiedBlocksGPT(ToyGPT):
+    """Parameters shared between blocks, and two names for one within a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = self.blocks
+        third.mlp[1].weight = first.mlp[1].weight
+        second.qkv = first.qkv
+        second.mlp[0] = second.norm
+        third.mlp[0].weight = third.mlp[0].bias
+
+
+class OneBlockTwiceGPT(ToyGPT):
+    """One block computes twice in a pass."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.blocks[0], self.blocks[2]):
+            x = block(x)
+        return x
+
+
+class FrozenPartsGPT(ToyGPT):
+    """A frozen first block, behind which no gradient is needed; a frozen middle one; one with a trainable bit."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+        self.blocks[3].requires_grad_(False)
+        self.blocks[3].out.bias.requires_grad_(True)
+        self.tokens.weight.requires_grad_(False)
+
+
+class OnlyRootGPT(ToyGPT):
+    """No repeated list: one unit."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+
+
+class EarlyExitGPT(ToyGPT):
+    """The loss sees the first block alone; what the others made is thrown away."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        self.blocks[2](self.blocks[1](first))
+        return first
+
+
+class InPlaceGPT(ToyGPT):
+    """What a unit returns is changed in place."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(0.5).add_(1.0)
+        return x
+
+
+class ReturnsItsInputGPT(ToyGPT):
+    """Units hand their input on beside their output."""
+
+    class Passing(Block):
+        def forward(self, x: Tensor) -> Any:
+            return x, super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Passing)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        total = x
+        for block in self.blocks:
+            before, x = block(x)
+            total = total + before
+        return total + x
+
+
+class KeywordsGPT(ToyGPT):
+    """Units take their input by keyword, within a list."""
+
+    class Keywords(Block):
+        def forward(self, *, inputs: list[Tensor]) -> Tensor:
+            return super().forward(inputs[0])
+
+    def __init__(self) -> None:
+        super().__init__(block=self.Keywords)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(inputs=[x])
+        return x
+
+
+class NormalizedWeightsGPT(ToyGPT):
+    """torch's parametrizations compute a weight from others in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            torch.nn.utils.parametrizations.weight_norm(block.out)
+
+
+class TransposedGPT(ToyGPT):
+    """Parameters that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.out.weight = nn.Parameter(torch.randn(16, 16).t() * 0.1)
+
+
+MODELS: tuple[Make, ...] = (
+    *(packing(kind) for kind in PACK),
+    CheckpointedGPT,
+    ReentrantGPT,
+    CheckpointedPairsGPT,
+    CheckpointedInsideGPT,
+    TiedBlocksGPT,
+    OneBlockTwiceGPT,
+    FrozenPartsGPT,
+    OnlyRootGPT,
+    EarlyExitGPT,
+    InPlaceGPT,
+    ReturnsItsInputGPT,
+    KeywordsGPT,
+    NormalizedWeightsGPT,
+    TransposedGPT,
+)
+
+
+@every_plan
+@pytest.mark.parametrize("make", MODELS, ids=[*PACK, *(make.__name__ for make in MODELS[len(PACK) :])])
+def test_models(make: Make, plan: str) -> None:
+    check(train_a_little, 4, make, plan=plan, local_size=2)

@@ -1,0 +1,203 @@
+"""Whole tensors in and out of a cut model, and the end of its life."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import npuzero
+from npuzero import comm
+from npuzero.comm import World
+from npuzero.errors import CheckpointError, StateError
+from world.test_modules import TiedBlocksGPT
+from world.toy import Recipe, ToyGPT, build, loss_of, tokens_of
+from world.train import CutSession, PlainSession, State, assert_close, assert_same_bits, train
+
+every_plan = pytest.mark.parametrize("plan", npuzero.PRESETS)
+CUT = ("zero3", "hpz", "hsdp", "zero3-keep")
+
+
+class Normalized(nn.Module):
+    """Buffers of several dtypes, some of them not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)))
+        self.register_buffer("steps", torch.randint(100, (3,)))
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+        self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+_collecting = threading.Lock()
+
+
+def collect() -> None:
+    """gc.collect() does nothing while another thread is in it."""
+    with _collecting:
+        gc.collect()
+
+
+def bits_of_plain(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@every_plan
+@pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, Normalized])
+def test_full_state_dict_is_that_of_the_plain_model(make: type[nn.Module], plan: str) -> None:
+    """By every name, tied ones too, in torch's order; tied names share a tensor."""
+    expected = build(make=make).state_dict()
+
+    def both_ways(world: World) -> tuple[State, State]:
+        model = npuzero.zero(build(make=make), plan=plan, local_size=2, world=world)
+        return npuzero.full_state_dict(model), npuzero.full_state_dict(model, rank0_only=False)
+
+    outcomes = comm.run_threads(4, both_ways)
+    assert [bool(rank0) for rank0, _ in outcomes] == [True, False, False, False]
+    for state in (outcomes[0][0], *(everywhere for _, everywhere in outcomes)):
+        assert list(state) == list(expected)
+        assert_same_bits(state, bits_of_plain(build(make=make)))
+        for name, value in expected.items():
+            assert state[name].dtype == value.dtype
+            tied = {
+                other for other, tensor in expected.items() if value.numel() and tensor.data_ptr() == value.data_ptr()
+            }
+            assert {other for other in state if state[other] is state[name]} >= tied
+
+
+@every_plan
+def test_all_ranks_start_from_rank_0(plan: str) -> None:
+    """Parameters and buffers, saved or not, whatever each rank's seed was."""
+
+    def start(world: World) -> State:
+        model = npuzero.zero(build(seed=world.rank, make=Normalized), plan=plan, local_size=2, world=world)
+        return npuzero.full_state_dict(model, rank0_only=False) | {"scratch": model.scratch}
+
+    plain = build(make=Normalized)
+    for state in comm.run_threads(4, start):
+        assert_same_bits(state, bits_of_plain(plain) | {"scratch": plain.scratch})
+
+
+@every_plan
+def test_load_full_state_dict(plan: str) -> None:
+    """Rank 0's values arrive everywhere, and training goes on from them."""
+    recipe = Recipe(steps=2)
+
+    def load(world: World) -> tuple[State, State]:
+        session = CutSession(build(seed=1), world, plan=plan, local_size=2)
+        train(session, recipe)
+        session.load(build(seed=7 + world.rank).state_dict())
+        loaded = session.state()
+        train(session, recipe)
+        return loaded, session.state()
+
+    expected = PlainSession(build(seed=7), range(4), 4)
+    train(expected, recipe)
+    for loaded, trained in comm.run_threads(4, load):
+        assert_same_bits(loaded, bits_of_plain(build(seed=7)))
+        assert_close(trained, expected.state())
+
+
+def test_loading_what_does_not_fit_is_an_error() -> None:
+    def load(world: World) -> None:
+        model = npuzero.zero(build(), plan="zero3", world=world)
+        state = build().state_dict()
+        with pytest.raises(CheckpointError, match="missing"):
+            npuzero.load_full_state_dict(model, {name: value for name, value in state.items() if name != "scale"})
+        with pytest.raises(CheckpointError, match="unknown"):
+            npuzero.load_full_state_dict(model, state | {"more": torch.zeros(1)})
+        with pytest.raises(CheckpointError, match="shape"):
+            npuzero.load_full_state_dict(model, state | {"scale": torch.zeros(2)})
+        assert_same_bits(npuzero.full_state_dict(model, rank0_only=False), state)
+
+    comm.run_threads(2, load)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
+def test_torchs_load_state_dict_works_where_parameters_are_whole(plan: str) -> None:
+    for precision in (None, "bf16"):
+
+        def load(world: World, precision: str | None = precision) -> State:
+            session = CutSession(build(seed=1), world, plan=plan, precision=precision)
+            train(session, Recipe(steps=1))
+            session.model.load_state_dict(build(seed=7).state_dict())
+            optimizer = npuzero.AdamW(session.model.parameters(), lr=0.0, weight_decay=0.0)
+            session.loss(0).backward()
+            optimizer.step()  # writes the masters into the parameters
+            return session.state()
+
+        kind = torch.bfloat16 if precision else torch.float32
+        expected = {name: value.to(kind) for name, value in build(seed=7).named_parameters()}
+        for state in comm.run_threads(2, load):
+            assert_same_bits({name: state[name] for name in expected}, expected)
+
+
+@every_plan
+def test_gathered_parameters_are_whole(plan: str) -> None:
+    def look(world: World) -> None:
+        model = npuzero.zero(build(), plan=plan, local_size=2, world=world)
+        with npuzero.gathered(model):
+            for name, parameter in build().named_parameters():
+                assert torch.equal(model.get_parameter(name), parameter)
+            assert model.tokens.weight.norm() > 0
+        loss_of(model, tokens_of(0, 0, world.rank)).backward()
+        with npuzero.gathered(model):
+            assert torch.equal(model.head.weight, build().head.weight)
+        if plan in CUT:
+            with pytest.raises(StateError, match="while it is"):
+                model.tokens.weight.norm()
+
+    comm.run_threads(4, look)
+
+
+@every_plan
+def test_a_deleted_model_is_freed(plan: str) -> None:
+    def live_and_die(world: World) -> None:
+        model = npuzero.zero(build(), plan=plan, local_size=2, world=world)
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            loss_of(model, tokens_of(step, 0, world.rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, tokens_of(2, 0, world.rank))  # waits for what the last step set off
+        died = {"model": weakref.ref(model), "engine": weakref.ref(model._npuzero)}
+        died |= {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        died |= {f"flat {i}": weakref.ref(flat.whole) for i, flat in enumerate(model._npuzero.flats())}
+        del model, optimizer
+        collect()
+        assert [name for name, reference in died.items() if reference() is not None] == []
+
+    comm.run_threads(2, live_and_die)
+
+
+def test_an_optimizer_over_a_deleted_model_says_so() -> None:
+    def outlive(world: World) -> None:
+        model = npuzero.zero(build(), plan="zero3", world=world)
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
+        del model
+        collect()
+        with pytest.raises(StateError, match="deleted"):
+            optimizer.step()
+
+    comm.run_threads(2, outlive)
+
+
+def test_a_cut_model_cannot_be_copied() -> None:
+    def try_it(world: World) -> None:
+        model = npuzero.zero(build(), plan="zero3", world=world)
+        with pytest.raises(StateError, match="full_state_dict"):
+            copy.deepcopy(model)
+        with pytest.raises(StateError, match="full_state_dict"):
+            pickle.dumps(model)
+
+    comm.run_threads(2, try_it)
