@@ -49,7 +49,7 @@ def draw_losses(axes: Axes, stages: Mapping[str, Any]) -> None:
     axes.set(xlabel="step", ylabel="training loss (nats per byte)", xlim=(0, steps * 1.02))
     axes.grid(axis="y", color="#e6e6e6")
     axes.legend(frameon=False, ncols=len(stages), loc="upper right", handlelength=1.5, columnspacing=1.2)
-    inset.set(xlim=(steps - shown + 0.5, steps + 0.5), faceymax=0.4, color=ENLARGED)
+    inset.set(xlim=(steps - shown + 0.5, steps + 0.5), facecolor=ENLARGED)
     inset.set_title(f"the last {shown} steps", fontsize=10, pad=4)
     inset.tick_params(labelsize=9)
     axes.axvspan(steps - shown + 0.5, steps + 0.5, ymax=0.4, color=ENLARGED)
