@@ -81,7 +81,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 got="True",
                 do="Use torch.optim for an update that autograd goes through.",
             )
-        self._inner = None if self._inner is None else self._with_group(self._inner, group)
+        if self._inner is not None:
+            self._inner.add_param_group(self._counterpart(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -186,20 +187,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _gather(self, engine: Engine, flat: Flat) -> list[Options]:
-        """Per slot of ``flat``: its whole state."""
+        """Per slot of ``flat``: its whole state, put together from what the ranks say they have."""
+        said = cast(list[list[Options]], engine.world.exchange([self._described(flat, i) for i in flat.slots]))
+        known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
         mine = self._flat_state(flat)
-        said = [{k: float(v) for k, v in self._scalars(flat, i).items()} for i in flat.slots]
-        scalars = cast(list[list[dict[str, float]]], engine.world.exchange(said))
-        names = sorted({name for said in cast(list[list[str]], engine.world.exchange(sorted(mine))) for name in said})
+        names = sorted({name for slot in known for name, value in slot.items() if value is None})
         wholes = {name: engine.gather_states(flat, mine.get(name)).cpu() for name in names}
-        found: list[Options] = []
-        for i, slot in enumerate(flat.layout.slots):
-            known = next((rank[i] for rank in scalars if rank[i]), {})
-            state: Options = {name: torch.tensor(value) for name, value in known.items()}
-            if known or (names and not any(any(rank) for rank in scalars)):
-                state.update((name, whole[slot.begin : slot.end].view(slot.shape)) for name, whole in wholes.items())
-            found.append(state)
-        return found
+        return [
+            {
+                name: wholes[name][slot.begin : slot.end].view(slot.shape) if value is None else torch.tensor(value)
+                for name, value in state.items()
+            }
+            for slot, state in zip(flat.layout.slots, known, strict=True)
+        ]
+
+    def _described(self, flat: Flat, i: int) -> dict[str, float | None]:
+        """A slot's state as text can carry it: numbers, and None for each tensor of the parameter's shape."""
+        state = {name: value for name, value in self._slot_state(flat, i).items() if value is not None}
+        return {k: None if isinstance(v, Tensor) and v.dim() else float(v) for k, v in state.items()}
 
     def load_state_dict(self, state_dict: Options) -> None:
         """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
@@ -254,17 +259,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         buffers: dict[str, Tensor] = {}
         for i in flat.slots:
             own = flat.own_slot(i)
-            for name, value in self._inner_state(flat, i).items():
+            for name, value in self._slot_state(flat, i).items():
                 if isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim():
                     whole = buffers.setdefault(name, torch.zeros_like(flat.master))
                     whole[own].copy_(value)
         return buffers
 
-    def _scalars(self, flat: Flat, i: int) -> Options:
-        state = self._inner_state(flat, i)
-        return {k: v for k, v in state.items() if not isinstance(v, Tensor) or not v.dim()}
-
-    def _inner_state(self, flat: Flat, i: int) -> Options:
+    def _slot_state(self, flat: Flat, i: int) -> Options:
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
         return {} if stand_in is None or self._inner is None else dict(self._inner.state.get(stand_in, {}))
 
@@ -278,15 +279,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _make_inner(self) -> torch.optim.Optimizer:
         """The optimizer that does the work, over this rank's ranges of the masters."""
-        inner = self._class([torch.zeros(1)], **self._options)
-        inner.param_groups.clear()
-        for group in self.param_groups:
-            self._with_group(inner, group)
-        self._inner = inner
-        return inner
+        groups = [self._counterpart(group) for group in self.param_groups]
+        self._inner = self._class(groups, **self._options)
+        return self._inner
 
-    def _with_group(self, inner: torch.optim.Optimizer, group: Options) -> torch.optim.Optimizer:
-        """``inner`` with the counterpart of ``group``; frozen parameters of a cut model have none in it."""
+    def _counterpart(self, group: Options) -> Options:
+        """``group`` for the inner optimizer; frozen parameters of a cut model have no part in it."""
         members: list[Tensor] = []
         for parameter in group["params"]:
             engine = engine_behind(parameter)
@@ -296,8 +294,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._stand_ins[id(parameter)] = flat.master[flat.own_slot(i)].detach()
             if engine is None or place is not None:
                 members.append(self._stand_ins.get(id(parameter), parameter))
-        inner.add_param_group({**{k: v for k, v in group.items() if k != "param_names"}, "params": members})
-        return inner
+        return {**{key: value for key, value in group.items() if key != "param_names"}, "params": members}
 
 
 @contextlib.contextmanager
@@ -433,9 +430,9 @@ class Adam(ZeroOptimizer):
     def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
         return self._moments[flat].tensors() if flat in self._moments else {}
 
-    def _scalars(self, flat: Flat, i: int) -> Options:
+    def _slot_state(self, flat: Flat, i: int) -> Options:
         step = self._steps.get(id(flat.parameters[i]), 0)
-        return {"step": torch.tensor(float(step))} if step else {}
+        return {"step": step, **self._flat_state(flat)} if step else {}
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
         self._steps[id(flat.parameters[i])] = int(state["step"])

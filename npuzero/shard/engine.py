@@ -111,6 +111,7 @@ class Engine:
 
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None:
         unit.backward_expected = backward_expected
+        unit.opaque = unit.opaque or keep_whole
         if not unit.cut or keep_whole or in_backward():
             return
         if backward_expected:
@@ -121,13 +122,20 @@ class Engine:
     def backward_reaches(self, unit: Unit) -> None:
         if not unit.cut:
             return
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"backward with create_graph=True through unit {unit.name!r}",
+                expected="first derivatives where a plan cuts parameters: they are released as backward leaves a unit",
+                got=f"plan {self.plan.name!r}",
+                do="Use a plan that keeps parameters whole (zero0, zero1, zero1.5, zero2) for second derivatives.",
+            )
         unit.computing += 1
         self._gatherer.finish(unit)
         self._start_gathers(self._trace.before(unit.index, self._prefetch), unit)
 
     def backward_leaves(self, unit: Unit) -> None:
         unit.computing -= 1
-        if unit.computing == 0 and self._reducing and unit.missing <= 0:
+        if unit.computing == 0 and self._reducing and unit.missing <= 0 and not unit.opaque:
             self._gatherer.release(unit)
 
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
@@ -140,21 +148,22 @@ class Engine:
                 got=str(gradient.layout),
                 do="Use sparse=False: a sharded state is kept and updated densely.",
             )
-        if flat.accumulated[i] and not flat.kept[i]:  # the user dropped it since
-            self._reducer.drain()
-            flat.clear(i)
         flat.accumulated[i], flat.kept[i] = True, False
         unit.missing -= 1
         self._reducer.arrive(flat, i, gradient)
-        if unit.cut and unit.missing <= 0 and (not unit.has_frozen or unit.computing == 0):
+        if unit.cut and unit.missing <= 0 and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.release(unit)
 
     def backward_ends(self) -> None:
         if self._reducing:
             self._reducer.end()
             self._reducing = False
+        for flat, i in self._slots:
+            if flat.kept[i]:
+                flat.kept[i] = False
+                flat.parameters[i].grad = flat.markers[i]
         for unit in self.units:
-            unit.computing = 0
+            unit.computing, unit.opaque = 0, False
             self._gatherer.release(unit)
 
     def _start_gathers(self, indices: list[int], current: Unit) -> None:
@@ -176,6 +185,7 @@ class Engine:
                 flat.own_gradient.mul_(self.gradient_scale)
             self.gradient_scale.fill_(1.0)
             self._clipped = False
+        self._clear_dropped()
         self._used = None
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
@@ -251,10 +261,20 @@ class Engine:
             # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
             self._reducer.finish()
             self._used = self._agree(present)
-            for (flat, i), used in zip(self._slots, self._used, strict=True):
-                if not used and flat.accumulated[i]:
-                    flat.clear(i)
+            with torch._C.DisableTorchFunctionSubclass():
+                for (flat, i), used in zip(self._slots, self._used, strict=True):
+                    if used:  # by some rank: then it has a gradient on all, as under DDP
+                        flat.accumulated[i] = True
+                        flat.parameters[i].grad = flat.markers[i]
+            self._clear_dropped()
         return any(self._used)
+
+    def _clear_dropped(self) -> None:
+        """Zero what the buffers hold of gradients that the user dropped while others stay."""
+        for flat, i in self._slots:
+            if flat.accumulated[i] and not flat.present(i):
+                self._reducer.drain()
+                flat.clear(i)
 
     def _present(self) -> list[bool]:
         """Per slot: does this rank have a gradient?"""

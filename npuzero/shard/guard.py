@@ -79,7 +79,8 @@ def _metadata() -> frozenset[Any]:
     found = [attributes[name].__get__ for name in _GETTERS if name in attributes]
     found += [grad.__get__, grad.__set__, grad.__delete__, requires_grad.__set__]
     found += [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
-    return frozenset([*found, torch.numel, torch.is_floating_point, torch.is_complex])
+    found += [torch.numel, torch.is_floating_point, torch.is_complex, torch.autograd.grad, torch.autograd.backward]
+    return frozenset(found)
 
 
 _METADATA = _metadata()

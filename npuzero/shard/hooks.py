@@ -55,7 +55,7 @@ class Hooks:
             self._watch(unit)
             for flat in unit.trainable:
                 for i, parameter in enumerate(flat.parameters):
-                    self._handles.append(parameter.register_hook(_before_adding(flat, i)))
+                    self._handles.append(parameter.register_hook(self._before_adding(flat, i)))
                     self._handles.append(
                         parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
                     )
@@ -131,6 +131,18 @@ class Hooks:
 
         return hook
 
+    def _before_adding(self, flat: Flat, i: int) -> Callable[[Tensor], None]:
+        hooks_of, flat_of = weakref.ref(self), weakref.ref(flat)
+
+        def hook(_: Tensor) -> None:
+            hooks, owner = hooks_of(), flat_of()
+            if hooks is not None and owner is not None and owner.present(i):
+                owner.kept[i] = True
+                owner.parameters[i].grad = None
+                hooks.backward_begins()  # its end puts the marker back where nothing was added (autograd.grad)
+
+        return hook
+
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
         # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
         hooks_of, flat_of = weakref.ref(self), weakref.ref(flat)
@@ -145,18 +157,6 @@ class Hooks:
             parameter.grad = owner.markers[i]
 
         return hook
-
-
-def _before_adding(flat: Flat, i: int) -> Callable[[Tensor], None]:
-    flat_of = weakref.ref(flat)
-
-    def hook(_: Tensor) -> None:
-        owner = flat_of()
-        if owner is not None and owner.present(i):
-            owner.kept[i] = True
-            owner.parameters[i].grad = None
-
-    return hook
 
 
 def tensors_of(value: Any) -> tuple[list[Tensor], bool]:

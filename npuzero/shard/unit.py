@@ -261,6 +261,8 @@ class Unit:
         # Forward passes whose backward is to come or under way (see Hooks).
         self.backward_expected = False
         self.computing = 0
+        # Did a forward return something that may hide tensors? Then the unit stays whole until backward ends.
+        self.opaque = False
         # Gradients that the present backward pass has still to bring.
         self.missing = self.trainable_count = sum(len(flat.parameters) for flat in self.trainable)
 
