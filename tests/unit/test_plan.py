@@ -1,0 +1,162 @@
+"""The table as data: presets, the prefix law, the meanings of local_size, and what a collective costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from npuzero.errors import ConfigError
+from npuzero.plan import (
+    AXES,
+    PRESETS,
+    Memory,
+    MeshShape,
+    Placement,
+    Plan,
+    axes_between,
+    axes_beyond,
+    ring_bytes,
+)
+
+CUTS = ((), ("node",), ("local",), ("node", "local"), ("local", "node"))
+F32 = torch.float32
+
+
+def plan_of(parameters, held, gradients, states, **more):
+    cut = {"gradients": Placement(gradients, dtype=F32), "states": Placement(states, dtype=F32)}
+    return Plan(Placement(parameters), Placement(held), **cut, **more)
+
+
+def test_the_law_holds_for_every_table_that_can_be_written():
+    """Of all 625 rows of cuts, exactly those are plans in which each part is a prefix of the next."""
+    accepted = 0
+    for held, parameters, gradients, states in itertools.product(CUTS, repeat=4):
+        chain = (held, parameters, gradients, states)
+        lawful = all(deep[: len(shallow)] == shallow for shallow, deep in itertools.pairwise(chain))
+        if lawful:
+            plan_of(parameters, held, gradients, states)
+            accepted += 1
+        else:
+            with pytest.raises(ConfigError, match="prefix"):
+                plan_of(parameters, held, gradients, states)
+    # Never cut; at most over one axis: from 4 places on, 2 axes; over both: 10 ways to place two cuts, 2 orders.
+    assert accepted == 1 + 2 * 4 + 2 * 10
+
+
+def test_a_broken_law_names_both_parts():
+    with pytest.raises(ConfigError) as caught:
+        plan_of(("local",), (), ("node",), ("node", "local"))
+    message = str(caught.value)
+    assert "parameters.axes=('local',)" in message and "gradients.axes=('node',)" in message
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_by_name_and_stage(name):
+    plan = Plan.preset(name, precision="bf16", local_size=2)
+    assert plan.name == name and plan.local_size == 2
+    assert plan.parameters.dtype is plan.held.dtype is torch.bfloat16
+    assert plan.gradients.dtype is plan.states.dtype is F32
+    if name.removeprefix("zero").replace(".", "").isdigit():
+        assert Plan.preset(float(name.removeprefix("zero"))) == Plan.preset(name)
+
+
+def test_the_presets_of_the_table():
+    rows = {name: Plan.preset(name) for name in PRESETS}
+    assert set(rows) == {"zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"}
+    cuts = {n: [getattr(p, x).axes for x in ("parameters", "held", "gradients", "states")] for n, p in rows.items()}
+    assert cuts["zero0"] == [(), (), (), ()]
+    assert cuts["zero1"] == [(), (), (), AXES]
+    assert cuts["zero1.5"] == [(), (), (), ("local",)]
+    assert cuts["zero2"] == [(), (), AXES, AXES]
+    assert cuts["zero3"] == [AXES] * 4
+    assert cuts["zero3-keep"] == [AXES, (), AXES, AXES]
+    assert cuts["hpz"] == [("local", "node"), ("local",), ("local", "node"), ("local", "node")]
+    assert cuts["hsdp"] == cuts["mics"] == [("local",)] * 4
+
+
+@pytest.mark.parametrize("name", ["zero4", "ZERO3", 4, -1, 2.5, True, None, "", float("nan"), ("zero3",)])
+def test_an_unknown_preset_is_an_error(name):
+    with pytest.raises(ConfigError, match="zero3-keep"):
+        Plan.preset(name)
+
+
+@pytest.mark.parametrize(
+    ("local_size", "world", "host", "shape"),
+    [
+        (None, 8, 4, (2, 4)),  # the ranks of a host
+        (None, 8, None, (1, 8)),  # all of them, if nobody knows hosts
+        (0, 8, 4, (1, 8)),  # all
+        (-1, 8, 4, (1, 8)),
+        (-7, 6, None, (1, 6)),
+        (1, 8, 4, (8, 1)),  # none
+        (2, 8, 4, (4, 2)),  # a group of n
+        (8, 8, 4, (1, 8)),
+        (3, 6, 6, (2, 3)),
+        (None, 1, None, (1, 1)),
+    ],
+)
+def test_what_local_size_means(local_size, world, host, shape):
+    mesh = Plan.preset("zero1.5", local_size=local_size).mesh_shape(world, host)
+    assert mesh == MeshShape(*shape) and mesh.world == world
+    assert mesh.size(()) == 1 and mesh.size(AXES) == mesh.size(AXES[::-1]) == world
+    assert mesh.size(("local",)) == shape[1] and mesh.size(("node",)) == shape[0]
+
+
+@pytest.mark.parametrize(("local_size", "world", "host"), [(3, 8, 4), (16, 8, 4), (None, 6, 4)])
+def test_a_group_must_divide_the_world(local_size, world, host):
+    with pytest.raises(ConfigError, match="divides the world"):
+        Plan.preset("hsdp", local_size=local_size).mesh_shape(world, host)
+
+
+@pytest.mark.parametrize("world", [0, -1, 2.0, True, "8"])
+def test_a_world_is_a_positive_number(world):
+    with pytest.raises(ConfigError, match="world"):
+        Plan.preset("zero3").mesh_shape(world)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"states": Placement(AXES, Memory.HOST, F32)},
+        {"states": Placement(AXES, dtype=torch.bfloat16)},
+        {"gradients": Placement(AXES, dtype=torch.bfloat16)},
+        {"parameters": Placement(dtype=torch.float64)},
+        {"states": Placement(("node", "node"), dtype=F32)},
+        {"states": Placement(("pipeline",), dtype=F32)},
+        {"states": Placement(["node"], dtype=F32)},
+        {"states": ("node",)},
+        {"local_size": 2.0},
+        {"local_size": True},
+    ],
+)
+def test_what_cannot_be_kept_is_no_plan(change):
+    with pytest.raises(ConfigError):
+        Plan(**change)
+
+
+def test_differences_of_cuts():
+    assert axes_between(AXES, ()) == AXES
+    assert axes_between(AXES, ("node",)) == ("local",)
+    assert axes_between(AXES, AXES) == ()
+    assert axes_beyond(()) == AXES
+    assert axes_beyond(("local",)) == ("node",)
+    assert axes_beyond(AXES[::-1]) == ()
+
+
+@pytest.mark.parametrize(
+    ("verb", "factor"), [("all_gather", 1), ("reduce_scatter", 1), ("all_reduce", 2), ("all_to_all", 1)]
+)
+def test_ring_bytes(verb, factor):
+    for size in (1, 2, 3, 8):
+        whole = 512 * size
+        assert ring_bytes(verb, whole, size) == factor * 512 * (size - 1)
+    assert ring_bytes(verb, 0, 8) == 0
+    assert ring_bytes("barrier", 4096, 8) == 0
+
+
+def test_an_all_reduce_costs_what_its_two_halves_do():
+    for nbytes in (0, 4, 1000, 4096):
+        halves = ring_bytes("reduce_scatter", nbytes, 8) + ring_bytes("all_gather", nbytes, 8)
+        assert 0 <= ring_bytes("all_reduce", nbytes, 8) - halves <= 1
