@@ -1,0 +1,155 @@
+"""What runs beside what: gathers ahead of compute, reductions inside backward, the gather after the update in forward.
+
+Events of one rank come in the order in which that rank did things; marks of the test stand among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import Settings, comm, observe
+from npuzero.comm import World
+from npuzero.observe import Events, Instant, Span
+from world.toy import build
+from world.train import CutSession
+
+#: What happened, and to which unit.
+Happening = tuple[str, str]
+BLOCKS = [f"blocks.{i}" for i in range(3)]
+UNITS = ["root", *BLOCKS]
+
+
+def happenings(plan: str, steps: int = 3, **settings: object) -> list[list[Happening]]:
+    """Per step, what rank 0 of two did, in order. A span counts as of its beginning."""
+
+    def mark(what: str, name: str) -> Callable[..., None]:
+        return lambda *_: observe.instant(what, name)
+
+    def rank(world: World) -> None:
+        session = CutSession(build(), world, plan=plan, local_size=2, settings=Settings(**settings))
+        for name, block in session.model.blocks.named_children():
+            block.register_forward_pre_hook(mark("forward begins", f"blocks.{name}"))
+            block.register_forward_hook(mark("forward ends", f"blocks.{name}"), prepend=True)
+        for name, parameter in session.model.named_parameters():
+            if name.endswith("mlp.1.weight"):
+                parameter.register_hook(mark("backward within", name.removesuffix(".mlp.1.weight")))
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(steps):
+            observe.instant("step", str(step))
+            loss = session.loss(step)
+            observe.instant("backward", "begins")
+            loss.backward()
+            observe.instant("backward", "ends")
+            optimizer.step()
+            optimizer.zero_grad()
+        observe.instant("step", "none")
+        session.state()
+
+    with observe.recording(Events()) as sink:
+        comm.run_threads(2, rank)
+    events = [event for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
+    events.sort(key=lambda event: event.begin_s if isinstance(event, Span) else event.at_s)
+    order = [(event.category, event.name) for event in events]
+    starts = [i for i, (what, _) in enumerate(order) if what == "step"]
+    return [order[begin:end] for begin, end in pairwise(starts)]
+
+
+def at(order: list[Happening], what: str, name: str, after: int = -1) -> int:
+    """Place of a happening behind ``after``."""
+    assert (what, name) in order[after + 1 :], f"no {what} {name} in {order[after + 1 :]}"
+    return order.index((what, name), after + 1)
+
+
+def launched(order: list[Happening]) -> list[str]:
+    """Units whose gradients' reductions are launched, in order."""
+    return [name.partition("[")[0] for what, name in order if what == "launch reduction"]
+
+
+def during_backward(order: list[Happening]) -> list[Happening]:
+    return order[at(order, "backward", "begins") : at(order, "backward", "ends")]
+
+
+@pytest.mark.parametrize("plan", ["zero3", "hpz", "hsdp"])
+def test_the_next_unit_is_gathered_while_the_present_one_computes(plan: str) -> None:
+    order = happenings(plan)[1]
+    backward = at(order, "backward", "begins")
+    for present, following in pairwise(BLOCKS):
+        ahead = at(order, "prefetch", following)
+        assert ahead < at(order, "forward ends", present) < at(order, "forward begins", following) < backward
+        ahead = at(order, "prefetch", present, backward)
+        assert ahead < at(order, "backward within", following, backward)
+        assert ahead < at(order, "backward within", present, backward)
+
+
+def test_the_first_forward_has_no_forecast_but_its_backward_has() -> None:
+    order = happenings("zero3", steps=1)[0]
+    backward = at(order, "backward", "begins")
+    assert not [name for what, name in order[:backward] if what == "prefetch"]
+    assert [name for what, name in order[backward:] if what == "prefetch"][:2] == ["blocks.1", "blocks.0"]
+
+
+@pytest.mark.parametrize("settings", [{"overlap": False}, {"prefetch": 0}], ids=["no overlap", "prefetch=0"])
+def test_without_overlap_nothing_is_gathered_ahead(settings: dict[str, object]) -> None:
+    for order in happenings("zero3", **settings):
+        assert not [name for what, name in order if what == "prefetch"]
+        assert {name for what, name in order if what == "wait for gather"} == set(UNITS)
+
+
+def test_prefetch_2_gathers_two_ahead() -> None:
+    order = happenings("zero3", prefetch=2)[1]
+    assert at(order, "prefetch", "blocks.2") < at(order, "forward ends", "blocks.0")
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3", "hpz", "hsdp"])
+def test_cut_gradients_are_reduced_inside_every_backward(plan: str) -> None:
+    for order in happenings(plan):
+        inside = during_backward(order)
+        assert list(dict.fromkeys(launched(inside))) == [*reversed(BLOCKS), "root"], "backward's own order"
+        # The last block's goes out before autograd has come to the first one.
+        first = next(i for i, (what, _) in enumerate(inside) if what == "launch reduction")
+        assert first < at(inside, "backward within", "blocks.0")
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5"])
+def test_whole_gradients_are_reduced_inside_backward_once_it_is_known_to_be_the_last(plan: str) -> None:
+    first, *later = happenings(plan)
+    assert not launched(during_backward(first)) and set(launched(first)) == set(UNITS)
+    for order in later:
+        inside = during_backward(order)
+        assert set(launched(inside)) == set(UNITS) and launched(inside) == launched(order)
+        assert at(inside, "launch reduction", "blocks.2[0]") < at(inside, "backward within", "blocks.0")
+
+
+def test_without_overlap_whole_gradients_are_reduced_at_the_step() -> None:
+    for order in happenings("zero1", overlap=False):
+        assert not launched(during_backward(order)) and set(launched(order)) == set(UNITS)
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2"])
+def test_the_gather_after_the_update_is_awaited_by_the_next_forward(plan: str) -> None:
+    first, *later = happenings(plan)
+    assert not [name for what, name in first if what == "wait for restore"]
+    for order in later:
+        assert [name for what, name in order if what == "wait for restore"] == UNITS
+        for earlier, unit in pairwise(BLOCKS):
+            awaited = at(order, "wait for restore", unit)
+            assert at(order, "forward ends", earlier) < awaited < at(order, "forward begins", unit), "no sooner"
+
+
+def test_without_overlap_the_update_ends_with_its_gather() -> None:
+    for order in happenings("zero1", overlap=False):
+        ended = at(order, "backward", "ends")
+        assert [name for what, name in order[ended:] if what == "wait for restore"] == UNITS
+        assert not [name for what, name in order[:ended] if what == "wait for restore"]
+
+
+def test_every_preset_reduces_each_flat_once_a_step() -> None:
+    for plan in npuzero.PRESETS:
+        for order in happenings(plan, steps=2):
+            flats = [name for what, name in order if what == "launch reduction"]
+            assert len(flats) == len(set(flats)), plan
