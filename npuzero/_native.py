@@ -13,12 +13,12 @@ import torch
 
 from npuzero import device as devices
 from npuzero.config import environment
-from npuzero.errors import ConfigError, KernelUnavailable
+from npuzero.errors import ConfigError, CoreMissing, KernelUnavailable
 
 try:
     from npuzero import _C
 except ImportError as error:
-    raise KernelUnavailable(
+    raise CoreMissing(
         "npuzero._C",
         expected="the compiled core beside the Python files",
         got=str(error),

@@ -55,6 +55,10 @@ class KernelUnavailable(NpuZeroError, RuntimeError):
     """The op has no kernel for this device in this build."""
 
 
+class CoreMissing(NpuZeroError, ImportError):
+    """The compiled core is not there: the package was not built where it is imported from."""
+
+
 class StateError(NpuZeroError, RuntimeError):
     """A call that does not fit the present state of a unit, model or optimizer."""
 

@@ -12,6 +12,7 @@ KINDS = {
     errors.ConfigError: ValueError,
     errors.ContractError: ValueError,
     errors.KernelUnavailable: RuntimeError,
+    errors.CoreMissing: ImportError,
     errors.StateError: RuntimeError,
     errors.OutOfSpace: MemoryError,
     errors.CollectiveError: RuntimeError,
