@@ -11,6 +11,8 @@ ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# Two files of tests at a time: most tests wait for other ranks half of their time.
+PYTEST := $(VENV)/bin/pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 OWN := npuzero csrc setup.py pyproject.toml
 SOURCES := $(shell find $(OWN) -type f ! -name '*.so' ! -name '*.pyc')
@@ -26,14 +28,15 @@ demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks
 	$(PY) examples/gpt/demo.py --preset $(PRESET) --ranks $(RANKS) $(ARGS)
 
 test: lint $(VENV)/.installed-dev  ## lint, then all tests that are not slow
-	$(VENV)/bin/pytest -q -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: lint $(VENV)/.installed-dev  ## lint, then every test
-	$(VENV)/bin/pytest -q $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --quiet --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
 	MYPYPATH=examples/gpt $(VENV)/bin/mypy npuzero examples/gpt
 
 format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format would have them
