@@ -22,7 +22,8 @@ from npuzero.comm import shared_memory
 
 # Children come from a process that has imported torch once and computed nothing: quick, and without inherited threads.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "npuzero.comm"])
+# torch.distributed and its optimizers import torch._dynamo when first used, which takes seconds in each process.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero.comm"])
 
 #: Small slots, so that small tensors take several rounds.
 SLOT_BYTES = 4096
