@@ -16,12 +16,19 @@ from world.train import State, assert_close, assert_same_bits, run_cut, run_plai
 
 #: Ranks, and how many of them share a group: all shapes a mesh can have.
 LOCAL_SIZE = {2: 1, 3: 3, 4: 2, 8: 4}
-SIZES = tuple(LOCAL_SIZE)
+SIZES = [pytest.param(size, marks=() if size in (2, 4) else pytest.mark.slow) for size in LOCAL_SIZE]
 
 ONE = Recipe(steps=4)
 CLIPPED = Recipe(steps=3, clip=0.5, groups=True)
 FOUR = Recipe(steps=2, micro_batches=4, clip=0.5, groups=True)
 LONG = (Recipe(steps=10), Recipe(steps=10, micro_batches=4, clip=0.5, groups=True))
+
+#: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
+QUICK = ("zero1", "zero3", "hpz", "hsdp")
+PLANS = [
+    pytest.param(plan, marks=() if plan in QUICK else pytest.mark.slow)
+    for plan in ("zero1", "zero2", "zero3", "zero3-keep", "hpz", "hsdp")
+]
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 #: Plans that sum a gradient over all ranks at once, in rank order; HSDP and its like sum in two levels.
@@ -90,7 +97,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "zero3-keep", "hpz", "hsdp"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_settings_change_no_bit(plan: str) -> None:
     for settings in SETTINGS:
         assert_same_bits(trained(plan, FOUR, 4, settings=settings), trained(plan, FOUR, 4))
@@ -104,7 +111,7 @@ def _one_unit(name: str, module: nn.Module) -> bool:
 UNITS = (Block, (nn.Linear, nn.LayerNorm), (Block, nn.Sequential), _one_unit)
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "zero3-keep", "hpz", "hsdp"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_units_change_no_bit(plan: str) -> None:
     """Without clipping: the norm adds up flat by flat."""
     for units in UNITS:

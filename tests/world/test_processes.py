@@ -35,17 +35,21 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Digests
     return run
 
 
-@pytest.mark.parametrize("size", LOCAL_SIZE)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=() if size == 2 else pytest.mark.slow) for size in LOCAL_SIZE]
+)
 def test_every_preset_equals_ddp(size: int, digests: Callable[[int], Digests]) -> None:
     assert len(digests(size)) == 2 * len(npuzero.PRESETS) + len(STAGES)
 
 
+@pytest.mark.slow
 def test_gloo_gives_the_bits_of_shared_memory(digests: Callable[[int], Digests], tmp_path: Path) -> None:
     arguments = (OVER_GLOO, LOCAL_SIZE[4])
     over_gloo = values(run_ranks(4, equals_ddp, *arguments, folder=tmp_path, backend="gloo", limit_s=90.0))[0]
     assert over_gloo == {key: digests(4)[key] for key in over_gloo}
 
 
+@pytest.mark.slow
 def test_gloo_without_a_flat_group_equals_ddp(tmp_path: Path) -> None:
     """hpz's order of ranks is none that torch's groups can have: two levels, another order of the sum."""
     values(run_ranks(4, equals_ddp, {ONE: ["hpz"]}, 2, folder=tmp_path, backend="gloo", limit_s=90.0))
