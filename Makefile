@@ -14,9 +14,7 @@ PY := $(VENV)/bin/python
 # Two files of tests at a time: most tests wait for other ranks half of their time.
 PYTEST := $(VENV)/bin/pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
-OWN := npuzero csrc setup.py pyproject.toml
-SOURCES := $(shell find $(OWN) -type f ! -name '*.so' ! -name '*.pyc')
-CXX_SOURCES := $(filter %.h %.cpp %.cu,$(SOURCES))
+BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
 .PHONY: help demo test test-all lint format build clean
 .DELETE_ON_ERROR:
@@ -36,19 +34,19 @@ test-all: lint $(VENV)/.installed-dev  ## lint, then every test
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --quiet --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu,$(BUILT_FROM))
 	MYPYPATH=examples/gpt $(VENV)/bin/mypy npuzero examples/gpt
 
 format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format would have them
 	$(VENV)/bin/ruff check --quiet --fix .
 	$(VENV)/bin/ruff format --quiet .
-	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+	$(VENV)/bin/clang-format -i $(filter %.h %.cpp %.cu,$(BUILT_FROM))
 
 build: $(VENV)/.created  ## a wheel in dist/
 	$(PIP) wheel --no-deps --wheel-dir dist .
 
 clean:  ## remove what was built, not .venv and runs
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist *.egg-info npuzero/*.so $(VENV)/.installed-* .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find npuzero tests examples -name __pycache__ -type d -exec rm -rf {} +
 
 # Stamps: a file in .venv is newer than what it was made from.
@@ -60,9 +58,8 @@ $(VENV)/.created:
 	@$(PIP) install $(TORCH)
 	@touch $@
 
-# The package is built from this tree and installed, with one of its extras; again when a source of it changes.
-$(VENV)/.installed-%: $(VENV)/.created $(SOURCES)
+# The package is installed as a link to this folder, with one of its extras, and built again when its C++ changes.
+$(VENV)/.installed-%: $(VENV)/.created $(BUILT_FROM)
 	@echo "installing npuzero[$*] from this folder"
-	@rm -rf build/lib*  # else a module deleted since stays in the wheel
-	@$(PIP) install ".[$*]"
+	@$(PIP) install --editable ".[$*]"
 	@touch $@
