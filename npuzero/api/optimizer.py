@@ -361,15 +361,17 @@ class Adam(ZeroOptimizer):
 
     def _update_flat(self, engine: Engine, flat: Flat, members: Mapping[int, Options]) -> None:
         ranges = []
+        counts = False
         for i, parameter in enumerate(flat.parameters):
             group = members.get(id(parameter))
             if group is None or not engine.used(flat, i):
                 continue
+            counts = True
             step = self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
             own = flat.own_slot(i)
             if own.start < own.stop:
                 ranges.append(Range(own.start, own.stop, group, step))
-        if ranges:
+        if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
             update(
                 flat.master,
                 self._moments_of(engine, flat),

@@ -147,6 +147,10 @@ class Communicator(ABC):
     def abort(self, reason: str) -> None:
         """Breaks the communicator, on every rank where the means allow it."""
 
+    def drain(self) -> None:
+        """Until what was started here is done or has failed: other ranks may still need this one's part of it."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Gives resources back; operations not waited for fail. Idempotent."""

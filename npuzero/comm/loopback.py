@@ -130,6 +130,7 @@ def run_threads(
         try:
             with entered(world):
                 results[world.rank] = fn(world)
+                world.drain()
         except BaseException as error:
             with meeting.changed:
                 meeting.first_error = meeting.first_error or error

@@ -90,6 +90,10 @@ class SharedMemoryCommunicator(Communicator):
     def abort(self, reason: str) -> None:
         self.native.abort(reason)
 
+    def drain(self) -> None:
+        for operation, _ in list(self._kept):
+            self.native.wait(operation)
+
     def close(self) -> None:
         self.native.close()
         self._kept.clear()

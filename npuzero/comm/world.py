@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -93,6 +94,11 @@ class World(ABC):
         """Breaks every communicator of this rank; the other ranks' waiting ends with an error."""
         for communicator in list(self._communicators.values()):
             communicator.abort(reason)
+
+    def drain(self) -> None:
+        """Finishes what is under way, for ranks that still wait: an orderly end is a drain and a close."""
+        for communicator in list(self._communicators.values()):
+            communicator.drain()
 
     def close(self) -> None:
         """Closes every communicator. Idempotent."""
@@ -399,6 +405,8 @@ _at_exit: list[Callable[[], None]] = []
 @atexit.register
 def _end() -> None:
     if _process_world is not None:
+        if getattr(sys, "last_value", None) is None:  # not after an exception that nobody caught
+            _process_world.drain()
         _process_world.close()
     for action in _at_exit:
         if dist.is_initialized():

@@ -56,10 +56,7 @@ def foretold(recipe: Recipe, plan: str, **options: Any) -> Report:
 
 
 def assert_foretold(recipe: Recipe, plan: str, slack: int = 0, **options: Any) -> None:
-    """Every rank sent exactly what was foretold and held the same; where there is ``slack``, 2 % + so many bytes off.
-
-    Moments are made for what a rank updates: one whose shard is all padding has none of them.
-    """
+    """Every rank sent exactly what was foretold and held the same; where there is ``slack``, 2 % + so many bytes off."""
     expected = foretold(recipe, plan, **options)
     for rank, report in enumerate(reports(recipe, plan=plan, **options)):
         assert report.bytes_sent == expected.bytes_sent
@@ -67,10 +64,7 @@ def assert_foretold(recipe: Recipe, plan: str, slack: int = 0, **options: Any) -
         assert report.bytes_held.keys() == expected.bytes_held.keys()
         for state, nbytes in expected.bytes_held.items():
             held = report.bytes_held[state]
-            if state == "states" and rank > 0:
-                assert held <= nbytes
-            else:
-                assert abs(held - nbytes) <= (0.02 * nbytes + slack if slack else 0), (rank, state, held, nbytes)
+            assert abs(held - nbytes) <= (0.02 * nbytes + slack if slack else 0), (rank, state, held, nbytes)
 
 
 @every_plan
