@@ -258,6 +258,7 @@ class Engine:
             present = self._present()
             if not any(present):
                 self._forget_gradients()
+                self._meet_in_gathers()
             # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
             self._reducer.finish()
             self._used = self._agree(present)
@@ -275,6 +276,13 @@ class Engine:
             if flat.accumulated[i] and not flat.present(i):
                 self._reducer.drain()
                 flat.clear(i)
+
+    def _meet_in_gathers(self) -> None:
+        """Ranks that gather for a backward pass would wait for ever: let the two meet, which is an error at once."""
+        if self.mesh.size(self.plan.parameters.axes) > 1:
+            nothing = torch.empty(0, device=self.space.device)
+            communicator = self.mesh.communicator(self.plan.parameters.axes, "gather")
+            communicator.all_reduce(nothing, tag="a step without a backward pass").wait()
 
     def _present(self) -> list[bool]:
         """Per slot: does this rank have a gradient?"""

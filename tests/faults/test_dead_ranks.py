@@ -69,7 +69,7 @@ def test_fewer_steps_on_one_rank(stage: str) -> None:
     ("fault", "one", "other"),
     [
         (dead_ranks.skips_block, r"blocks\.1", r"blocks\.2"),
-        (dead_ranks.skips_backward, r"blocks\.0", r"blocks\.2"),
+        (dead_ranks.skips_backward, "gather root", "a step without a backward pass"),
         (dead_ranks.evaluates_alone, r"blocks\.0", r"blocks\.2"),
         (dead_ranks.saves_alone, r"blocks\.0", r"blocks\.2"),
     ],

@@ -14,7 +14,9 @@ from npuzero.ops.reference import norm as reference
 
 def python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables}
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", program]
+    # Elsewhere: a checkout that is not built would hide the installed package.
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
 
 
 FORCED = """

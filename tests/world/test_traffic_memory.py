@@ -56,7 +56,7 @@ def foretold(recipe: Recipe, plan: str, **options: Any) -> Report:
 
 
 def assert_foretold(recipe: Recipe, plan: str, slack: int = 0, **options: Any) -> None:
-    """Every rank sent exactly what was foretold and held the same; where there is ``slack``, 2 % + so many bytes off."""
+    """Every rank sent exactly what was foretold and held the same; with ``slack``, 2 % + so many bytes off."""
     expected = foretold(recipe, plan, **options)
     for rank, report in enumerate(reports(recipe, plan=plan, **options)):
         assert report.bytes_sent == expected.bytes_sent
