@@ -12,7 +12,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 # Two files of tests at a time: most tests wait for other ranks half of their time.
-PYTEST := $(VENV)/bin/pytest -q -n 2 --dist loadfile
+PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
