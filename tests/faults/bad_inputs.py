@@ -75,8 +75,9 @@ class Integers(nn.Module):
 
 
 def cut(world: World, stage: Any = None, model: Any = None, **options: Any) -> Any:
-    """A toy model cut over the ranks; zero3 unless told."""
-    return npuzero.zero(build() if model is None else model, stage, world=world, **options)
+    """A toy model cut over the ranks, zero3 unless told; it lives as long as ``world``, whatever a row keeps of it."""
+    world.model = npuzero.zero(build() if model is None else model, stage, world=world, **options)  # type: ignore[attr-defined]
+    return world.model  # type: ignore[attr-defined]
 
 
 def loss_of(model: nn.Module, rank: int = 0) -> Tensor:
@@ -746,7 +747,7 @@ def _(world: World) -> None:
 
 @bad("optimizer over a deleted model", StateError, "deleted", ranks=2)
 def _(world: World) -> None:
-    model = cut(world)
+    model = npuzero.zero(build(), world=world)
     optimizer = npuzero.AdamW(model.parameters())
     del model
     gc.collect()
