@@ -24,6 +24,7 @@ from npuzero.api import (
 )
 from npuzero.config import Settings
 from npuzero.errors import (
+    BenchmarkError,
     CheckpointError,
     CollectiveError,
     ConfigError,
@@ -44,6 +45,7 @@ __all__ = [
     "PRESETS",
     "Adam",
     "AdamW",
+    "BenchmarkError",
     "CheckpointError",
     "CollectiveError",
     "ConfigError",

@@ -234,6 +234,11 @@ def rendezvous(variables: Mapping[str, str] | None = None) -> str:
     return ":".join(variables[name] for name in names)
 
 
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with further variables, for a process that it starts."""
+    return {**os.environ, **variables}
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The JSON object in the file `path`.
 

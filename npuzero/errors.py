@@ -75,5 +75,9 @@ class StorageError(NpuZeroError, OSError):
     """A file or block device failed."""
 
 
+class BenchmarkError(NpuZeroError, RuntimeError):
+    """A contender gave a wrong result, failed, or was silent for too long: no figure was written."""
+
+
 class CheckpointError(NpuZeroError, RuntimeError):
     """A checkpoint is missing, torn, or does not fit the model."""

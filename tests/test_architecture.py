@@ -35,6 +35,7 @@ ROWS = (
     ("shard", "optim", "parallel"),
     ("checkpoint",),
     ("api", "info"),
+    ("bench",),
     ("compat", "cli"),
     ("__main__",),
     ("__init__",),

@@ -17,6 +17,7 @@ KINDS = {
     errors.OutOfSpace: MemoryError,
     errors.CollectiveError: RuntimeError,
     errors.StorageError: OSError,
+    errors.BenchmarkError: RuntimeError,
     errors.CheckpointError: RuntimeError,
 }
 

@@ -1,0 +1,32 @@
+"""Measuring: contenders interleaved in rounds, results checked before they are timed, records that can be compared.
+
+How to read the figures, and how to add one: docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
+from npuzero.bench.machine import fingerprint
+from npuzero.bench.record import SCHEMA, Record
+from npuzero.bench.spread import Summary, median, per_round, summarize
+from npuzero.bench.team import Team, python_worker
+
+__all__ = [
+    "SCHEMA",
+    "Benchmark",
+    "Contender",
+    "Effort",
+    "Record",
+    "Result",
+    "Summary",
+    "Team",
+    "check_close",
+    "check_equal",
+    "fingerprint",
+    "local",
+    "median",
+    "per_round",
+    "python_worker",
+    "run",
+    "summarize",
+]

@@ -1,0 +1,66 @@
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npuzero import _native
+from npuzero import device as devices
+
+_SOURCES = Path(__file__).resolve().parents[2]
+
+
+def fingerprint(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Facts of machine and software that figures depend on, ready for JSON. Names no path and no host."""
+    cpu = devices.get("cpu")
+    return {
+        "cpu": cpu.capability().partition(",")[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "cache_bytes": _last_cache_bytes(),
+        "memory_bytes": cpu.memory().total,
+        "architecture": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "device": devices.get(device).capability(),
+        "isa": _native.isa(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "npuzero": _version(),
+        "commit": _commit(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("npuzero")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return None
+
+
+def _last_cache_bytes() -> int | None:
+    """Of the last level of cache, where Linux tells."""
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [int(path.read_text().strip().removesuffix("K")) * 1024 for path in found]
+    return max(sizes, default=None)
+
+
+def _commit() -> str | None:
+    """The sources' commit, with ``+`` where they have changed since; None where npuzero is not run from a checkout."""
+    if not (_SOURCES / ".git").exists():
+        return None
+    try:
+        told = subprocess.run(
+            ["git", "-C", str(_SOURCES), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip()

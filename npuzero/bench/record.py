@@ -1,0 +1,154 @@
+"""What a suite of benchmarks leaves: one JSON file, from which every figure can be derived again."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from npuzero.bench.harness import Result
+from npuzero.bench.spread import median
+from npuzero.config import check_keys, read_json
+from npuzero.errors import ConfigError, StorageError
+
+SCHEMA = 1
+
+
+@dataclass
+class Record:
+    """The results of one suite in one run.
+
+    Attributes:
+        suite: ``"ops"``, ``"comm"``, ``"step"``, ``"peers"``, ``"install"``.
+        command: repeats the run.
+        machine: see :func:`npuzero.bench.fingerprint`.
+        date: when it began, ISO 8601 in UTC.
+        quick: a smoke run, whose figures mean nothing.
+    """
+
+    suite: str
+    command: str
+    machine: dict[str, Any]
+    date: str
+    quick: bool
+    results: list[Result]
+
+    @classmethod
+    def begin(cls, suite: str, command: str, machine: dict[str, Any], *, quick: bool = False) -> Record:
+        """An empty record of now."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return cls(suite, command, machine, now, quick, [])
+
+    def result(self, name: str) -> Result:
+        """The result of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for result in self.results:
+            if result.name == name:
+                return result
+        known = ", ".join(result.name for result in self.results) or "none"
+        raise ConfigError(f"record {self.suite}", expected=f"one of {known}", got=repr(name), do="Name one of these.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The file's content: what was measured, and the summaries that follow from it."""
+        return {
+            "schema": SCHEMA,
+            "suite": self.suite,
+            "command": self.command,
+            "date": self.date,
+            "quick": self.quick,
+            "machine": self.machine,
+            "benchmarks": [benchmark_as_dict(result) for result in self.results],
+        }
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], subject: str = "record") -> Record:
+        """The record of a file's content; summaries are derived anew.
+
+        Raises:
+            ConfigError: another schema, or keys that are missing or not known.
+        """
+        if content.get("schema") != SCHEMA:
+            raise ConfigError(
+                subject, expected=f"schema {SCHEMA}", got=repr(content.get("schema")), do="Take the figures anew."
+            )
+        keys = ("schema", "suite", "command", "date", "quick", "machine", "benchmarks")
+        check_keys(subject, content, keys)
+        try:
+            results = [benchmark_from_dict(entry) for entry in content["benchmarks"]]
+            told = {key: content[key] for key in ("suite", "command", "machine", "date", "quick")}
+            return cls(**told, results=results)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                subject, expected=f"what schema {SCHEMA} has", got=f"{type(error).__name__}: {error}",
+                do="Take the figures anew.",
+            ) from error  # fmt: skip
+
+    def write(self, path: Path) -> None:
+        """Leaves the file whole, or not at all.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise StorageError(
+                f"record {path}", expected="a file that can be written", got=str(error), do="Check the folder."
+            ) from error
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Raises ConfigError where there is no such file, or it is no record of this schema."""
+        return cls.from_dict(read_json(path), f"record {path.name}")
+
+
+def benchmark_as_dict(result: Result) -> dict[str, Any]:
+    """One benchmark's part of the file: the raw times, and what follows from them for who reads the file itself."""
+    contenders = {
+        name: {
+            "seconds": [_rounded(value) for value in seconds],
+            "calls": result.calls[name],
+            "nbytes": result.nbytes[name],
+            "values": result.values[name],
+            "median_s": _rounded(median(seconds)),
+            "gb_per_s": _rounded(result.gb_per_s(name)),
+            "speedup": {key: _rounded(value) for key, value in result.speedup(name).as_dict().items()},
+        }
+        for name, seconds in result.seconds.items()
+    }
+    return {
+        "name": result.name,
+        "title": result.title,
+        "baseline": result.baseline,
+        "checked": result.checked,
+        "parameters": result.parameters,
+        "ended_by": result.ended_by,
+        "contenders": contenders,
+    }
+
+
+def benchmark_from_dict(entry: dict[str, Any]) -> Result:
+    """The Result behind one benchmark's part; raises KeyError or TypeError where it is none."""
+    contenders: dict[str, dict[str, Any]] = entry["contenders"]
+    told = {key: entry[key] for key in ("name", "title", "baseline", "checked", "parameters", "ended_by")}
+    return Result(
+        **told,
+        **{  # type: ignore[arg-type]
+            key: {name: contender[key] for name, contender in contenders.items()}
+            for key in ("seconds", "calls", "nbytes", "values")
+        },
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    """Six digits; None also for what JSON has no number for."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -1,0 +1,130 @@
+"""The other end of a Team: serves one contender's rank, by lines of JSON on stdin and stdout.
+
+    PYTHON worker.py FILE_OR_MODULE
+
+Stands alone: needs nothing but Python, so that it also runs in environments without npuzero. FILE_OR_MODULE has a
+function ``make(rank, size, options)`` that returns the work, an object with
+
+    run()           one call of what is measured;
+    prepare()       before each visit, outside the time (optional): a barrier, say;
+    synchronize()   until the device is done (optional);
+    any other       methods of its own, which take keyword arguments and return what JSON knows: see Team.ask.
+
+What the work writes to stdout goes to stderr, which the Team shows if the worker fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def main() -> int:
+    # This file's folder is no place to import from: its modules have names of their own package.
+    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        serve(sys.argv[1], channel)
+    except BaseException as error:
+        traceback.print_exc()
+        say(channel, error=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def serve(source: str, channel: TextIO) -> None:
+    """Answers one line per line until told to quit, or until the Team is gone."""
+    start = json.loads(sys.stdin.readline())
+    make = load(source).make
+    reset = reset_peak()
+    baseline_bytes = status_bytes()["VmRSS"]
+    work = make(start["rank"], start["size"], start["options"])
+    say(channel, answer="ready")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if asked["do"] == "quit":
+            getattr(work, "close", lambda: None)()
+            say(channel, answer="gone")
+            return
+        if asked["do"] == "run":
+            say(channel, answer=visit(work, asked["count"]))
+        elif asked["do"] == "memory":
+            say(channel, answer=memory(baseline_bytes, reset))
+        else:
+            say(channel, answer=getattr(work, asked["do"])(**asked["arguments"]))
+
+
+def say(channel: TextIO, **words: Any) -> None:
+    """One line to the Team."""
+    channel.write(json.dumps(words) + "\n")
+    channel.flush()
+
+
+def load(source: str) -> Any:
+    """The module of a file's path, or of that name."""
+    if not source.endswith(".py"):
+        return importlib.import_module(source)
+    path = Path(source).resolve()
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load {source}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def visit(work: Any, count: int) -> float:
+    """Seconds per call."""
+    getattr(work, "prepare", lambda: None)()
+    synchronize = getattr(work, "synchronize", lambda: None)
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        work.run()
+    synchronize()
+    return (time.perf_counter() - begin) / count
+
+
+def memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
+    """Bytes resident: when the work's file was imported and nothing made yet, now, and at the most since then.
+
+    ``peak_is_since_baseline`` is False where the system does not let a process start its peak anew: then the peak may
+    be one of importing.
+    """
+    found = status_bytes()
+    return {
+        "baseline_bytes": baseline_bytes,
+        "now_bytes": found["VmRSS"],
+        "peak_bytes": found["VmHWM"],
+        "shared_bytes": found.get("RssShmem", 0),
+        "peak_is_since_baseline": reset,
+    }
+
+
+def status_bytes() -> dict[str, int]:
+    """The sizes in /proc/self/status, by its names."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+
+
+def reset_peak() -> bool:
+    """Starts VmHWM anew, where the system allows it; see proc(5)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
