@@ -1,0 +1,56 @@
+"""How much memory a rank holds, counted the same way for every contender.
+
+On the CPU: anonymous memory plus this process's share of shared memory (a page that n ranks map counts 1 / n on each).
+Pages of files (libraries) are left out, since they belong to the machine's cache and not to training. The peak is the
+kernel's high-water mark of the resident set, which `reset` lowers to the present, less what does not count. On an
+accelerator: bytes of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PROC = Path("/proc/self")
+
+
+def reset(device: torch.device) -> None:
+    """Starts the peak anew."""
+    if device.type == "cpu":
+        (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
+    else:
+        _allocator(device).reset_peak_memory_stats()
+
+
+def now_bytes(device: torch.device) -> int:
+    """What this rank holds."""
+    if device.type == "cpu":
+        share = _kilobytes("smaps_rollup")
+        return share["Pss_Anon"] + share["Pss_Shmem"]
+    return int(_allocator(device).memory_allocated())
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this rank has held since `reset`."""
+    if device.type == "cpu":
+        status, share = _kilobytes("status"), _kilobytes("smaps_rollup")
+        return status["VmHWM"] - status["RssFile"] - (status["RssShmem"] - share["Pss_Shmem"])
+    return int(_allocator(device).max_memory_allocated())
+
+
+def page_faults() -> int:
+    """Pages this process has touched for the first time, or again after giving them back."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _allocator(device: torch.device) -> Any:
+    return getattr(torch, device.type)
+
+
+def _kilobytes(name: str) -> dict[str, int]:
+    """The fields of a file of /proc/self that are given in kB, in bytes."""
+    lines = (line.split() for line in (_PROC / name).read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}

@@ -1,0 +1,112 @@
+"""What every contender computes: a GPT in plain torch, its data, and the sizes of both. Nothing here knows a contender.
+
+The model is the plainest GPT: learned positions, LayerNorm, GELU, biases, a head of its own. With the default sizes it
+has 25.6 M parameters. Shapes in the comments: B sequences, T positions, D width, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+#: Of AdamW, the same for every contender.
+HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of the model and of a step; each is a command line option of the same name."""
+
+    dim: int = 512
+    layers: int = 8
+    heads: int = 8
+    vocabulary: int = 256
+    sequence: int = 256
+    batch: int = 4
+    precision: str = "bf16"
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        for item in fields(cls):
+            choices = tuple(DTYPES) if item.name == "precision" else None
+            help = "of parameters and wires" if choices else "sequences per rank" if item.name == "batch" else None
+            parser.add_argument(
+                f"--{item.name}", type=type(item.default), default=item.default, choices=choices, help=help
+            )
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Workload:
+        return cls(**{item.name: getattr(options, item.name) for item in fields(cls)})
+
+    def arguments(self) -> list[str]:
+        """The command line that `of` reads back."""
+        return [f"--{item.name}={getattr(self, item.name)}" for item in fields(self)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    def model(self) -> GPT:
+        """The model in float32 on the CPU; the same weights in every process."""
+        torch.manual_seed(0)
+        return GPT(self)
+
+    def tokens(self, rank: int, step: int) -> Tensor:
+        """int64[B, T + 1]: walks of steps 0..3 around the vocabulary, so there is something to learn (down to ln 4)."""
+        generator = torch.Generator().manual_seed(1_000_003 * rank + step)
+        moves = torch.randint(0, 4, (self.batch, self.sequence + 1), generator=generator)
+        return moves.cumsum(1) % self.vocabulary
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and beside the residual."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.feed_forward_norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, D / H]
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.feed_forward_norm(x))))
+
+
+class GPT(nn.Module):
+    """int64[B, T] -> logits f32[B, T, V]."""
+
+    def __init__(self, sizes: Workload) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.dim)
+        self.positions = nn.Embedding(sizes.sequence, sizes.dim)
+        self.blocks = nn.ModuleList(Block(sizes.dim, sizes.heads) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.dim)
+        self.head = nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
+        for weight in self.parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float()
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
