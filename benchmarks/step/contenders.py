@@ -1,13 +1,16 @@
 """Contenders that need nothing but torch and npuzero: each turns the plain model into one that takes steps.
 
-A contender is a function from (model, workload) to Steps. The model comes in float32 on the CPU.
+An entry of CONTENDERS is called with no argument, imports what it needs, and returns a Build: from the plain model,
+float32 on the CPU, and the workload to Steps. What is imported is no part of the memory that is measured.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,67 +28,80 @@ class Steps:
         update: everything from gradients to new parameters, gradients cleared.
         backward: takes the loss.
         forward: entered around the forward pass (autocast).
-        facts: what is to be reported beside the figures, such as bytes planned.
-        trains: whether the ranks train one model together, so that their losses must agree with the reference.
+        plan_bytes: what the contender says a rank will hold, activations aside.
     """
 
     model: nn.Module
     update: Callable[[], None]
     backward: Callable[[Tensor], Any] = torch.Tensor.backward
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    facts: dict[str, Any] | None = None
+    plan_bytes: int | None = None
 
 
-Contender = Callable[[nn.Module, Workload], Steps]
+Build = Callable[[nn.Module, Workload], Steps]
 
 
-def compute_only(model: nn.Module, workload: Workload) -> Steps:
-    """Forward and backward in the pure precision; gradients are dropped."""
-    model.to(workload.dtype)
+def own_device() -> torch.device:
+    """The device npuzero would choose for this rank."""
+    from npuzero import device
 
-    def drop() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    return Steps(model, drop)
+    return device.choose(int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def alone(model: nn.Module, workload: Workload) -> Steps:
-    """Plain torch on each rank for itself: clipping and fused AdamW (on float32 masters in bf16), no communication."""
-    return plain_update(model.to(workload.dtype), model)
+def compute_only() -> Build:
+    """Forward and backward in the pure precision; gradients are dropped, and nothing is sent."""
+    device = own_device()
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        model.to(device, workload.dtype)
+        plan_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        return Steps(model, partial(model.zero_grad, set_to_none=True), plan_bytes=plan_bytes)
+
+    return build
 
 
-def plain_update(model: nn.Module, wrapped: nn.Module) -> Steps:
-    """Torch's clipping and fused AdamW for the whole parameters of ``model``, which ``wrapped`` computes with."""
+def alone() -> Build:
+    """Plain torch, each rank for itself: clipping and fused AdamW, on float32 masters where parameters are not."""
+    device = own_device()
+    return lambda model, workload: plain_steps(model.to(device, workload.dtype))
+
+
+def plain_steps(model: nn.Module) -> Steps:
+    """Torch's clipping and fused AdamW on all parameters of ``model``, which may be a wrapper of another."""
     parameters = list(model.parameters())
-    low = parameters[0].dtype != torch.float32
-    masters = [p.detach().float().requires_grad_() for p in parameters] if low else parameters
+    if parameters[0].dtype == torch.float32:
+        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+        return Steps(model, partial(clip_and_step, parameters, optimizer))
+    masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
 
     def update() -> None:
-        if low:
-            for master, parameter in zip(masters, parameters, strict=True):
-                master.grad, parameter.grad = parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        if low:
-            with torch.no_grad():
-                torch._foreach_copy_(parameters, masters)
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        clip_and_step(masters, optimizer)
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
 
-    return Steps(wrapped, update)
+    return Steps(model, update)
 
 
-def npuzero_preset(preset: str, local_size: int | None = None) -> Contender:
+def clip_and_step(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """The update as torch has it."""
+    torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def npuzero_preset(preset: str, local_size: int | None = None) -> Build:
     """npuzero under a preset."""
+    import npuzero
 
     def build(model: nn.Module, workload: Workload) -> Steps:
-        import npuzero
-
         world = npuzero.init()
-        plan = npuzero.Plan.preset(preset, precision=workload.precision, local_size=local_size)
         model.to(world.device)
-        predicted = npuzero.predict(model, plan, world, clip=True)
+        plan = npuzero.Plan.preset(preset, precision=workload.precision, local_size=local_size)
+        plan_bytes = sum(npuzero.predict(model, plan, world, clip=True).bytes_held.values())
         npuzero.zero(model, plan=plan)
         optimizer = npuzero.AdamW(model.parameters(), **HYPER)
 
@@ -94,15 +110,21 @@ def npuzero_preset(preset: str, local_size: int | None = None) -> Contender:
             optimizer.step()
             optimizer.zero_grad()
 
-        return Steps(model, update, facts={"plan_bytes": sum(predicted.bytes_held.values())})
+        return Steps(model, update, plan_bytes=plan_bytes)
 
     return build
 
 
-CONTENDERS: dict[str, Contender] = {
+#: Presets that `--presets all` measures. Where all ranks share a host, the two-level ones are cut within groups of one
+#: rank, and so send only the sum beyond the group.
+PRESETS = {
+    **dict.fromkeys(("zero0", "zero1", "zero2", "zero3", "zero3-keep")),
+    "zero1.5": 1,
+    "hsdp": 1,
+}
+
+CONTENDERS: dict[str, Callable[[], Build]] = {
     "compute": compute_only,
     "alone": alone,
-    **{preset: npuzero_preset(preset) for preset in ("zero0", "zero1", "zero2", "zero3", "zero3-keep")},
-    # Each rank a group of its own: no traffic but the sum beyond the group.
-    **{preset: npuzero_preset(preset, local_size=1) for preset in ("zero1.5", "hsdp")},
+    **{preset: partial(npuzero_preset, preset, local_size) for preset, local_size in PRESETS.items()},
 }

@@ -17,12 +17,16 @@ import torch
 _PROC = Path("/proc/self")
 
 
-def reset(device: torch.device) -> None:
-    """Starts the peak anew."""
-    if device.type == "cpu":
-        (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
-    else:
+def reset(device: torch.device) -> bool:
+    """Starts the peak anew; False where the system does not let us."""
+    if device.type != "cpu":
         _allocator(device).reset_peak_memory_stats()
+        return True
+    try:
+        (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
+    except OSError:
+        return False
+    return True
 
 
 def now_bytes(device: torch.device) -> int:

@@ -46,10 +46,6 @@ class Workload:
     def of(cls, options: argparse.Namespace) -> Workload:
         return cls(**{item.name: getattr(options, item.name) for item in fields(cls)})
 
-    def arguments(self) -> list[str]:
-        """The command line that `of` reads back."""
-        return [f"--{item.name}={getattr(self, item.name)}" for item in fields(self)]
-
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]

@@ -1,0 +1,247 @@
+"""Contenders' training steps in one run: started, checked, timed in rounds, looked at, recorded.
+
+Started alone it starts all ranks of every contender itself. Under torchrun each process starts its own rank of every
+contender, and all of them take the same turns; so the same command measures one host and many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import npuzero
+from benchmarks.step.workload import Workload
+from npuzero import observe
+from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run
+from npuzero.comm import World
+from npuzero.errors import BenchmarkError
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINE = "compute only"
+
+#: How far a loss may be from plain torch's on the same batches. In bf16 every contender rounds gradients on their way,
+#: in its own way.
+BANDS = {"fp32": 1e-4, "bf16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender of a comparison.
+
+    Attributes:
+        name: for people.
+        contender: "module:name", see work.py.
+        python: the interpreter of its environment.
+        trains: whether its ranks train one model together, so that its losses can be checked.
+        variables: of its environment.
+    """
+
+    name: str
+    contender: str
+    python: str = sys.executable
+    trains: bool = True
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+COMPUTE = Entry(BASELINE, "benchmarks.step.contenders:compute", trains=False)
+ALONE = Entry("independent ranks", "benchmarks.step.contenders:alone", trains=False)
+
+
+def preset_entry(preset: str) -> Entry:
+    """npuzero under a preset."""
+    return Entry(f"npuzero {preset}", f"benchmarks.step.contenders:{preset}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every comparison."""
+    Workload.add_options(parser)
+    parser.add_argument("--ranks", type=int, default=2, help="on this host; under torchrun its own count holds")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--rounds", type=int, default=9, help="at the most")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of rounds, at the most")
+    parser.add_argument(
+        "--visit", type=float, default=0.5, help="seconds a contender is timed in a round, at the least"
+    )
+    parser.add_argument("--checked", type=int, default=4, help="steps whose losses are compared with plain torch's")
+    parser.add_argument("--out", type=Path, help="write the record there (JSON)")
+
+
+class Comparison:
+    """The teams of a comparison, alive side by side."""
+
+    def __init__(self, entries: Sequence[Entry], options: argparse.Namespace) -> None:
+        self.workload = Workload.of(options)
+        self.world: World = npuzero.init("cpu")
+        self.launched = self.world.size > 1
+        self.ranks: int = self.world.size if self.launched else options.ranks
+        self._options = options
+        self._entries = {entry.name: entry for entry in entries}
+        self.teams: dict[str, Team] = {}
+
+    def start(self, stack: ExitStack) -> None:
+        for place, entry in enumerate(self._entries.values()):
+            team = self._team(entry, [[rank] for rank in range(self.ranks)], place)
+            self.teams[entry.name] = stack.enter_context(team)
+
+    def measure(self, name: str, title: str) -> Result:
+        """Checks and times all contenders, then looks at each."""
+        options = self._options
+        effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=options.visit, warm_up=1)
+        contenders = [team.contender() for team in self.teams.values()]
+        parameters = asdict(self.workload) | {"ranks": self.ranks, "threads": options.threads}
+        benchmark = Benchmark(name, title, contenders, BASELINE, self.check, parameters)
+        result = run(benchmark, effort, combine=self._greatest)
+        for contender in result.seconds:
+            result.values[contender] = self._look(contender)
+        add_beyond_plan(result.values)
+        return result
+
+    def check(self) -> str:
+        """That contenders learn what plain torch learns.
+
+        Raises:
+            BenchmarkError: a loss is too far from the reference.
+        """
+        steps, band = self._options.checked, BANDS[self.workload.precision]
+        reference = self.world.exchange(self._reference_losses(steps) if self.world.rank == 0 else None)[0]
+        for name, team in self.teams.items():
+            by_rank = [losses for told in self.world.exchange(team.ask("train", steps=steps)) for losses in told]
+            losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
+            apart = max(abs(loss - wanted) for loss, wanted in zip(losses, reference, strict=True))
+            if self._entries[name].trains and not apart <= band:
+                raise BenchmarkError(
+                    f"losses of {name}",
+                    expected=f"within {band} of {reference}",
+                    got=str(losses),
+                    do="No figure is taken of a contender that learns something else: correct it.",
+                )
+        wanted = ", ".join(f"{loss:.4f}" for loss in reference)
+        return f"losses of {steps} steps within {band} of plain torch's: {wanted}"
+
+    def _reference_losses(self, steps: int) -> list[float]:
+        """Plain torch's losses, one process taking the batches of all ranks."""
+        if not steps:
+            return []
+        batches = [list(range(self.ranks))] * self.ranks
+        with self._team(ALONE, batches, len(self._entries), ranks=1, threads=self._options.ranks) as team:
+            losses: list[float] = team.ask("train", steps=steps)[0]
+        return losses
+
+    def _look(self, name: str) -> dict[str, Any]:
+        """The slowest and largest of all ranks' looks."""
+        looks = [look for told in self.world.exchange(self.teams[name].ask("look", steps=2)) for look in told]
+        worst = dict(looks[0])
+        for key in ("base_bytes", "peak_bytes", "page_faults", "made_s"):
+            worst[key] = max(look[key] for look in looks)
+        for key in ("parts_s", "spans_s"):
+            worst[key] = {part: max(look[key].get(part, 0.0) for look in looks) for part in looks[0][key]}
+        return worst
+
+    def trace(self, name: str, path: Path) -> None:
+        """Two steps of every rank of a contender as a Chrome trace."""
+        told = [events for ranks in self.world.exchange(self.teams[name].ask("trace", steps=2)) for events in ranks]
+        if self.world.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with observe.recording(observe.ChromeTrace(path)):
+                for event in (event for events in told for event in events):
+                    kind = observe.Span if "end_s" in event else observe.Count if "value" in event else observe.Instant
+                    observe.emit(kind(**event))
+
+    def _team(
+        self,
+        entry: Entry,
+        batches: list[list[int]],
+        place: int,
+        *,
+        ranks: int | None = None,
+        threads: int | None = None,
+    ) -> Team:
+        variables = dict(entry.variables) | {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        }
+        if self.launched and ranks is None:
+            # The launcher's variables but for the meeting point, which is each contender's own.
+            port = int(os.environ["MASTER_PORT"]) + 1 + place
+            variables |= {key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+            variables |= {"MASTER_ADDR": os.environ["MASTER_ADDR"], "MASTER_PORT": str(port)}
+            variables |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+            ranks = 1
+        return Team(
+            entry.name,
+            python_worker("benchmarks.step.work", entry.python),
+            self.ranks if ranks is None else ranks,
+            options={"contender": entry.contender, "batches": batches, "workload": asdict(self.workload)},
+            threads=threads or self._options.threads,
+            variables=variables,
+            start_s=600.0,
+        )
+
+    def _greatest(self, values: list[float]) -> list[float]:
+        return [max(column) for column in zip(*self.world.exchange(values), strict=True)]
+
+
+def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:
+    """Adds to each contender with a plan what it held beyond it.
+
+    ``activations_bytes`` is what compute only holds beyond its parameters when it holds the most, which is as backward
+    begins, when it has no gradients.
+    """
+    compute = values[BASELINE]
+    activations = compute["peak_bytes"] - compute["base_bytes"] - compute["plan_bytes"]
+    for looked in values.values():
+        looked["activations_bytes"] = activations
+        if looked["plan_bytes"]:
+            held = looked["peak_bytes"] - looked["base_bytes"] - activations
+            looked["beyond_plan"] = held / looked["plan_bytes"] - 1
+
+
+def compare(suite: str, entries: Sequence[Entry], options: argparse.Namespace, trace: Path | None = None) -> Record:
+    """Runs a comparison, prints its table on rank 0, and writes the record where ``--out`` says."""
+    comparison = Comparison(entries, options)
+    workload = comparison.workload
+    name = f"{suite}/{workload.precision}-batch{workload.batch}"
+    with ExitStack() as stack:
+        comparison.start(stack)
+        result = comparison.measure(name, f"training step, {workload.precision}, batch {workload.batch} a rank")
+        if trace is not None:
+            comparison.trace(entries[-1].name, trace)
+    record = Record.begin(suite, shlex.join(sys.orig_argv[1:]), fingerprint())
+    record.results.append(result)
+    if comparison.world.rank == 0:
+        print(table(result))
+        if options.out is not None:
+            record.write(options.out)
+    return record
+
+
+def table(result: Result) -> str:
+    """For people."""
+    parameters = result.parameters
+    tokens = parameters["ranks"] * parameters["batch"] * parameters["sequence"]
+    lines = [
+        f"{result.title}; {parameters['ranks']} ranks x {parameters['threads']} threads",
+        f"{len(result.seconds[BASELINE])} rounds; {result.checked}",
+        "time: over compute only's in the same round, median and MAD; memory: peak beyond the process's own, MB a rank",
+        f"{'':22}{'time':>7} {'MAD':>6} {'tokens/s':>9} {'memory':>7} {'plan':>6} {'beyond':>7} {'faults':>7}"
+        "  ms of forward, backward, update; waits and other spans",
+    ]
+    for name, seconds in result.seconds.items():
+        time, values = result.slowdown(name), result.values[name]
+        parts = " ".join(f"{values['parts_s'][part] * 1e3:.0f}" for part in ("forward", "backward", "update"))
+        spans = ", ".join(f"{span} {value * 1e3:.1f}" for span, value in values["spans_s"].items())
+        plan = f"{values['plan_bytes'] / 1e6:.1f}" if values["plan_bytes"] else ""
+        beyond = f"{values['beyond_plan']:+.1%}" if "beyond_plan" in values else ""
+        lines.append(
+            f"{name:22}{time.median:7.3f} {time.mad:6.3f} {tokens / statistics.median(seconds):9.0f}"
+            f" {(values['peak_bytes'] - values['base_bytes']) / 1e6:7.1f} {plan:>6} {beyond:>7}"
+            f" {values['page_faults']:7.0f}  {parts}; {spans}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,146 @@
+"""One rank of one contender, for npuzero.bench's worker: ``make(rank, size, options)``; options are
+
+    contender   "module:name", an entry of the module's CONTENDERS
+    batches     for each rank, the ranks whose batches it takes, one after the other
+    workload    the fields of Workload
+
+A visit begins with a step that is not counted. So what an update leaves under way is in the time of the next step, and
+a visit counts as many updates, to their very end, as it counts steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.step import memory
+from benchmarks.step.workload import Workload, loss_of
+
+
+def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+    """The rank that the launcher's variables name, which under torchrun is another than this team's."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return Rank(int(os.environ["RANK"]), options)
+
+
+class Rank:
+    """Takes steps."""
+
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        module, _, name = options["contender"].partition(":")
+        build = importlib.import_module(module).CONTENDERS[name]()
+        self._rank = rank
+        self._workload = Workload(**options["workload"])
+        self._batches: list[int] = options["batches"][rank]
+        self._base_bytes = memory.now_bytes(torch.device("cpu"))
+        begin_s = time.perf_counter()
+        self._steps = build(self._workload.model(), self._workload)
+        self._made_s = time.perf_counter() - begin_s
+        self._device = next(self._steps.model.parameters()).device
+        if self._device.type != "cpu":
+            self._base_bytes = 0  # an allocator's figures begin there
+        self._taken = 0
+
+    def prepare(self) -> None:
+        self.run()
+
+    def run(self) -> None:
+        self._step()
+
+    def synchronize(self) -> None:
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize()
+
+    def train(self, steps: int) -> list[float]:
+        """The losses of the next steps."""
+        return [self._step().item() for _ in range(steps)]
+
+    def look(self, steps: int) -> dict[str, Any]:
+        """What the next steps do, per step; observing costs time, so these steps are no measure of it."""
+        parts: dict[str, float] = defaultdict(float)
+
+        def mark(part: str, begin_s: float) -> float:
+            self.synchronize()
+            end_s = time.perf_counter()
+            parts[part] += (end_s - begin_s) / steps
+            return end_s
+
+        self.run()
+        self.synchronize()
+        with events() as found:
+            reset = memory.reset(self._device)
+            faults = memory.page_faults()
+            for _ in range(steps):
+                self._step(mark)
+            faults = memory.page_faults() - faults
+            peak_bytes = memory.peak_bytes(self._device)
+        spans: dict[str, float] = defaultdict(float)
+        for event in found:
+            if "end_s" in event:
+                spans[event["category"]] += (event["end_s"] - event["begin_s"]) / steps
+        return {
+            "made_s": self._made_s,
+            "plan_bytes": self._steps.plan_bytes,
+            "base_bytes": self._base_bytes,
+            "peak_bytes": peak_bytes,
+            "peak_is_of_these_steps": reset,
+            "page_faults": faults / steps,
+            "parts_s": parts,
+            "spans_s": spans,
+        }
+
+    def trace(self, steps: int) -> list[dict[str, Any]]:
+        """npuzero's events in the next steps, and a span for each part of a step."""
+        parts: list[dict[str, Any]] = []
+
+        def mark(part: str, begin_s: float) -> float:
+            end_s = time.perf_counter()
+            parts.append(
+                {"category": "step", "name": part, "begin_s": begin_s, "end_s": end_s, "rank": self._rank, "facts": {}}
+            )
+            return end_s
+
+        self.run()
+        with events() as found:
+            for _ in range(steps):
+                self._step(mark)
+        return parts + found
+
+    def _step(self, mark: Callable[[str, float], float] = lambda part, begin_s: begin_s) -> torch.Tensor:
+        """The step's loss, the mean over this rank's batches."""
+        losses = []
+        begin_s = time.perf_counter()
+        for batch in self._batches:
+            tokens = self._workload.tokens(batch, self._taken).to(self._device)
+            begin_s = mark("data", begin_s)
+            with self._steps.forward():
+                loss = loss_of(self._steps.model, tokens) / len(self._batches)
+            begin_s = mark("forward", begin_s)
+            self._steps.backward(loss)
+            begin_s = mark("backward", begin_s)
+            losses.append(loss.detach())
+        self._steps.update()
+        mark("update", begin_s)
+        self._taken += 1
+        return torch.stack(losses).sum()
+
+
+@contextmanager
+def events() -> Iterator[list[dict[str, Any]]]:
+    """npuzero's events within the block, there when it ends; none where the contender has not imported npuzero."""
+    found: list[dict[str, Any]] = []
+    observe = sys.modules.get("npuzero.observe")
+    if observe is None:
+        yield found
+        return
+    with observe.recording(observe.Events()) as sink:
+        yield found
+    found += [vars(event) for event in sink.events]
