@@ -1,4 +1,4 @@
-"""The command line: ``npuzero info`` and ``npuzero plan``. The only part, with ``__main__``, that prints."""
+"""The command line: ``npuzero info``, ``plan`` and ``bench``. The only part, with ``__main__``, that prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from npuzero.cli import info, plan
+from npuzero.cli import bench, info, plan
 from npuzero.errors import NpuZeroError
 
 EXIT_ERROR = 2  # argparse's own
@@ -21,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"npuzero: {type(error).__name__}: {error}", file=sys.stderr)
         return EXIT_ERROR
     try:
-        print(text, flush=True)
+        if text:
+            print(text, flush=True)
     except BrokenPipeError:  # `npuzero info | head`
         sys.stderr.close()
     return 0
@@ -31,6 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
     """The options of every command."""
     parser = argparse.ArgumentParser(prog="npuzero", description="A ZeRO training engine for Ascend NPU, CUDA and CPU.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (info, plan):
+    for command in (info, plan, bench):
         command.add_parser(commands)
     return parser

@@ -168,7 +168,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def _gather_ascending(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         # A copy: gloo is not told to expect an input inside its output.
-        _all_gather_single(_bytes(whole), _bytes(shard.clone()), group=self.group)
+        all_gather_single(_bytes(whole), _bytes(shard.clone()), group=self.group)
 
     def _swap(self, whole: torch.Tensor) -> torch.Tensor:
         """[size, n]: what each rank has for this one, in ascending order of the ranks."""
@@ -241,7 +241,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
         return self._start(
             "all_gather",
             tag,
-            lambda: _all_gather_single(_carried(whole), _carried(shard), group=self.group, async_op=True),
+            lambda: all_gather_single(_carried(whole), _carried(shard), group=self.group, async_op=True),
         )
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
@@ -255,7 +255,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
         return self._start(
             "reduce_scatter",
             tag,
-            lambda: _reduce_scatter_single(result, whole, group=self.group, async_op=True),
+            lambda: reduce_scatter_single(result, whole, group=self.group, async_op=True),
             None if direct else after,
         )
 
@@ -302,13 +302,14 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _all_gather_single(whole: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
-    # torch 2.13 renamed it and deprecates the old name.
+def all_gather_single(whole: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
+    """torch's, under the name it has in this torch: 2.13 renamed it and deprecates the old one."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(whole, shard, **options)
 
 
-def _reduce_scatter_single(shard: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
+def reduce_scatter_single(shard: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
+    """As all_gather_single."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, whole, **options)
 

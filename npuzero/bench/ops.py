@@ -1,0 +1,472 @@
+"""Benchmarks of the ops against torch's ways to do the same.
+
+Each is made, checked, measured and dropped before the next, so that one benchmark's memory is the peak. Bytes are those
+the op's contract cannot avoid; probes measure in the same rounds what the machine moves: ``copy`` (out of place),
+``in place`` and ``triad`` (STREAM's).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import ops
+from npuzero.api import AdamW
+from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
+from npuzero.bench.shapes import gpt_shapes
+from npuzero.ops.reference import cast as cast_reference
+from npuzero.ops.reference import norm as norm_reference
+from npuzero.ops.reference import pack as pack_reference
+
+SUITE = "ops"
+ELEMENTS, QUICK_ELEMENTS = 64 * 2**20, 2**20
+OWN = "npuzero"
+
+_CPU = torch.device("cpu")
+_LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
+_LOSS_SCALE, _MAX_NORM = 1024.0, 1.0
+_WORLD = 8  # gradients are scaled by one over so many ranks as they are packed
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much of what, where."""
+
+    elements: int = ELEMENTS
+    device: torch.device = _CPU
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal values; the same for the same shape."""
+        drawn = torch.empty(*shape, dtype=dtype, device=self.device)
+        return drawn.normal_(generator=torch.Generator(self.device).manual_seed(_SEED))
+
+    def contender(self, name: str, call: Callable[[], object], bytes_per_element: int | None, count: int) -> Contender:
+        """A contender of this device that moves so many bytes for each of ``count`` elements."""
+        nbytes = None if bytes_per_element is None else bytes_per_element * count
+        return local(name, call, device=self.device, nbytes=nbytes)
+
+    def probes(self, *names: str) -> list[Contender]:
+        """What the machine can do, on buffers of their own."""
+        n = self.elements
+        a, b, c = (self.random(n) for _ in range(3))
+        known: dict[str, tuple[Callable[[], object], int]] = {
+            "copy": (lambda: a.copy_(b), 8),
+            "in place": (lambda: a.mul_(1.0), 8),
+            "triad": (lambda: torch.add(b, c, alpha=0.5, out=a), 12),
+        }
+        return [self.contender(name, known[name][0], known[name][1], n) for name in names]
+
+
+class Adam:
+    """Adam's state on one flat buffer, and one call of npuzero's update of it."""
+
+    def __init__(self, master: Tensor, gradient: Tensor, low: Tensor | None = None) -> None:
+        self.master, self.gradient, self.low = master.clone(), gradient, low
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+        self.step = 0
+
+    def update(self, scale: Tensor | None = None) -> None:
+        self.step += 1
+        whole = ops.Segment(
+            0, self.master.numel(), _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False
+        )
+        ops.flat_adam(
+            self.master, self.exp_avg, self.exp_avg_sq, self.gradient, [whole], low=self.low, grad_scale=scale
+        )
+
+    def expected(self, scale: Tensor | None = None) -> Tensor:
+        """The master after the first step, in float64, by the formula of the paper (Loshchilov & Hutter, 2019)."""
+        gradient = self.gradient.double() * (1.0 if scale is None else scale.double())
+        decayed = self.master.double() * (1 - _LR * _DECAY)
+        return decayed.sub_(gradient.div(gradient.abs().add_(_EPS)).mul_(_LR))
+
+
+def torch_adam(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.AdamW:
+    """torch's fused AdamW over leaves whose gradients are ``gradients``."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return torch.optim.AdamW(parameters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
+
+
+# One unit in the last place of a value of order one is 6e-8 of it; updates are of order _LR.
+_ADAM_TOLERANCE = 2e-7
+
+
+def flat_adam_flat(setting: Setting) -> Benchmark:
+    """AdamW on one flat tensor."""
+    n = setting.elements
+    start, gradient = setting.random(n), setting.random(n).mul_(0.01)
+    own = Adam(start, gradient)
+    parameter = nn.Parameter(start.clone())
+    fused = torch_adam([parameter], [gradient])
+
+    def check() -> str:
+        want = own.expected()
+        own.update()
+        fused.step()
+        check_close("flat_adam", own.master, want, tolerance=_ADAM_TOLERANCE)
+        check_close("torch's fused AdamW", parameter, want, tolerance=_ADAM_TOLERANCE)
+        return "all parameters after the first step against float64"
+
+    return Benchmark(
+        "flat_adam/flat",
+        "AdamW fp32, one flat tensor",
+        [
+            setting.contender("torch fused", fused.step, 28, n),
+            setting.contender(OWN, own.update, 28, n),
+            *setting.probes("in place", "triad"),
+        ],
+        "torch fused",
+        check,
+        {"elements": n},
+    )
+
+
+def flat_adam_tensors(setting: Setting) -> Benchmark:
+    """AdamW on the tensors of a GPT."""
+    shapes = gpt_shapes(setting.elements)
+    n = sum(map(math.prod, shapes))
+    starts = [setting.random(*shape) for shape in shapes]
+    gradients = [setting.random(*shape).mul_(0.01) for shape in shapes]
+
+    def leaves() -> list[nn.Parameter]:
+        return [nn.Parameter(start.clone()) for start in starts]
+
+    ours, theirs = leaves(), leaves()
+    for parameter, gradient in zip(ours, gradients, strict=True):
+        parameter.grad = gradient
+    own = AdamW(ours, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
+    fused = torch_adam(theirs, gradients)
+
+    def check() -> str:
+        wants = [Adam(start, gradient).expected() for start, gradient in zip(starts, gradients, strict=True)]
+        own.step()
+        fused.step()
+        for mine, other, want in zip(ours, theirs, wants, strict=True):
+            check_close("npuzero.AdamW", mine, want, tolerance=_ADAM_TOLERANCE)
+            check_close("torch's fused AdamW", other, want, tolerance=_ADAM_TOLERANCE)
+        return "all parameters after the first step against float64"
+
+    return Benchmark(
+        "flat_adam/400",
+        "AdamW fp32, 400 tensors of a GPT",
+        [
+            setting.contender("torch fused", fused.step, 28, n),
+            setting.contender(OWN, own.step, 28, n),
+            *setting.probes("in place"),
+        ],
+        "torch fused",
+        check,
+        {"elements": n, "tensors": len(shapes)},
+    )
+
+
+def mixed_step(setting: Setting) -> Benchmark:
+    """bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters."""
+    n = setting.elements
+    start = setting.random(n)
+    gradient = setting.random(n, dtype=torch.bfloat16)
+    own = Adam(start, gradient, torch.empty_like(gradient))
+    found, scale = torch.zeros(2, dtype=torch.float64, device=setting.device), torch.ones(1, device=setting.device)
+
+    def step() -> None:
+        ops.norm(gradient, found)
+        total = found[0].sqrt() / _LOSS_SCALE
+        torch.div((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0), _LOSS_SCALE, out=scale[0])
+        own.update(scale)
+
+    master, low, wide = nn.Parameter(start.clone()), torch.empty_like(gradient), torch.empty_like(start)
+    passes = torch_adam([master], [wide])
+
+    def torch_step() -> None:
+        wide.copy_(gradient)
+        wide.mul_(1 / _LOSS_SCALE)
+        nn.utils.clip_grad_norm_([master], _MAX_NORM)
+        passes.step()
+        low.copy_(master.detach())
+
+    lean_master, lean_low = nn.Parameter(start.clone()), torch.empty_like(gradient)
+    lean = torch_adam([lean_master], [wide])
+
+    def lean_step() -> None:
+        wide.copy_(gradient)
+        total = torch.linalg.vector_norm(wide) / _LOSS_SCALE
+        wide.mul_((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
+        lean.step()
+        lean_low.copy_(lean_master.detach())
+
+    def check() -> str:
+        total = gradient.double().square().sum().sqrt() / _LOSS_SCALE
+        want = own.expected((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
+        for name, call, result, rounded in (
+            (OWN, step, own.master, own.low),
+            ("torch's passes", torch_step, master, low),
+            ("torch's passes, lean", lean_step, lean_master, lean_low),
+        ):
+            call()
+            check_close(f"the mixed step of {name}", result, want, tolerance=_ADAM_TOLERANCE)
+            assert rounded is not None
+            check_equal(f"the rounded parameters of {name}", rounded, result.detach().bfloat16())
+        return "all masters after the first step against float64; their rounded copies to the bit"
+
+    return Benchmark(
+        "mixed_step",
+        "mixed step: bf16 gradients to bf16 parameters",
+        [
+            setting.contender("torch passes", torch_step, 30, n),
+            setting.contender("torch passes, unscale and clip in one", lean_step, 30, n),
+            setting.contender(OWN, step, 30, n),
+            *setting.probes("in place"),
+        ],
+        "torch passes",
+        check,
+        {"elements": n},
+    )
+
+
+def _wire(setting: Setting) -> tuple[list[Tensor], list[int], list[Tensor], Tensor]:
+    """Tensors of a GPT, their offsets in a flat bf16 buffer, their places in it, and it."""
+    tensors = [setting.random(*shape) for shape in gpt_shapes(setting.elements)]
+    ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0).tolist()
+    offsets = [0, *ends[:-1]]
+    wire = torch.zeros(ends[-1], dtype=torch.bfloat16, device=setting.device)
+    places = [wire[at : at + tensor.numel()].view(tensor.shape) for at, tensor in zip(offsets, tensors, strict=True)]
+    return tensors, offsets, places, wire
+
+
+def pack(setting: Setting) -> Benchmark:
+    """Many fp32 tensors to one flat bf16 buffer, times a scale."""
+    tensors, offsets, _, wire = _wire(setting)
+    looped, joined = torch.zeros_like(wire), torch.zeros_like(wire)
+    places = [looped[at : at + tensor.numel()].view(tensor.shape) for at, tensor in zip(offsets, tensors, strict=True)]
+    scale = 1 / _WORLD  # a power of two: torch's two roundings are one then
+
+    def own() -> None:
+        ops.pack(tensors, offsets, wire, scale=scale)
+
+    def loop() -> None:
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor).mul_(scale)
+
+    def cat() -> None:
+        joined.copy_(torch.cat([tensor.view(-1) for tensor in tensors]).mul_(scale))
+
+    def check() -> str:
+        pack_reference.pack(tensors, places, scale, False)
+        want = looped.clone()
+        for name, call, result in ((OWN, own, wire), ("a loop", loop, looped), ("torch.cat", cat, joined)):
+            call()
+            check_equal(f"pack by {name}", result, want)
+        return "every element to the bit against the reference"
+
+    n = wire.numel()
+    return Benchmark(
+        "pack",
+        "pack 400 fp32 tensors to flat bf16, scaled",
+        [
+            setting.contender("loop of copy_ and mul_", loop, 6, n),
+            setting.contender("torch.cat, mul_, copy_", cat, 6, n),
+            setting.contender(OWN, own, 6, n),
+            *setting.probes("copy"),
+        ],
+        "loop of copy_ and mul_",
+        check,
+        {"elements": n, "tensors": len(tensors)},
+    )
+
+
+def unpack(setting: Setting) -> Benchmark:
+    """One flat bf16 buffer to many fp32 tensors, times a scale."""
+    tensors, offsets, places, wire = _wire(setting)
+    wire.copy_(setting.random(wire.numel()))
+    scale = 1 / _WORLD
+
+    def own() -> None:
+        ops.unpack(wire, tensors, offsets, scale=scale)
+
+    def loop() -> None:
+        for place, tensor in zip(places, tensors, strict=True):
+            tensor.copy_(place).mul_(scale)
+
+    def check() -> str:
+        want = wire.float() * scale
+        for name, call in ((OWN, own), ("a loop", loop)):
+            for tensor in tensors:
+                tensor.zero_()
+            call()
+            check_equal(f"unpack by {name}", torch.cat([tensor.view(-1) for tensor in tensors]), want)
+        return "every element to the bit"
+
+    n = wire.numel()
+    return Benchmark(
+        "unpack",
+        "unpack flat bf16 to 400 fp32 tensors, scaled",
+        [
+            setting.contender("loop of copy_ and mul_", loop, 6, n),
+            setting.contender(OWN, own, 6, n),
+            *setting.probes("copy"),
+        ],
+        "loop of copy_ and mul_",
+        check,
+        {"elements": n, "tensors": len(tensors)},
+    )
+
+
+def cast_nearest(setting: Setting) -> Benchmark:
+    """fp32 to bf16, to nearest even."""
+    src = setting.random(setting.elements)
+    mine, other = (torch.empty_like(src, dtype=torch.bfloat16) for _ in range(2))
+
+    def check() -> str:
+        ops.cast(src, mine)
+        check_equal("cast", mine, other.copy_(src))
+        return "every element to the bit against copy_"
+
+    return _cast(setting, "nearest", "copy_", lambda: other.copy_(src), lambda: ops.cast(src, mine), 6, check)
+
+
+def cast_stochastic(setting: Setting) -> Benchmark:
+    """fp32 to bf16, rounded up or down with the probability that keeps the mean."""
+    src = setting.random(setting.elements)
+    mine, other = (torch.empty_like(src, dtype=torch.bfloat16) for _ in range(2))
+    bits = torch.empty_like(src, dtype=torch.int32)
+
+    def passes() -> None:
+        bits.random_(0, 1 << 16).add_(src.view(torch.int32)).bitwise_and_(-(1 << 16))
+        other.copy_(bits.view(torch.float32))
+
+    def check() -> str:
+        part = src[: min(src.numel(), 2**20)]  # the reference takes a hundred bytes an element
+        want = torch.empty_like(part, dtype=torch.bfloat16)
+        cast_reference.cast(part, want, "stochastic", _SEED, 0)
+        ops.cast(src, mine, rounding="stochastic", seed=_SEED)
+        check_equal("stochastic cast", mine[: part.numel()], want)
+        passes()
+        check_close("stochastic cast by passes", other, src, tolerance=2.0**-7)
+        return f"the first {part.numel()} elements to the bit against the reference"
+
+    def own() -> None:
+        ops.cast(src, mine, rounding="stochastic", seed=_SEED)
+
+    return _cast(setting, "stochastic", "random bits added, cut off", passes, own, 6, check)
+
+
+def cast_tf32(setting: Setting) -> Benchmark:
+    """fp32 to fp32 with 10 bits of mantissa, out of place."""
+    src = setting.random(setting.elements)
+    mine, other = torch.empty_like(src), torch.empty_like(src)
+
+    def passes() -> None:
+        bits = other.view(torch.int32)
+        torch.add(src.view(torch.int32), 1 << 12, out=bits)
+        bits.bitwise_and_(-(1 << 13))
+
+    def check() -> str:
+        ops.cast(src, mine, rounding="tf32")
+        passes()
+        check_equal("tf32 cast", mine, cast_reference.tf32(src))
+        check_equal("tf32 cast by passes", other, mine)
+        return "every element to the bit against the reference"
+
+    def own() -> None:
+        ops.cast(src, mine, rounding="tf32")
+
+    return _cast(setting, "tf32", "integer add and mask", passes, own, 8, check)
+
+
+def _cast(
+    setting: Setting,
+    rounding: str,
+    baseline: str,
+    passes: Callable[[], object],
+    own: Callable[[], object],
+    nbytes: int,
+    check: Callable[[], str],
+) -> Benchmark:
+    n = setting.elements
+    return Benchmark(
+        f"cast/{rounding}",
+        "cast fp32 to tf32" if rounding == "tf32" else f"cast fp32 to bf16, {rounding}",
+        [
+            setting.contender(baseline, passes, nbytes, n),
+            setting.contender(OWN, own, nbytes, n),
+            *setting.probes("copy"),
+        ],
+        baseline,
+        check,
+        {"elements": n},
+    )
+
+
+def norm(setting: Setting) -> Benchmark:
+    """The sum of squares and the number of elements that are not finite, of fp32."""
+    n = setting.elements
+    x = setting.random(n)
+    found = torch.zeros(2, dtype=torch.float64, device=setting.device)
+
+    def passes() -> None:
+        torch.linalg.vector_norm(x)
+        torch.isfinite(x).all()
+
+    def check() -> str:
+        want = torch.zeros_like(found)
+        norm_reference.norm(x, want)
+        ops.norm(x, found)
+        check_close("norm", found, want, tolerance=1e-12)
+        check_close("torch's norm", torch.linalg.vector_norm(x).double(), want[0].sqrt(), tolerance=1e-4)
+        return "against the reference within 1e-12"
+
+    return Benchmark(
+        "norm",
+        "norm and overflow check of fp32",
+        [
+            setting.contender("torch.linalg.vector_norm", lambda: torch.linalg.vector_norm(x), 4, n),
+            setting.contender("vector_norm, isfinite", passes, 4, n),
+            setting.contender(OWN, lambda: ops.norm(x, found), 4, n),
+            *setting.probes("copy", "in place"),
+        ],
+        "torch.linalg.vector_norm",
+        check,
+        {"elements": n},
+    )
+
+
+#: What makes each benchmark of the suite, by its name.
+CASES: dict[str, Callable[[Setting], Benchmark]] = {
+    "flat_adam/flat": flat_adam_flat,
+    "flat_adam/400": flat_adam_tensors,
+    "mixed_step": mixed_step,
+    "pack": pack,
+    "unpack": unpack,
+    "cast/nearest": cast_nearest,
+    "cast/stochastic": cast_stochastic,
+    "cast/tf32": cast_tf32,
+    "norm": norm,
+}
+
+
+def names(quick: bool) -> list[str]:
+    """Every benchmark of the suite."""
+    return list(CASES)
+
+
+def effort(quick: bool) -> Effort:
+    """How long each benchmark of the suite is measured."""
+    return Effort.quick() if quick else Effort(most_s=5.0)
+
+
+def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
+    """Measures the benchmarks named, in this process.
+
+    Raises:
+        BenchmarkError: a wrong result.
+        KernelUnavailable: the device has no kernels.
+    """
+    setting = Setting(QUICK_ELEMENTS if quick else ELEMENTS, device)
+    for name in wanted:
+        yield run(CASES[name](setting), effort(quick))

@@ -1,0 +1,41 @@
+"""The tensors of a GPT, for benchmarks of what works on many of them."""
+
+from __future__ import annotations
+
+import math
+
+from npuzero.errors import ConfigError
+
+_VOCABULARY, _POSITIONS, _BLOCKS = 256, 1024, 33
+_STEP = 8  # widths are multiples of it
+
+
+def gpt_shapes(elements: int) -> list[tuple[int, ...]]:
+    """Shapes of the 400 tensors of a GPT-2 of 33 blocks, biases and all, of at most ``elements`` in sum.
+
+    The width follows from the sum, as near to it as multiples of eight go.
+
+    Raises:
+        ConfigError: too few elements for the smallest width.
+    """
+    width = _STEP
+    if _count(_shapes(width)) > elements:
+        raise ConfigError(
+            "benchmark: elements", expected=f"at least {_count(_shapes(width)):,}, for 400 tensors of a GPT",
+            got=f"{elements:,}", do="Ask for more.",
+        )  # fmt: skip
+    while _count(_shapes(width + _STEP)) <= elements:
+        width += _STEP
+    return _shapes(width)
+
+
+def _shapes(width: int) -> list[tuple[int, ...]]:
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    attention: list[tuple[int, ...]] = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    feed_forward: list[tuple[int, ...]] = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    block = norm + attention + norm + feed_forward
+    return [(_VOCABULARY, width), (_POSITIONS, width), *block * _BLOCKS, *norm]
+
+
+def _count(shapes: list[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
