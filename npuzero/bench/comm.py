@@ -212,7 +212,7 @@ class Ranks:
                 check_close(f"update by {way}", step(), want, tolerance=2e-7 if dtype == torch.float32 else 2.0**-7)
             return "all parameters after the first step against float64"
 
-        title = f"gradients to new parameters, {_name(dtype)}, {n // 2**20} M"
+        title = f"gradients to new parameters, {_name(dtype)}, {n:,} elements"
         contenders = [self._contender(way, step) for way, step in ways.items()]
         return self._benchmark(name, title, contenders, check, dtype=_name(dtype), elements=n)
 

@@ -27,17 +27,14 @@ from npuzero.errors import BenchmarkError
 
 _TAIL_BYTES = 4000
 _QUIT_S = 10.0
-_WORKER = "npuzero.bench.worker"
 
 
 def python_worker(source: str | Path, python: str | Path = sys.executable) -> list[str]:
-    """The command line of a worker whose work ``source`` makes, run by ``python``.
+    """The command line of a worker whose work ``source`` makes (a file, or a module's name), run by ``python``.
 
-    Args:
-        source: a file, whatever environment ``python`` belongs to; or the name of a module, where that has npuzero.
+    The environment of ``python`` need not have npuzero.
     """
-    worker = [str(Path(__file__).with_name("worker.py"))] if str(source).endswith(".py") else ["-m", _WORKER]
-    return [str(python), *worker, str(source)]
+    return [str(python), str(Path(__file__).with_name("worker.py")), str(source)]
 
 
 class Team:

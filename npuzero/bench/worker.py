@@ -27,8 +27,9 @@ from typing import Any, TextIO
 
 
 def main() -> int:
-    # This file's folder is no place to import from: its modules have names of their own package.
-    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != Path(__file__).resolve().parent]
+    # As `python -m` has it: from the current folder, not from this file's, whose modules have names of their package.
+    here = str(Path(__file__).resolve().parent)
+    sys.path[:] = ["", *(folder for folder in sys.path if not folder or str(Path(folder).resolve()) != here)]
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
