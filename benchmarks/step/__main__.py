@@ -26,7 +26,7 @@ def main() -> None:
     add_options(parser)
     options = parser.parse_args()
     baselines = [COMPUTE, ALONE] if options.precision == "fp32" else [COMPUTE]
-    compare("step", baselines + [preset_entry(preset) for preset in options.presets], options, options.trace)
+    compare("step", baselines + [preset_entry(preset) for preset in options.presets], options, trace=options.trace)
 
 
 if __name__ == "__main__":

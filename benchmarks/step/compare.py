@@ -11,7 +11,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ class Entry:
         contender: "module:name", see work.py.
         python: the interpreter of its environment.
         trains: whether its ranks train one model together, so that its losses can be checked.
+        peer: not ours: that it does not start, or learns something else, is a result to report and not our error.
         variables: of its environment.
     """
 
@@ -48,6 +49,7 @@ class Entry:
     contender: str
     python: str = sys.executable
     trains: bool = True
+    peer: bool = False
     variables: tuple[tuple[str, str], ...] = ()
 
 
@@ -77,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Comparison:
     """The teams of a comparison, alive side by side."""
 
-    def __init__(self, entries: Sequence[Entry], options: argparse.Namespace) -> None:
+    def __init__(self, entries: Sequence[Entry], options: argparse.Namespace, missing: Mapping[str, str]) -> None:
         self.workload = Workload.of(options)
         self.world: World = npuzero.init("cpu")
         self.launched = self.world.size > 1
@@ -85,59 +87,70 @@ class Comparison:
         self._options = options
         self._entries = {entry.name: entry for entry in entries}
         self.teams: dict[str, Team] = {}
+        self.missing = dict(missing)
 
     def start(self, stack: ExitStack) -> None:
+        """Starts every contender and checks it; a peer that fails is closed again, and missing with the reason."""
+        reference = self._reference_losses()
         for place, entry in enumerate(self._entries.values()):
-            team = self._team(entry, [[rank] for rank in range(self.ranks)], place)
-            self.teams[entry.name] = stack.enter_context(team)
+            own = stack.enter_context(ExitStack())
+            try:
+                team = own.enter_context(self._team(entry, [[rank] for rank in range(self.ranks)], place))
+                self._check(entry, team, reference)
+            except BenchmarkError as error:
+                if not entry.peer:
+                    raise
+                own.close()
+                self.missing[entry.name] = str(error)
+            else:
+                self.teams[entry.name] = team
+        wanted = ", ".join(f"{loss:.4f}" for loss in reference)
+        band = BANDS[self.workload.precision]
+        self._checked = f"losses of {len(reference)} steps within {band} of plain torch's: {wanted}"
 
     def measure(self, name: str, title: str) -> Result:
-        """Checks and times all contenders, then looks at each."""
+        """Times all contenders, then looks at each."""
         options = self._options
         effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=options.visit, warm_up=1)
         contenders = [team.contender() for team in self.teams.values()]
         parameters = asdict(self.workload) | {"ranks": self.ranks, "threads": options.threads}
-        benchmark = Benchmark(name, title, contenders, BASELINE, self.check, parameters)
+        parameters["missing"] = self.missing
+        benchmark = Benchmark(name, title, contenders, BASELINE, lambda: self._checked, parameters)
         result = run(benchmark, effort, combine=self._greatest)
         for contender in result.seconds:
             result.values[contender] = self._look(contender)
         add_beyond_plan(result.values)
         return result
 
-    def check(self) -> str:
-        """That contenders learn what plain torch learns.
+    def _check(self, entry: Entry, team: Team, reference: list[float]) -> None:
+        """That a contender learns what plain torch learns."""
+        by_rank = self._of_all(team.ask("train", steps=len(reference)))
+        losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
+        band = BANDS[self.workload.precision]
+        if entry.trains and not all(abs(loss - wanted) <= band for loss, wanted in zip(losses, reference, strict=True)):
+            raise BenchmarkError(
+                f"losses of {entry.name}",
+                expected=f"within {band} of {reference}",
+                got=str(losses),
+                do="No figure is taken of a contender that learns something else: correct it.",
+            )
 
-        Raises:
-            BenchmarkError: a loss is too far from the reference.
-        """
-        steps, band = self._options.checked, BANDS[self.workload.precision]
-        reference = self.world.exchange(self._reference_losses(steps) if self.world.rank == 0 else None)[0]
-        for name, team in self.teams.items():
-            by_rank = [losses for told in self.world.exchange(team.ask("train", steps=steps)) for losses in told]
-            losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
-            apart = max(abs(loss - wanted) for loss, wanted in zip(losses, reference, strict=True))
-            if self._entries[name].trains and not apart <= band:
-                raise BenchmarkError(
-                    f"losses of {name}",
-                    expected=f"within {band} of {reference}",
-                    got=str(losses),
-                    do="No figure is taken of a contender that learns something else: correct it.",
-                )
-        wanted = ", ".join(f"{loss:.4f}" for loss in reference)
-        return f"losses of {steps} steps within {band} of plain torch's: {wanted}"
+    def _reference_losses(self) -> list[float]:
+        """Plain torch's losses, one process taking the batches of all ranks; the same on every rank."""
+        losses = []
+        if self.world.rank == 0 and self._options.checked:
+            batches = [list(range(self.ranks))]
+            with self._team(ALONE, batches, 0, ranks=1, threads=self._options.ranks) as team:
+                losses = team.ask("train", steps=self._options.checked)[0]
+        return list(self.world.exchange(losses)[0])
 
-    def _reference_losses(self, steps: int) -> list[float]:
-        """Plain torch's losses, one process taking the batches of all ranks."""
-        if not steps:
-            return []
-        batches = [list(range(self.ranks))] * self.ranks
-        with self._team(ALONE, batches, len(self._entries), ranks=1, threads=self._options.ranks) as team:
-            losses: list[float] = team.ask("train", steps=steps)[0]
-        return losses
+    def _of_all(self, answers: list[Any]) -> list[Any]:
+        """The answers of all ranks of a contender, whichever process started them."""
+        return [answer for told in self.world.exchange(answers) for answer in told]
 
     def _look(self, name: str) -> dict[str, Any]:
         """The slowest and largest of all ranks' looks."""
-        looks = [look for told in self.world.exchange(self.teams[name].ask("look", steps=2)) for look in told]
+        looks = self._of_all(self.teams[name].ask("look", steps=2))
         worst = dict(looks[0])
         for key in ("base_bytes", "peak_bytes", "page_faults", "made_s"):
             worst[key] = max(look[key] for look in looks)
@@ -147,7 +160,7 @@ class Comparison:
 
     def trace(self, name: str, path: Path) -> None:
         """Two steps of every rank of a contender as a Chrome trace."""
-        told = [events for ranks in self.world.exchange(self.teams[name].ask("trace", steps=2)) for events in ranks]
+        told = self._of_all(self.teams[name].ask("trace", steps=2))
         if self.world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             with observe.recording(observe.ChromeTrace(path)):
@@ -203,9 +216,21 @@ def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:
             looked["beyond_plan"] = held / looked["plan_bytes"] - 1
 
 
-def compare(suite: str, entries: Sequence[Entry], options: argparse.Namespace, trace: Path | None = None) -> Record:
-    """Runs a comparison, prints its table on rank 0, and writes the record where ``--out`` says."""
-    comparison = Comparison(entries, options)
+def compare(
+    suite: str,
+    entries: Sequence[Entry],
+    options: argparse.Namespace,
+    *,
+    trace: Path | None = None,
+    missing: Mapping[str, str] | None = None,
+) -> Record:
+    """Runs a comparison, prints its table on rank 0, and writes the record where ``--out`` says.
+
+    Args:
+        trace: where to leave a Chrome trace of the last contender.
+        missing: contenders that cannot take part, and why.
+    """
+    comparison = Comparison(entries, options, missing or {})
     workload = comparison.workload
     name = f"{suite}/{workload.precision}-batch{workload.batch}"
     with ExitStack() as stack:
@@ -244,4 +269,5 @@ def table(result: Result) -> str:
             f" {(values['peak_bytes'] - values['base_bytes']) / 1e6:7.1f} {plan:>6} {beyond:>7}"
             f" {values['page_faults']:7.0f}  {parts}; {spans}"
         )
+    lines += [f"{name:22}is missing: {reason}" for name, reason in parameters["missing"].items()]
     return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""The peers, each used as its documents say, on the workload of benchmarks.step; the entries are as its contenders are.
+
+In bf16: ``ddp`` has bfloat16 parameters and traffic, and torch's fused AdamW on float32 masters, as npuzero has;
+``ddp-autocast`` and ``zero-redundancy`` have float32 parameters under autocast, as people use them. FSDP2 computes and
+sends bfloat16 and keeps float32 shards. DeepSpeed runs its bf16 engine with its CPU Adam. Clipping is each peer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.step.contenders import Build, Steps, clip_and_step, plain_steps
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+
+
+def join(backend: str) -> None:
+    """Meets the other ranks; ``"shm"`` is npuzero's backend."""
+    if backend == "shm":
+        import npuzero  # noqa: F401  registers it
+    dist.init_process_group(backend)
+
+
+def ddp(backend: str) -> Build:
+    """DistributedDataParallel on parameters of the workload's precision."""
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        join(backend)
+        return plain_steps(nn.parallel.DistributedDataParallel(model.to(workload.dtype), gradient_as_bucket_view=True))
+
+    return build
+
+
+def ddp_autocast(redundancy: bool) -> Build:
+    """DistributedDataParallel on float32 parameters under autocast, with or without ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        join("gloo")
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        steps = plain_steps(wrapped)
+        if redundancy:
+            parameters = list(wrapped.parameters())
+            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, fused=True, **HYPER)
+            steps = Steps(wrapped, partial(clip_and_step, parameters, optimizer))
+        if workload.dtype != torch.float32:
+            steps.forward = partial(torch.autocast, "cpu", workload.dtype)
+        return steps
+
+    return build
+
+
+def fsdp2(backend: str, reshard: bool) -> Build:
+    """fully_shard on each block and on the root; ``reshard`` releases parameters between forward and backward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        join(backend)
+        policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=workload.dtype)
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        parameters = list(model.parameters())
+        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+        return Steps(model, partial(clip_and_step, parameters, optimizer))
+
+    return build
+
+
+def deepspeed(stage: int) -> Build:
+    """DeepSpeed's engine at a ZeRO stage."""
+    import deepspeed as library
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        library.init_distributed(dist_backend="gloo")
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": workload.batch,
+            "gradient_clipping": MAX_NORM,
+            "bf16": {"enabled": workload.dtype == torch.bfloat16},
+            "zero_optimization": {"stage": stage},
+        }
+        optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **HYPER)
+        engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
+        return Steps(engine, engine.step, backward=engine.backward)
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[], Build]] = {
+    "ddp": partial(ddp, "gloo"),
+    "ddp-shm": partial(ddp, "shm"),
+    "ddp-autocast": partial(ddp_autocast, redundancy=False),
+    "zero-redundancy": partial(ddp_autocast, redundancy=True),
+    "fsdp2": partial(fsdp2, "gloo", True),
+    "fsdp2-keep": partial(fsdp2, "gloo", False),
+    "fsdp2-shm": partial(fsdp2, "shm", True),
+    "deepspeed-1": partial(deepspeed, 1),
+    "deepspeed-2": partial(deepspeed, 2),
+    "deepspeed-3": partial(deepspeed, 3),
+}
