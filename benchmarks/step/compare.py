@@ -101,7 +101,7 @@ class Comparison:
                 if not entry.peer:
                     raise
                 own.close()
-                self.missing[entry.name] = str(error)
+                self.missing[entry.name] = f"{error.got} (expected: {error.expected})"
             else:
                 self.teams[entry.name] = team
         wanted = ", ".join(f"{loss:.4f}" for loss in reference)
