@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The step and comm benchmarks on one node, or on this node of several; node 0 leaves JSON in OUT.
+#
+#   benchmarks/cluster/torchrun.sh                                   # this host, its accelerators or 2 CPU ranks
+#   DEVICES=8 benchmarks/cluster/torchrun.sh --dim 4096 --layers 32 --heads 32 --sequence 2048 --batch 1
+#   NODES=2 NODE_RANK=$i MASTER_ADDR=node0 benchmarks/cluster/torchrun.sh    # the same on each of two nodes
+#
+# Arguments go to `python -m benchmarks.step`. Variables, beside torchrun's usual ones:
+#   DEVICES      ranks per node
+#   SUITES       "step comm" or one of them
+#   OUT          folder for the records (runs/cluster)
+#   PYTHON       the interpreter npuzero is installed for (python)
+#   ASCEND_ENV   CANN's set_env.sh (found where it usually is)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+: "${NODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=127.0.0.1}" "${MASTER_PORT:=29500}"
+: "${SUITES:=step comm}" "${OUT:=runs/cluster}" "${PYTHON:=python}"
+: "${ASCEND_ENV:=/usr/local/Ascend/ascend-toolkit/set_env.sh}"
+
+if [[ -f $ASCEND_ENV ]]; then
+    set +u  # CANN's script reads variables that may be unset
+    source "$ASCEND_ENV"
+    set -u
+    # The first collective waits for the slowest rank's compilation; the default of 120 s is short on many nodes.
+    export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1200}"
+    # Contenders take turns on one NPU, each a process with communicators: every one needs ports of its own.
+    export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
+    export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+read -r kind count < <("$PYTHON" -c 'from npuzero import device as d; k = d.choose(0).type; print(k, d.get(k).count())')
+: "${DEVICES:=$([[ $kind == cpu ]] && echo 2 || echo "$count")}"
+
+ranks() {
+    "$PYTHON" -m torch.distributed.run --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$DEVICES" \
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
+}
+
+mkdir -p "$OUT"
+for suite in $SUITES; do
+    case $suite in
+        step) ranks -m benchmarks.step --threads "$OMP_NUM_THREADS" --out "$OUT/step.json" "$@" ;;
+        comm) ranks -m npuzero bench comm --device "$kind" --out "$OUT" ${COMM_ARGUMENTS:-} ;;
+        *) echo "SUITES: expected step or comm, got $suite" >&2 && exit 2 ;;
+    esac
+done
