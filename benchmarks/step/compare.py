@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--visit", type=float, default=0.5, help="seconds a contender is timed in a round, at the least"
     )
-    parser.add_argument("--checked", type=int, default=4, help="steps whose losses are compared with plain torch's")
+    parser.add_argument("--checked", type=int, default=3, help="steps whose losses are compared with plain torch's")
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
 
 
@@ -152,7 +152,7 @@ class Comparison:
         """The slowest and largest of all ranks' looks."""
         looks = self._of_all(self.teams[name].ask("look", steps=2))
         worst = dict(looks[0])
-        for key in ("base_bytes", "peak_bytes", "page_faults", "made_s"):
+        for key in ("base_bytes", "forward_bytes", "peak_bytes", "shared_bytes", "page_faults", "made_s"):
             worst[key] = max(look[key] for look in looks)
         for key in ("parts_s", "spans_s"):
             worst[key] = {part: max(look[key].get(part, 0.0) for look in looks) for part in looks[0][key]}
@@ -204,14 +204,13 @@ class Comparison:
 def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:
     """Adds to each contender with a plan what it held beyond it.
 
-    ``activations_bytes`` is what compute only holds beyond its parameters when it holds the most, which is as backward
-    begins, when it has no gradients.
+    ``activations_bytes`` is what compute only holds beyond its parameters at the end of forward, having no gradients.
     """
     compute = values[BASELINE]
-    activations = compute["peak_bytes"] - compute["base_bytes"] - compute["plan_bytes"]
-    for looked in values.values():
+    activations = compute["forward_bytes"] - compute["base_bytes"] - compute["plan_bytes"]
+    for name, looked in values.items():
         looked["activations_bytes"] = activations
-        if looked["plan_bytes"]:
+        if looked["plan_bytes"] and name != BASELINE:
             held = looked["peak_bytes"] - looked["base_bytes"] - activations
             looked["beyond_plan"] = held / looked["plan_bytes"] - 1
 

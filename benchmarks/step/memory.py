@@ -8,6 +8,7 @@ accelerator: bytes of torch's allocator.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ _PROC = Path("/proc/self")
 
 
 def reset(device: torch.device) -> bool:
-    """Starts the peak anew; False where the system does not let us."""
+    """Gives free memory back and starts the peak anew; False where the system does not let us."""
     if device.type != "cpu":
         _allocator(device).reset_peak_memory_stats()
         return True
+    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed, and would count it
     try:
         (_PROC / "clear_refs").write_text("5")  # proc(5): resets VmHWM
     except OSError:
@@ -43,6 +45,11 @@ def peak_bytes(device: torch.device) -> int:
         status, share = _kilobytes("status"), _kilobytes("smaps_rollup")
         return status["VmHWM"] - status["RssFile"] - (status["RssShmem"] - share["Pss_Shmem"])
     return int(_allocator(device).max_memory_allocated())
+
+
+def shared_bytes(device: torch.device) -> int:
+    """This rank's share of memory that ranks share; part of `now_bytes`."""
+    return _kilobytes("smaps_rollup")["Pss_Shmem"] if device.type == "cpu" else 0
 
 
 def page_faults() -> int:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo  # what torch imports as the first optimizer is made, in every contender that has one: 70 MB
 
 from benchmarks.step import memory
 from benchmarks.step.workload import Workload, loss_of
@@ -66,12 +67,14 @@ class Rank:
     def look(self, steps: int) -> dict[str, Any]:
         """What the next steps do, per step; observing costs time, so these steps are no measure of it."""
         parts: dict[str, float] = defaultdict(float)
+        forward_bytes: list[int] = []  # the most held by the end of each forward
 
         def mark(part: str, begin_s: float) -> float:
             self.synchronize()
-            end_s = time.perf_counter()
-            parts[part] += (end_s - begin_s) / steps
-            return end_s
+            parts[part] += (time.perf_counter() - begin_s) / steps
+            if part == "forward":
+                forward_bytes.append(memory.peak_bytes(self._device))
+            return time.perf_counter()
 
         self.run()
         self.synchronize()
@@ -90,8 +93,10 @@ class Rank:
             "made_s": self._made_s,
             "plan_bytes": self._steps.plan_bytes,
             "base_bytes": self._base_bytes,
+            "forward_bytes": forward_bytes[0],
             "peak_bytes": peak_bytes,
             "peak_is_of_these_steps": reset,
+            "shared_bytes": memory.shared_bytes(self._device),
             "page_faults": faults / steps,
             "parts_s": parts,
             "spans_s": spans,
