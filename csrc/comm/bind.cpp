@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "comm/arena.h"
 #include "comm/communicator.h"
 #include "comm/pulse.h"
 
@@ -14,6 +15,25 @@ namespace npuzero {
 namespace {
 
 using namespace comm;
+
+// Bytes of the arena, for Python; they go back with it.
+class Block {
+ public:
+  explicit Block(size_t bytes) : arena_(Arena::own()), bytes_(bytes), data_(arena_.allocate(bytes)) {}
+  Block(const Block&) = delete;
+  ~Block() { arena_.free(data_, bytes_); }
+
+  py::buffer_info buffer() const {
+    return py::buffer_info(reinterpret_cast<uint8_t*>(data_), static_cast<py::ssize_t>(bytes_));
+  }
+
+ private:
+  Arena& arena_;
+  const size_t bytes_;
+  std::byte* const data_;
+};
+
+double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
 
 bool interrupted() {
   const py::gil_scoped_acquire gil;
@@ -69,10 +89,17 @@ void bind_comm(py::module_& m) {
           "abort", [](Region& region, int rank, const std::string& reason) { region.fail(aborted(rank, reason)); },
           py::arg("rank"), py::arg("reason"));
 
+  py::class_<Block>(comm, "Block", py::buffer_protocol(),
+                    "Zeroed memory that the ranks of this host can read in place.")
+      .def(py::init<size_t>(), py::arg("nbytes"))
+      .def_buffer(&Block::buffer);
+
   py::class_<Pulse>(comm, "Pulse").def(py::init<pid_t>(), py::arg("pid")).def("dead", &Pulse::dead);
 
   py::class_<Operation, OperationPointer>(comm, "Operation")
       .def_readonly("sequence", &Operation::sequence)
+      .def_property_readonly("begin_s", [](const Operation& operation) { return seconds(operation.begin); })
+      .def_property_readonly("end_s", [](const Operation& operation) { return seconds(operation.end); })
       .def_readonly("refused", &Operation::refused, "The communicator was broken or closed already.");
 
   py::class_<Communicator>(comm, "Communicator")

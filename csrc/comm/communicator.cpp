@@ -17,7 +17,9 @@
 namespace npuzero::comm {
 namespace {
 
-constexpr int slice_ms = 50;  // a sleeping rank looks this often whether its peers live
+constexpr int slice_ms = 50;                 // a sleeping rank looks this often whether its peers live
+constexpr size_t in_place_bytes = 64 << 10;  // from here on a copy costs more than waiting for all to have read
+constexpr size_t piece_bytes = 8 << 10;      // of several buffers at once, so that they stay in the first-level cache
 constexpr auto long_spin = std::chrono::microseconds(50);
 
 int cores() {
@@ -67,11 +69,14 @@ Communicator::Communicator(std::shared_ptr<Region> region, int index, std::vecto
       timeout_s_(timeout_s),
       order_(size_),
       sources_(size_),
-      piece_sources_(size_),
-      patience_(size_ <= cores() ? long_spin : std::chrono::nanoseconds(0)) {
+      threads_(pids.empty()),
+      pids_(std::move(pids)),
+      mappings_(size_),
+      patience_(size_ <= cores() ? long_spin : std::chrono::nanoseconds(0)),
+      theirs_(size_) {
   std::iota(order_.begin(), order_.end(), 0);
   std::sort(order_.begin(), order_.end(), [this](int a, int b) { return ranks_[a] < ranks_[b]; });
-  for (int peer = 0; peer < size_; ++peer) pulses_.emplace_back(pids.empty() || peer == index_ ? 0 : pids[peer]);
+  for (int peer = 0; peer < size_; ++peer) pulses_.emplace_back(threads_ || peer == index_ ? 0 : pids_[peer]);
   region_->arrive(index_);
 }
 
@@ -109,11 +114,14 @@ void Communicator::run_front(std::unique_lock<std::mutex>& lock) {
   queue_.pop_front();
   lock.unlock();
   std::optional<Failure> failure;
+  operation->begin = Clock::now();
   try {
     execute(*operation);
   } catch (const Failure& found) {
     failure = found;
+    leave_peers_buffers();
   }
+  operation->end = Clock::now();
   lock.lock();
   operation->failure = std::move(failure);
   operation->done = true;
@@ -176,6 +184,8 @@ void Communicator::close() {
 
 void Communicator::execute(Operation& operation) {
   deadline_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s_));
+  Post& mine = region_->post(index_);
+  mine.inside.store(1, std::memory_order_seq_cst);
   if (region_->failed()) throw region_->failure();
   sign(operation);
   const Request& request = operation.request;
@@ -187,31 +197,52 @@ void Communicator::execute(Operation& operation) {
       break;
     case Verb::all_to_all: all_to_all(request); break;
     case Verb::broadcast: broadcast(request); break;
-    case Verb::barrier: rounds(1, [](uint64_t, uint64_t) {}, [](uint64_t, uint64_t) {}); break;
+    case Verb::barrier: meet(); break;
   }
-  region_->post(index_).finished.store(operation.sequence, std::memory_order_release);
+  if (in_place_) await_all(Counter::consumed, round_);
+  mine.finished.store(operation.sequence, std::memory_order_release);
+  mine.inside.store(0, std::memory_order_release);
 }
 
-// fill(t, round) writes this rank's slot; read(t, round) reads the peers', each once it is posted.
+// After a failure a caller may free its buffer. Peers that are threads may still be at work on it: none begins once the
+// failure is known, and those that did are waited for. (What processes share stays mapped: see Arena.)
+void Communicator::leave_peers_buffers() {
+  region_->post(index_).inside.store(0, std::memory_order_seq_cst);
+  if (!threads_) return;
+  for (int peer = 0; peer < size_; ++peer) {
+    while (region_->post(peer).inside.load(std::memory_order_seq_cst) != 0) sched_yield();
+  }
+}
+
+// fill(t, round) writes this rank's slot, unless its buffer is read in place; read(t, round) reads the peers' slots or
+// buffers, each once it is posted.
 template <class Fill, class Read>
 void Communicator::rounds(uint64_t count, Fill fill, Read read) {
   const uint64_t base = round_;
   const auto fill_and_post = [&](uint64_t t) {
-    if (base + t >= slots_per_rank) await_all(Counter::consumed, base + t - slots_per_rank + 1);
+    if (!in_place_ && base + t >= slots_per_rank) await_all(Counter::consumed, base + t - slots_per_rank + 1);
     fill(t, base + t);
-    post(base + t + 1);
+    if (!in_place_) post(base + t + 1);
   };
+  if (in_place_) post(base + count);
   fill_and_post(0);
   for (uint64_t t = 0; t < count; ++t) {
     if (t + 1 < count) fill_and_post(t + 1);
     if (t == 0) {
       await_all(Counter::posted, base + 1);
       compare_signatures();
+      open_windows();
     }
     read(t, base + t);
+    // A buffer read in place may have been freed after its rank failed: then what was read is worth nothing.
+    if (reaches_ && region_->failed()) throw region_->failure();
     consume(base + t + 1);
   }
   round_ = base + count;
+}
+
+void Communicator::meet() {
+  rounds(1, [](uint64_t, uint64_t) {}, [](uint64_t, uint64_t) {});
 }
 
 std::byte* Communicator::part(int writer, int reader, uint64_t round, size_t part_bytes) const {
@@ -236,14 +267,15 @@ void Communicator::all_gather(const Request& request) {
   rounds(
       std::max<uint64_t>(1, ceiling(n, chunk)),
       [&](uint64_t t, uint64_t round) {
-        std::memcpy(region_->slot(index_, round), request.in + t * chunk, extent(t));
+        if (!in_place_) std::memcpy(region_->slot(index_, round), request.in + t * chunk, extent(t));
         if (own != request.in) copy(own + t * chunk, request.in + t * chunk, extent(t), streaming);
       },
       [&](uint64_t t, uint64_t round) {
         for (int step = 1; step < size_; ++step) {
           const int peer = (index_ + step) % size_;
           await(Counter::posted, peer, round + 1);
-          copy(request.out + peer * n + t * chunk, region_->slot(peer, round), extent(t), streaming);
+          const std::byte* from = theirs_[peer] ? theirs_[peer] + t * chunk : region_->slot(peer, round);
+          copy(request.out + peer * n + t * chunk, from, extent(t), streaming);
         }
       });
 }
@@ -251,11 +283,14 @@ void Communicator::all_gather(const Request& request) {
 void Communicator::reduce_scatter(const Request& request) {
   const size_t chunk = part_numel(request.itemsize), item = request.itemsize, n = request.numel;
   const size_t result_item = static_cast<size_t>(itemsize(request.result));
+  // Not where the result's memory has just been read anyway.
+  const bool own_part = request.out == request.in + index_ * n * item;
+  const bool streaming = !request.accumulate && !own_part && n * result_item >= stream_bytes;
   const auto extent = [&](uint64_t t) { return std::min(chunk, n - t * chunk); };
   rounds(
       std::max<uint64_t>(1, ceiling(n, chunk)),
       [&](uint64_t t, uint64_t round) {
-        for (int peer = 0; peer < size_; ++peer) {
+        for (int peer = 0; peer < size_ && !in_place_; ++peer) {
           if (peer == index_) continue;
           std::memcpy(part(index_, peer, round, chunk * item), request.in + (peer * n + t * chunk) * item,
                       extent(t) * item);
@@ -263,28 +298,13 @@ void Communicator::reduce_scatter(const Request& request) {
       },
       [&](uint64_t t, uint64_t round) {
         await_all(Counter::posted, round + 1);
-        const void* const* from = sources(request.in + (index_ * n + t * chunk) * item,
-                                          [&](int peer) { return part(peer, index_, round, chunk * item); });
-        sum_into(request.out + t * chunk * result_item, from, extent(t), request);
+        const size_t offset = (index_ * n + t * chunk) * item;
+        const void* const* from = sources(request.in + offset, [&](int peer) {
+          return theirs_[peer] ? theirs_[peer] + offset : part(peer, index_, round, chunk * item);
+        });
+        sum(request.out + t * chunk * result_item, request.result, from, size_, request.wire, extent(t),
+            request.accumulate, streaming);
       });
-}
-
-// sum() of one chunk of a reduce_scatter; a large result goes past the caches, a piece at a time.
-void Communicator::sum_into(std::byte* out, const void* const* from, size_t n, const Request& request) {
-  const size_t item = static_cast<size_t>(itemsize(request.result));
-  if (request.accumulate || request.numel * item < stream_bytes) {
-    sum(out, request.result, from, size_, request.wire, n, request.accumulate);
-    return;
-  }
-  alignas(64) std::byte piece[16384];
-  const size_t most = sizeof piece / item;
-  for (size_t begin = 0; begin < n; begin += most) {
-    const size_t count = std::min(most, n - begin);
-    for (int k = 0; k < size_; ++k)
-      piece_sources_[k] = static_cast<const std::byte*>(from[k]) + begin * request.itemsize;
-    sum(piece, request.result, piece_sources_.data(), size_, request.wire, count, false);
-    copy(out + begin * item, piece, count * item, true);
-  }
 }
 
 // One slot holds it: each rank posts all it has, and sums everything.
@@ -296,14 +316,43 @@ void Communicator::all_reduce_small(const Request& request) {
       },
       [&](uint64_t, uint64_t round) {
         const void* const* from = sources(request.out, [&](int peer) { return region_->slot(peer, round); });
-        sum(request.out, request.wire, from, size_, request.wire, request.numel, false);
+        sum(request.out, request.wire, from, size_, request.wire, request.numel, false, false);
+      });
+}
+
+void Communicator::all_reduce_large(const Request& request) {
+  meet();
+  const auto reached =
+      std::count_if(theirs_.begin(), theirs_.end(), [](std::byte* buffer) { return buffer != nullptr; });
+  if (in_place_ && reached == size_ - 1) return all_reduce_in_place(request);
+  in_place_ = false;
+  all_reduce_slots(request);
+}
+
+// Each rank sums its range of all buffers, and writes the sum into all of them.
+void Communicator::all_reduce_in_place(const Request& request) {
+  const size_t item = request.itemsize, most = piece_bytes / item;
+  const size_t each = ceiling(ceiling(request.numel, size_), 64) * 64;  // no cache line is of two ranks
+  const size_t first = std::min(each * index_, request.numel), last = std::min(first + each, request.numel);
+  rounds(
+      1, [](uint64_t, uint64_t) {},
+      [&](uint64_t, uint64_t) {
+        for (size_t begin = first; begin < last; begin += most) {
+          const size_t count = std::min(most, last - begin);
+          std::byte* own = request.out + begin * item;
+          const void* const* from = sources(own, [&](int peer) { return theirs_[peer] + begin * item; });
+          sum(own, request.wire, from, size_, request.wire, count, false, false);
+          for (int peer = 0; peer < size_; ++peer) {
+            if (peer != index_) std::memcpy(theirs_[peer] + begin * item, own, count * item);
+          }
+        }
       });
 }
 
 // Blocks of one part per rank: each rank sums its part of a block, and the parts are gathered. Scattering of block b +
 // 1 comes before gathering of block b, so that a round's fill never waits for its own read:
 //   round 0: scatter 0; 1: scatter 1; 2: gather 0; 3: scatter 2; 4: gather 1; ...
-void Communicator::all_reduce_large(const Request& request) {
+void Communicator::all_reduce_slots(const Request& request) {
   const size_t item = request.itemsize, most = part_numel(item), part_bytes = most * item;
   const uint64_t blocks = ceiling(request.numel, most * size_);
   struct Range {
@@ -339,7 +388,7 @@ void Communicator::all_reduce_large(const Request& request) {
         if (scatters(t)) {
           const Range own = range(block, index_);
           const void* const* from = sources(own.data, [&](int peer) { return part(peer, index_, round, part_bytes); });
-          sum(own.data, request.wire, from, size_, request.wire, own.numel, false);
+          sum(own.data, request.wire, from, size_, request.wire, own.numel, false, false);
           return;
         }
         for (int peer = 0; peer < size_; ++peer) {
@@ -359,14 +408,16 @@ void Communicator::all_to_all(const Request& request) {
         for (int peer = 0; peer < size_; ++peer) {
           const std::byte* from = request.in + peer * n + t * chunk;
           std::byte* to = peer == index_ ? request.out + peer * n + t * chunk : part(index_, peer, round, chunk);
-          copy(to, from, extent(t), streaming && peer == index_);
+          if (peer == index_ || !in_place_) copy(to, from, extent(t), streaming && peer == index_);
         }
       },
       [&](uint64_t t, uint64_t round) {
         for (int step = 1; step < size_; ++step) {
           const int peer = (index_ + step) % size_;
           await(Counter::posted, peer, round + 1);
-          copy(request.out + peer * n + t * chunk, part(peer, index_, round, chunk), extent(t), streaming);
+          const std::byte* from =
+              theirs_[peer] ? theirs_[peer] + index_ * n + t * chunk : part(peer, index_, round, chunk);
+          copy(request.out + peer * n + t * chunk, from, extent(t), streaming);
         }
       });
 }
@@ -378,13 +429,52 @@ void Communicator::broadcast(const Request& request) {
   rounds(
       std::max<uint64_t>(1, ceiling(n, chunk)),
       [&](uint64_t t, uint64_t round) {
-        if (root) std::memcpy(region_->slot(index_, round), request.out + t * chunk, extent(t));
+        if (root && !in_place_) std::memcpy(region_->slot(index_, round), request.out + t * chunk, extent(t));
       },
       [&](uint64_t t, uint64_t round) {
         if (root) return;
         await(Counter::posted, request.root, round + 1);
-        std::memcpy(request.out + t * chunk, region_->slot(request.root, round), extent(t));
+        const std::byte* theirs = theirs_[request.root];
+        std::memcpy(request.out + t * chunk, theirs ? theirs + t * chunk : region_->slot(request.root, round),
+                    extent(t));
       });
+}
+
+// --- in place --------------------------------------------------------------------------------------------------------
+
+// Where the peers find what this rank brings.
+Window Communicator::window(const Request& request) const {
+  const bool whole = request.verb == Verb::reduce_scatter || request.verb == Verb::all_to_all;
+  const size_t bytes = request.numel * request.itemsize * (whole ? size_ : 1);
+  const bool brings = request.verb != Verb::barrier && (request.verb != Verb::broadcast || request.root == index_);
+  if (!brings || bytes < in_place_bytes) return Window{};
+  const std::byte* data =
+      request.verb == Verb::all_reduce || request.verb == Verb::broadcast ? request.out : request.in;
+  if (threads_) return Window{Window::address, 0, 0, 0, reinterpret_cast<uintptr_t>(data)};
+  return Arena::find(data, bytes);
+}
+
+void Communicator::open_windows() {
+  reaches_ = false;
+  for (int peer = 0; peer < size_; ++peer) {
+    const Window theirs = region_->post(peer).windows[signature_.sequence % 2];
+    theirs_[peer] = nullptr;
+    if (peer == index_ || theirs.place == Window::none) continue;
+    reaches_ = true;
+    if (theirs.place == Window::address) {
+      theirs_[peer] = reinterpret_cast<std::byte*>(theirs.at);
+      continue;
+    }
+    if (!mappings_[peer] || !mappings_[peer]->covers(theirs)) mappings_[peer] = Mapping::of(pids_[peer], theirs);
+    if (!mappings_[peer]) {
+      const std::string reason = std::strerror(errno), who = "rank " + std::to_string(ranks_[peer]);
+      const bool dead = pulses_[peer].dead();
+      fail(dead ? "dead" : "unreachable", "to map the buffers of " + who + " for " + describe(signature_),
+           dead ? who + " is dead; " + whereabouts(peer) : reason,
+           dead ? "Look at the last output of " + who + "." : "See whether address space is limited (ulimit -v).");
+    }
+    theirs_[peer] = mappings_[peer]->at(theirs.at);
+  }
 }
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
@@ -402,6 +492,9 @@ void Communicator::sign(const Operation& operation) {
   set_text(signature_.tag, request.tag);
   Post& mine = region_->post(index_);
   std::memcpy(&mine.signatures[operation.sequence % 2], &signature_, sizeof signature_);
+  const Window here = window(request);
+  mine.windows[operation.sequence % 2] = here;
+  in_place_ = here.place != Window::none;
   mine.started.store(operation.sequence, std::memory_order_release);
 }
 
@@ -463,7 +556,11 @@ void Communicator::await(Counter kind, int peer, uint64_t target) {
 
 void Communicator::check_trouble(Counter kind, uint64_t target, int awaited) {
   if (region_->failed()) throw region_->failure();
-  if (closing_) throw closed_here(ranks_[index_]);
+  if (closing_) {
+    const std::string who = "rank " + std::to_string(ranks_[index_]);
+    fail("closed", "every rank in " + describe(signature_), who + " has closed '" + name_ + "' in the midst of it",
+         "Wait for every handle before closing.");
+  }
   const auto behind = [&](int peer) { return counter_of(kind, peer).load(std::memory_order_acquire) < target; };
   for (int peer = 0; peer < size_; ++peer) {
     const bool closed = region_->post(peer).presence.load(std::memory_order_seq_cst) == Presence::closed;

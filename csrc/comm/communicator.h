@@ -5,6 +5,11 @@
 // ranks. A slot is filled again once all peers have consumed its last round. In the first round of an operation all
 // ranks wait for all, and compare what each said it would do (its Signature), before anything is read.
 //
+// In place: a rank whose buffer its peers can reach (Window: it is in the process's Arena, or the ranks are threads)
+// says where it is beside its signature, posts all rounds at once and fills no slot; the others read the buffer itself.
+// Each rank's own buffer decides for itself. The operation ends on that rank once all peers have consumed. An
+// all_reduce goes in place where all buffers can: each rank then sums its range of all of them into all of them.
+//
 // Operations run in the order of submission, on the progress thread or, where that is not busy, on the thread that
 // waits. Neither needs Python.
 //
@@ -50,11 +55,14 @@ struct Request {
   std::string dtype, tag;  // for the signature
 };
 
+using Clock = std::chrono::steady_clock;
+
 struct Operation {
   Request request;
   uint64_t sequence = 0;
-  bool refused = false;  // failed before it was queued
-  bool done = false;     // under the communicator's mutex, like failure
+  bool refused = false;          // failed before it was queued
+  Clock::time_point begin, end;  // of its execution, once it is done
+  bool done = false;             // under the communicator's mutex, like failure
   std::optional<Failure> failure;
 };
 
@@ -79,8 +87,6 @@ class Communicator {
   void close();  // operations that are not done fail; idempotent
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   // submission
   void run_front(std::unique_lock<std::mutex>& lock);
   void progress();
@@ -91,11 +97,13 @@ class Communicator {
   void reduce_scatter(const Request& request);
   void all_reduce_small(const Request& request);
   void all_reduce_large(const Request& request);
+  void all_reduce_slots(const Request& request);
+  void all_reduce_in_place(const Request& request);
   void all_to_all(const Request& request);
   void broadcast(const Request& request);
-  void sum_into(std::byte* out, const void* const* from, size_t n, const Request& request);
   template <class Fill, class Read>
   void rounds(uint64_t count, Fill fill, Read read);
+  void meet();  // a round that carries nothing
 
   // The part of writer's slot that is meant for reader, where a slot holds one part per peer.
   std::byte* part(int writer, int reader, uint64_t round, size_t part_bytes) const;
@@ -104,6 +112,11 @@ class Communicator {
   // In order of the global ranks: `own` at this rank, and what peer p meant for this rank elsewhere.
   template <class Theirs>
   const void* const* sources(const void* own, Theirs theirs);
+
+  // in place
+  Window window(const Request& request) const;
+  void open_windows();
+  void leave_peers_buffers();
 
   // waiting
   void sign(const Operation& operation);
@@ -126,12 +139,18 @@ class Communicator {
   const double timeout_s_;
   std::vector<int> order_;  // positions in the group, by ascending global rank
   std::vector<Pulse> pulses_;
-  std::vector<const void*> sources_, piece_sources_;
-  std::chrono::nanoseconds patience_;  // of spinning
+  std::vector<const void*> sources_;
+  const bool threads_;
+  const std::vector<int> pids_;
+  std::vector<std::shared_ptr<Mapping>> mappings_;  // of the peers' arenas
+  std::chrono::nanoseconds patience_;               // of spinning
 
   // of the operation that runs
   uint64_t round_ = 0;
   Signature signature_{};
+  bool in_place_ = false;           // this rank's buffer is read where it is
+  std::vector<std::byte*> theirs_;  // the peers' buffers, null where they come by slots
+  bool reaches_ = false;            // some are not null
   Clock::time_point deadline_;
   const std::function<bool()>* interrupted_ = nullptr;
 

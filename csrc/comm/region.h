@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 
+#include "comm/arena.h"
 #include "comm/futex.h"
 
 namespace npuzero::comm {
@@ -64,7 +65,9 @@ struct Post {
   std::atomic<Counter> asleep;
   alignas(64) std::atomic<Presence> presence;
   std::atomic<uint64_t> started, finished;  // sequence numbers
-  Signature signatures[2];                  // of sequence number s at [s % 2]
+  std::atomic<uint32_t> inside;             // within an operation, and perhaps at work on a peer's buffer
+  Signature signatures[2];                  // of sequence number s at [s % 2], like its window
+  Window windows[2];                        // where this rank's buffer can be read in place
 };
 
 struct Header {

@@ -4,6 +4,7 @@
 //
 //   in   wire[n] each, read only; out: the wire's dtype, or f32; out may be one of `in`, or overlap none
 //   bf16, f16, f32 are added in f32 and rounded once, to nearest even; f64 in f64; integers wrap around
+//   streaming: `out` is written past the caches, for large results that nobody reads soon; out is then none of `in`
 //   n = 0 is legal; the result depends on neither chunking nor instruction set
 #pragma once
 
@@ -13,6 +14,7 @@
 
 namespace npuzero::comm {
 
-void sum(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n, bool accumulate);
+void sum(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n, bool accumulate,
+         bool streaming);
 
 }  // namespace npuzero::comm

@@ -1,6 +1,8 @@
 // sum's loops for AVX2. Headers of the standard library come first: their functions must keep the baseline's target,
 // since the linker keeps one copy of each.
 #if defined(__x86_64__)
+#include <immintrin.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -19,8 +21,9 @@
 
 namespace npuzero::comm {
 
-void sum_avx2(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n, bool accumulate) {
-  sum_loops(out, result, in, inputs, wire, n, accumulate);
+void sum_avx2(void* out, Dtype result, const void* const* in, int inputs, Dtype wire, size_t n, bool accumulate,
+              bool streaming) {
+  sum_loops(out, result, in, inputs, wire, n, accumulate, streaming);
 }
 
 }  // namespace npuzero::comm

@@ -73,6 +73,20 @@ class Communicator(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
 
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor of ``numel`` zeros, where possible in memory that the other ranks reach themselves.
+
+        What a rank brings to a verb (the shard of all_gather, the whole of reduce_scatter, the input of all_to_all, the
+        buffer of all_reduce and broadcast) is then not copied on its way: over shared memory the other ranks read it,
+        or a view of it, in its place. Results need no such buffer. Each rank's buffers count for themselves; ranks need
+        not agree. The memory goes back when the last view of it does; it cannot be resized. Elsewhere: an ordinary
+        tensor.
+
+        Raises:
+            OutOfSpace: no memory is left.
+        """
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
     @final
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, *, tag: str = "") -> Handle:
         """whole[size * n] = the shards[n] of all ranks, in group order; any dtype.

@@ -18,6 +18,9 @@ class Counted(Communicator):
         self.communicator = communicator
         self.counter = counter
 
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.communicator.buffer(numel, dtype)
+
     def barrier(self) -> None:
         self.communicator.barrier()
 

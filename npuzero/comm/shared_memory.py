@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from npuzero import _native
+from npuzero import _native, observe
 from npuzero.comm.communicator import Communicator, Handle
-from npuzero.errors import CollectiveError
+from npuzero.errors import CollectiveError, OutOfSpace
 
 native = _native.comm
 
@@ -44,7 +44,11 @@ class Store(Protocol):
 
 
 class SharedMemoryHandle(Handle):
-    """An operation of the progress thread."""
+    """An operation of the progress thread.
+
+    Observed when it is waited for, as a span of the category ``comm <communicator's name>``, named by its tag, with the
+    times at which it ran.
+    """
 
     def __init__(self, communicator: SharedMemoryCommunicator, operation: Any, verb: str, tag: str) -> None:
         self._communicator = communicator
@@ -61,6 +65,15 @@ class SharedMemoryHandle(Handle):
             raise self._communicator.error(failure, self._verb, self._operation.sequence, self._tag)
         self._well = True
         self._communicator.let_go()
+        if observe.enabled():
+            self._observe()
+
+    def _observe(self) -> None:
+        group, operation = self._communicator, self._operation
+        name = self._tag or self._verb
+        rank = group.ranks[group.rank]
+        facts = {"verb": self._verb, "sequence": operation.sequence}
+        observe.emit(observe.Span(f"comm {group.name}", name, operation.begin_s, operation.end_s, rank, facts))
 
     def done(self) -> bool:
         return self._well or self._communicator.native.done(self._operation)
@@ -73,16 +86,42 @@ class SharedMemoryCommunicator(Communicator):
         region: the native region; all ranks of the group hold the same.
         pids: of the ranks' processes, in group order; empty where ranks are threads of one process.
         timeout_s: seconds an operation may wait for other ranks.
+        arena: whether the processes can open each other's memory, so that buffers lie where others read them in place.
     """
 
     def __init__(
-        self, region: Any, ranks: Sequence[int], rank: int, name: str, *, pids: Sequence[int], timeout_s: float
+        self,
+        region: Any,
+        ranks: Sequence[int],
+        rank: int,
+        name: str,
+        *,
+        pids: Sequence[int],
+        timeout_s: float,
+        arena: bool = False,
     ) -> None:
         super().__init__(ranks, rank, name, _CPU)
+        self._arena = arena
         self.native = native.Communicator(region, rank, list(ranks), list(pids), name, timeout_s)
         # Tensors of operations under way: the progress thread writes to them even if the caller forgets the handle.
         self._kept: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
         _live.add(self)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not self._arena or numel == 0:
+            return super().buffer(numel, dtype)
+        nbytes = numel * dtype.itemsize
+        try:
+            block = native.Block(nbytes)
+        except MemoryError as error:
+            raise OutOfSpace(
+                "memory that ranks share",
+                expected=f"room for {nbytes:,} bytes",
+                got="none",
+                do="Cut more of the state (a higher preset), use more ranks, or a smaller micro-batch.",
+                nbytes=nbytes,
+            ) from error
+        return torch.frombuffer(block, dtype=dtype)
 
     def barrier(self) -> None:
         self._submit("barrier", (), (0, 0, 0, 1)).wait()
@@ -190,7 +229,7 @@ def connect(
     if accepted != offer:
         address, nonce = json.loads(accepted)
         region = native.Region.open(address, len(ranks), SLOT_BYTES, nonce)
-    return SharedMemoryCommunicator(region, ranks, rank, name, pids=pids, timeout_s=timeout_s)
+    return SharedMemoryCommunicator(region, ranks, rank, name, pids=pids, timeout_s=timeout_s, arena=not named)
 
 
 def _call(count: torch.Tensor, out: torch.Tensor, inp: torch.Tensor) -> tuple[int, int, int, int]:

@@ -185,10 +185,10 @@ def test_close_ends_what_is_under_way() -> None:
             time.sleep(0.1)
             group.close()
             group.close()
-        else:
-            time.sleep(0.3)
-            handle = group.all_reduce(torch.ones(1_000_000))
         with pytest.raises(CollectiveError) as met:
+            if world.rank == 1:
+                time.sleep(0.3)
+                handle = group.all_reduce(torch.ones(1_000_000))
             handle.wait()
         with pytest.raises(CollectiveError):
             group.barrier()
@@ -210,11 +210,12 @@ def test_half_built_is_destroyed_cleanly() -> None:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def _killed(world: World, verb: str) -> tuple[float, str, str]:
+def _killed(world: World, verb: str, in_place: bool) -> tuple[float, str, str]:
     """Rank 1 is killed while all are in the midst of a long run of operations."""
     group = everyone(world)
     n = 1 << 20
-    whole, shard = torch.ones(world.size * n), torch.ones(n)
+    make = group.buffer if in_place else torch.ones
+    whole, shard = make(world.size * n, dtype=torch.float32), make(n, dtype=torch.float32)
     group.barrier()
     if world.rank == 1:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
@@ -230,11 +231,20 @@ def _killed(world: World, verb: str) -> tuple[float, str, str]:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("verb", ("all_gather", "reduce_scatter", "barrier"))
-def test_killed_rank(verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verb", "in_place"),
+    [
+        ("all_gather", False),
+        ("reduce_scatter", False),
+        ("all_gather", True),
+        ("reduce_scatter", True),
+        ("barrier", False),
+    ],
+)
+def test_killed_rank(verb: str, in_place: bool, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     begin = time.monotonic()
-    outcomes = run_ranks(3, _killed, verb, folder=tmp_path, limit_s=30)
+    outcomes = run_ranks(3, _killed, verb, in_place, folder=tmp_path, limit_s=30)
     assert outcomes[1].exit_code == -signal.SIGKILL and outcomes[1].value is None
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None and outcome.exit_code == 0, outcome.trace

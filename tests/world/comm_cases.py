@@ -6,6 +6,7 @@ Each case is a function of a world; it runs alike on threads, on processes over 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 
@@ -61,24 +62,32 @@ def groups(world: World, backend: str = "") -> list[Communicator]:
     return [world.communicator(order, "case") for order in orders]
 
 
-def check_all_gather(group: Communicator, dtype: torch.dtype, n: int) -> None:
+Put = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def check_all_gather(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
+    """Here and below `put` says where a rank keeps what it brings."""
     expected = torch.cat([drawn(rank, n, dtype) for rank in group.ranks])
     whole = torch.zeros(group.size * n, dtype=dtype)
-    group.all_gather(whole, drawn(group.ranks[group.rank], n, dtype), tag="apart").wait()
+    group.all_gather(whole, put(drawn(group.ranks[group.rank], n, dtype)), tag="apart").wait()
     assert_bits(whole, expected, f"all_gather {dtype} {n}")
-    inside = torch.zeros_like(whole)
+    inside = put(torch.zeros_like(whole))
     own = inside[group.rank * n : (group.rank + 1) * n]
     own.copy_(drawn(group.ranks[group.rank], n, dtype))
     group.all_gather(inside, own, tag="inside").wait()
     assert_bits(inside, expected, f"all_gather in place {dtype} {n}")
 
 
-def check_reduce_scatter(group: Communicator, wire: torch.dtype, n: int) -> None:
+def check_reduce_scatter(group: Communicator, wire: torch.dtype, n: int, put: Put = as_it_is) -> None:
     wholes = [drawn(rank, group.size * n, wire) for rank in sorted(group.ranks)]
     own = slice(group.rank * n, (group.rank + 1) * n)
     parts = [whole[own] for whole in wholes]
     for result, accumulate in itertools.product({wire, torch.float32}, (False, True)):
-        whole = drawn(group.ranks[group.rank], group.size * n, wire)
+        whole = put(drawn(group.ranks[group.rank], group.size * n, wire))
         shard = drawn(77, n, result)
         expected = summed(parts, shard if accumulate else None).to(result)
         group.reduce_scatter(shard, whole, accumulate=accumulate).wait()
@@ -89,24 +98,24 @@ def check_reduce_scatter(group: Communicator, wire: torch.dtype, n: int) -> None
     assert_bits(whole[own], summed(parts).to(wire), f"reduce_scatter in place {wire} {n}")
 
 
-def check_all_reduce(group: Communicator, dtype: torch.dtype, n: int) -> None:
-    buffer = drawn(group.ranks[group.rank], n, dtype)
+def check_all_reduce(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
+    buffer = put(drawn(group.ranks[group.rank], n, dtype))
     group.all_reduce(buffer).wait()
     expected = summed([drawn(rank, n, dtype) for rank in sorted(group.ranks)]).to(dtype)
     assert_bits(buffer, expected, f"all_reduce {dtype} {n}")
 
 
-def check_all_to_all(group: Communicator, dtype: torch.dtype, n: int) -> None:
+def check_all_to_all(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
     out = torch.zeros(group.size * n, dtype=dtype)
-    group.all_to_all(out, drawn(group.ranks[group.rank], group.size * n, dtype)).wait()
+    group.all_to_all(out, put(drawn(group.ranks[group.rank], group.size * n, dtype))).wait()
     own = slice(group.rank * n, (group.rank + 1) * n)
     expected = torch.cat([drawn(rank, group.size * n, dtype)[own] for rank in group.ranks])
     assert_bits(out, expected, f"all_to_all {dtype} {n}")
 
 
-def check_broadcast(group: Communicator, dtype: torch.dtype, n: int) -> None:
+def check_broadcast(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
     for root in range(group.size):
-        buffer = drawn(group.ranks[group.rank], n, dtype)
+        buffer = put(drawn(group.ranks[group.rank], n, dtype))
         group.broadcast(buffer, root=root).wait()
         assert_bits(buffer, drawn(group.ranks[root], n, dtype), f"broadcast {dtype} {n} from {root}")
 
@@ -127,6 +136,29 @@ def every_verb(world: World, few: bool = False) -> None:
                     numels += [group.size * numel + 1 for numel in numels[-3:]]
                 for n in numels[::3] if few else numels:
                     check(group, dtype, n)
+        group.barrier()
+
+
+def in_place(world: World) -> None:
+    """Large buffers that other ranks can reach: of every rank, and of some."""
+    for group in groups(world):
+
+        def reachable(tensor: torch.Tensor, group: Communicator = group) -> torch.Tensor:
+            buffer = group.buffer(tensor.numel() + 3, tensor.dtype)
+            assert not buffer.any()
+            return buffer[3:].copy_(tensor)  # a view, at an odd address
+
+        for check, dtypes in (
+            (check_all_gather, (torch.float32, torch.int8)),
+            (check_reduce_scatter, WIRES),
+            (check_all_reduce, SUMMED),
+            (check_all_to_all, (torch.bfloat16, torch.int64)),
+            (check_broadcast, (torch.bfloat16,)),
+        ):
+            for dtype in dtypes:
+                n = (1 << 17) // dtype.itemsize + 37
+                check(group, dtype, n, reachable)
+                check(group, dtype, n, reachable if world.rank % 2 else as_it_is)
         group.barrier()
 
 
@@ -187,6 +219,7 @@ def exchanges(world: World) -> None:
 def all_cases(world: World, few: bool = False) -> None:
     exchanges(world)
     every_verb(world, few)
+    in_place(world)
     many_in_flight(world)
     two_channels(world)
     subgroups(world)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from npuzero import comm
+from npuzero import comm, observe
 from npuzero.comm import World, shared_memory
 from npuzero.comm.hierarchical import HierarchicalCommunicator
+from npuzero.errors import OutOfSpace
 from world import comm_cases
 from world.comm_ranks import SLOT_BYTES, run_ranks, values
 
@@ -87,6 +91,67 @@ def _hierarchical(world: World) -> None:
             expected = 1 + world.size * part + world.size * (world.size - 1) / 2
             comm_cases.assert_bits(shard, expected, f"hierarchical reduce_scatter {wire} {n}")
     group.barrier()
+
+
+def test_operations_are_observed() -> None:
+    def body(world: World) -> None:
+        group = world.communicator((0, 1), "gather")
+        first = group.all_gather(torch.zeros(6), torch.ones(3), tag="gather blocks.0")
+        group.all_reduce(torch.ones(3)).wait()
+        first.wait()
+        first.wait()
+
+    with observe.recording(observe.Events()) as seen:
+        comm.run_threads(2, body)
+    spans = {(event.rank, event.name): event for event in seen.events if isinstance(event, observe.Span)}
+    assert len(seen.events) == len(spans) == 4
+    for rank in (0, 1):
+        gather, reduce = spans[rank, "gather blocks.0"], spans[rank, "all_reduce"]
+        assert {gather.category, reduce.category} == {"comm gather"}
+        assert gather.facts == {"verb": "all_gather", "sequence": 1}
+        assert gather.begin_s <= gather.end_s <= reduce.begin_s <= reduce.end_s <= time.perf_counter()
+
+
+@pytest.mark.world
+def test_shared_buffers_give_their_memory_back(tmp_path: Path) -> None:
+    values(run_ranks(2, _buffers_come_and_go, folder=tmp_path))
+
+
+def _buffers_come_and_go(world: World) -> None:
+    group = world.communicator((0, 1), "case")
+    n = 1 << 20
+    for _ in range(3):
+        buffer, other = group.buffer(n, torch.float32), group.buffer(5, torch.bfloat16)
+        assert not buffer.any() and not other.any()
+        buffer.fill_(world.rank + 1)
+        group.all_reduce(buffer).wait()
+        assert (buffer == 3).all() and _arena_bytes() >= buffer.nbytes
+        view = buffer[7:9]
+        del buffer
+        assert view.sum() == 6 and _arena_bytes() >= 4 * n  # the last view keeps it
+        _in_forked_child(lambda view=view: (view.set_(), group.buffer(3, torch.int64)))
+        del view, other
+        assert _arena_bytes() == 0
+        group.barrier()
+    assert group.buffer(0, torch.float32).numel() == 0
+    with pytest.raises(OutOfSpace, match="room for"):
+        group.buffer(1 << 50, torch.uint8)
+
+
+def _arena_bytes() -> int:
+    """What the file behind this process's buffers holds."""
+    fds = [fd for fd in Path("/proc/self/fd").iterdir() if "npuzero-arena" in os.path.realpath(fd)]
+    (fd,) = fds
+    return 512 * os.stat(fd).st_blocks
+
+
+def _in_forked_child(action: Callable[[], object]) -> None:
+    """Runs `action` in a copy of this process; what it frees at its end must not be taken from this one."""
+    child = os.fork()
+    if child == 0:
+        action()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.world
