@@ -1,0 +1,65 @@
+"""The scripts for clusters: shells and a cluster's parser can read them, and torchrun's runs here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from npuzero.bench import Record
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "benchmarks" / "cluster"
+
+
+@pytest.mark.parametrize("path", sorted(CLUSTER.iterdir()), ids=lambda path: path.name)
+def test_bash_can_read_it(path):
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_the_job_is_yaml_with_a_pod_per_node(nodes):
+    made = subprocess.run(
+        [CLUSTER / "pytorchjob.sh", "--dim", "64"],
+        env=os.environ | {"IMAGE": "some/image:1", "RESOURCE": "huawei.com/Ascend910", "NODES": str(nodes)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    job = yaml.safe_load(made.stdout)
+    assert job["kind"] == "PyTorchJob"
+    roles = job["spec"]["pytorchReplicaSpecs"]
+    assert sum(role["replicas"] for role in roles.values()) == nodes
+    for role in roles.values():
+        (container,) = role["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"  # the operator looks for it
+        assert container["image"] == "some/image:1"
+        assert container["args"] == ["torchrun.sh", "--dim", "64"]
+        assert container["resources"]["limits"] == {"huawei.com/Ascend910": 8}
+        assert {"name": "NODES", "value": str(nodes)} in container["env"]
+
+
+def test_the_job_needs_an_image():
+    variables = {key: value for key, value in os.environ.items() if key not in ("IMAGE", "RESOURCE")}
+    made = subprocess.run([CLUSTER / "pytorchjob.sh"], env=variables, capture_output=True, text=True)
+    assert made.returncode != 0 and "IMAGE" in made.stderr and not made.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.world
+def test_torchrun_measures_steps_and_collectives_on_two_ranks(tmp_path):
+    tiny = shlex.split("--presets zero2 --dim 32 --layers 2 --heads 2 --sequence 16 --batch 1 --rounds 1 --checked 1")
+    subprocess.run(
+        [CLUSTER / "torchrun.sh", *tiny],
+        env=os.environ
+        | {"OUT": str(tmp_path), "PYTHON": sys.executable, "DEVICES": "2", "MASTER_PORT": "29471"}
+        | {"COMM_ARGUMENTS": "--quick --only barrier"},
+        check=True, timeout=300,
+    )  # fmt: skip
+    step = Record.read(tmp_path / "step.json").result("step/bf16-batch1")
+    assert step.parameters["ranks"] == 2 and "npuzero zero2" in step.seconds
+    assert Record.read(tmp_path / "comm.json").results

@@ -1,0 +1,39 @@
+"""The peers' comparison: who takes part, and what becomes of those that cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import environments
+from benchmarks.peers.environments import Environment, NotInstalled
+
+
+def test_every_peer_has_an_environment_of_its_kind():
+    from benchmarks.peers.contenders import CONTENDERS
+
+    for name in CONTENDERS:
+        entry = peers.peer_entry(name)
+        assert entry.peer and entry.contender == f"benchmarks.peers.contenders:{name}"
+        assert ("deepspeed" in entry.python) == name.startswith("deepspeed")
+
+
+def test_an_unknown_contender_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["peers", "--contenders", "zero2,horovod"])
+    with pytest.raises(SystemExit):
+        peers.main()
+    assert "horovod" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_environment_that_cannot_be_made_says_why_and_is_made_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    wanted = Environment("none", (("--no-index", "no-such-package-at-all"),))
+    with pytest.raises(NotInstalled, match="no-such-package-at-all"):
+        wanted.ensure()
+    good = Environment("none", (("--no-index", "pip"),))
+    good.ensure()
+    before = (good.folder / "installed.txt").stat().st_mtime_ns
+    good.ensure()
+    assert (good.folder / "installed.txt").stat().st_mtime_ns == before
