@@ -21,6 +21,9 @@
 #ifdef NPUZERO_HAS_IO
 #include "io/bind.h"
 #endif
+#ifdef NPUZERO_HAS_HOST
+#include "host/bind.h"
+#endif
 
 namespace py = pybind11;
 using namespace npuzero;
@@ -141,5 +144,8 @@ PYBIND11_MODULE(_C, m) {
 #endif
 #ifdef NPUZERO_HAS_IO
   bind_io(m);
+#endif
+#ifdef NPUZERO_HAS_HOST
+  bind_host(m);
 #endif
 }

@@ -50,6 +50,8 @@ kernels, isa, built_isas, supported_isas, use_isa = (
 NORM_BLOCK: int = _C.norm_block()
 # Collectives between the ranks of one host; npuzero.comm.shared_memory is their Python side.
 comm: Any = _C.comm
+# Host memory whose pages come and go; npuzero.memory.space is its Python side.
+host: Any = _C.host
 
 
 def view(tensor: torch.Tensor) -> _C.View:

@@ -51,6 +51,7 @@ CSRC_MAY_INCLUDE = {
     "npu": {"npu", "ops", "core"},
     "comm": {"comm", "core"},
     "io": {"io", "core"},
+    "host": {"host", "core"},
 }
 
 TALKS = ("cli", "__main__")

@@ -49,7 +49,7 @@ class Engine:
         self.space = Space(world.device)
         self.units = build_units(specs, plan, settings, self.mesh)
         self.gradient_scale = torch.ones(1, device=world.device)
-        self._gatherer = Gatherer(self.mesh, self.space)
+        self._gatherer = Gatherer(self.mesh)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
         self._restorer = Restorer(self.mesh, plan)
         self._trace = Trace()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from npuzero import observe
 from npuzero.comm import Handle
-from npuzero.memory import Space
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import ParameterState, Unit
 
@@ -14,9 +13,8 @@ _S = ParameterState
 class Gatherer:
     """Starts, finishes and undoes the gathering of units. A start must be followed by a finish on every rank."""
 
-    def __init__(self, mesh: CountingMesh, space: Space) -> None:
+    def __init__(self, mesh: CountingMesh) -> None:
         self._mesh = mesh
-        self._space = space
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
@@ -27,9 +25,9 @@ class Gatherer:
         unit.move(_S.GATHERING)
         handles = self._handles[unit.index] = []
         for flat in unit.flats:
-            if flat.cut and flat.whole.untyped_storage().nbytes() == 0:
-                self._space.resize(flat.whole, flat.layout.numel * flat.dtype.itemsize, "buffers")
-                shard = flat.held if part == "held" and flat.held is not None else flat.resting
+            if flat.cut and not flat.transient.here:
+                flat.transient.restore()
+                shard = flat.held.tensor if part == "held" and flat.held is not None else flat.resting
                 axes = getattr(flat.ranks.plan, part).axes
                 handles.append(
                     self._mesh.communicator(axes, "gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}")
@@ -66,14 +64,12 @@ class Gatherer:
         for flat in unit.flats:
             if keep_held and held == 1:
                 continue
-            if keep_held and held < cut and flat.held is None:
-                begin, end = flat.shard("held")
-                flat.held = self._space.allocate(end - begin, flat.dtype, "buffers")
-                flat.held.copy_(flat.whole[begin:end])
-            elif not keep_held and flat.held is not None:
-                self._space.count("buffers", -flat.held.nbytes)
-                flat.held = None
-            if flat.whole.untyped_storage().nbytes():
-                self._space.resize(flat.whole, 0, "buffers")
+            if flat.held is not None and keep_held:
+                flat.held.restore()
+                flat.held.tensor.copy_(flat.whole[slice(*flat.shard("held"))])
+            elif flat.held is not None:
+                flat.held.release()
+            if flat.cut:
+                flat.transient.release()
         # Where held equals the resting cut there is no second copy: the unit is simply sharded again.
         unit.move(_S.HELD if keep_held and held < cut else _S.SHARDED)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import StateError
-from npuzero.memory import Space
+from npuzero.memory import Space, Transient
 from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
@@ -102,8 +102,9 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         self.cut = ranks.count["parameters"] > 1
         self.whole: Tensor
+        self.transient: Transient  # the memory of whole; only where cut
         self.resting: Tensor
-        self.held: Tensor | None = None
+        self.held: Transient | None = None  # only where held is cut, and less than parameters are
         self.master: Tensor
         self.gradient: Tensor
         self.unsynced: Tensor | None = None
@@ -182,12 +183,13 @@ class Flat:
 
         The peak beyond what rests is one whole flat in float32.
         """
-        self.whole = torch.zeros(self.layout.numel, dtype=self.dtype, device=space.device)
-        self.resting = self.whole
+        self.resting = space.allocate(self._length("parameters"), self.dtype, "parameters")
+        self.whole = self.resting
         if self.cut:
-            self.resting = space.allocate(self._length("parameters"), self.dtype, "parameters")
-        else:
-            space.count("parameters", self.whole.nbytes)
+            self.transient = space.transient(self.layout.numel, self.dtype, "buffers")
+            self.whole = self.transient.tensor
+            if 1 < self.ranks.count["held"] < self.ranks.count["parameters"]:
+                self.held = space.transient(self._length("held"), self.dtype, "buffers")
         if self.trainable:
             self.gradient = space.allocate(self._length("gradients"), torch.float32, "gradients")
             self.master = self.own_parameters
@@ -199,8 +201,6 @@ class Flat:
             parameter.data = self.whole[slot.begin : slot.end].view(slot.shape)
         if self.trainable:
             self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
-        if self.cut:
-            self.whole.untyped_storage().resize_(0)
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
         """Take whole values, one per slot, into what rests and into the masters.

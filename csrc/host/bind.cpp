@@ -1,0 +1,27 @@
+#include "host/bind.h"
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "host/pages.h"
+
+namespace py = pybind11;
+
+namespace npuzero {
+
+void bind_host(py::module_& m) {
+  using namespace host;
+  py::module_ module = m.def_submodule("host", "Host memory whose pages come and go; see csrc/memory/pages.h.");
+  py::class_<Stock, std::shared_ptr<Stock>>(module, "Stock").def(py::init<>());
+  py::class_<Pages>(module, "Pages", py::buffer_protocol(), "A buffer of bytes at a fixed address; released at first.")
+      .def(py::init<std::shared_ptr<Stock>, size_t>(), py::arg("stock"), py::arg("nbytes"))
+      .def("restore", &Pages::restore, "Have memory behind the address; its contents are undefined.")
+      .def("release", &Pages::release, "Give the memory back; the address stays.")
+      .def_buffer([](Pages& pages) {
+        const auto length = static_cast<py::ssize_t>(pages.bytes());
+        return py::buffer_info(pages.data(), 1, "B", 1, {length}, {py::ssize_t{1}});
+      });
+}
+
+}  // namespace npuzero

@@ -1,0 +1,88 @@
+"""Buffers that rest, and buffers whose memory comes and goes."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+from npuzero.errors import OutOfSpace
+from npuzero.memory import Space
+
+CPU = torch.device("cpu")
+N = 3 * 2**20 + 17  # floats: several granules, and a part of one
+
+
+def test_a_buffer_is_zero_and_counted():
+    space = Space(CPU)
+    for numel in (0, 1, N):
+        assert space.allocate(numel, torch.float32, "states").eq(0).all()
+    assert space.held["states"] == 4 * (1 + N)
+    assert space.allocations == 3
+
+
+def test_what_no_memory_can_hold_is_named():
+    space = Space(CPU)
+    with pytest.raises(OutOfSpace, match="states"):
+        space.allocate(2**60, torch.float32, "states")
+    with pytest.raises(OutOfSpace, match="expected room for"):
+        space.transient(2**60, torch.float32, "buffers")
+
+
+def test_a_transient_keeps_its_address_and_views():
+    space = Space(CPU)
+    buffer = space.transient(N, torch.bfloat16, "buffers")
+    view = buffer.tensor[5:9].view(2, 2)
+    address = view.data_ptr()
+    for value in (1.0, 2.0):
+        buffer.restore()
+        buffer.restore()  # once more changes nothing
+        assert space.held["buffers"] == 2 * N
+        buffer.tensor.fill_(value)
+        assert view.eq(value).all() and view.data_ptr() == address
+        buffer.release()
+        buffer.release()
+        assert space.held["buffers"] == 0
+
+
+@pytest.mark.skipif(
+    tuple(int(part) for part in platform.release().split(".")[:2]) < (5, 7), reason="pages cannot be moved before 5.7"
+)
+def test_pages_move_from_one_transient_to_the_next():
+    space = Space(CPU)
+    first, second = (space.transient(N, torch.int32, "buffers") for _ in range(2))
+    first.restore()
+    first.tensor.copy_(torch.arange(N))
+    first.release()
+    second.restore()
+    # Undefined by contract; that they are the same pages is what spares the kernel from zeroing others.
+    assert second.tensor.eq(torch.arange(N)).float().mean() > 0.6
+
+
+def test_two_transients_do_not_share_memory_while_both_are_there():
+    space = Space(CPU)
+    buffers = [space.transient(N, torch.int64, "buffers") for _ in range(3)]
+    for _ in range(3):
+        for i, buffer in enumerate(buffers):
+            buffer.restore()
+            buffer.tensor.fill_(i)
+        assert all(buffer.tensor.eq(i).all() for i, buffer in enumerate(buffers))
+        buffers = buffers[1:] + buffers[:1]
+        for buffer in buffers:
+            buffer.release()
+
+
+def test_a_transient_outlives_its_space():
+    buffer = Space(CPU).transient(N, torch.float32, "buffers")
+    buffer.restore()
+    tensor = buffer.tensor.fill_(3.0)
+    del buffer
+    assert tensor.eq(3).all()
+
+
+def test_nothing_needs_no_memory():
+    empty = Space(CPU).transient(0, torch.float32, "buffers")
+    empty.restore()
+    assert empty.tensor.numel() == 0
+    empty.release()
