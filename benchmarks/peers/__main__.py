@@ -13,27 +13,26 @@ be installed, does not start or learns something else is listed with the reason,
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
+from typing import Any
 
 from benchmarks.peers import contenders
 from benchmarks.peers.environments import DEEPSPEED, TORCH, Environment, NotInstalled
 from benchmarks.step.compare import COMPUTE, Entry, add_options, compare, preset_entry
 from benchmarks.step.contenders import PRESETS
 
-OURS = ("zero0", "zero1", "zero2", "zero3", "zero3-keep")
+OURS = ("zero0", "zero2", "zero3")
 
 
 def peer_entry(name: str) -> Entry:
     """A peer in its environment."""
     environment = environment_of(name)
-    path = os.pathsep.join((str(environment.python.parent), os.environ["PATH"]))
     return Entry(
         name,
         f"{contenders.__name__}:{name}",
         python=str(environment.python),
         peer=True,
-        variables=(*environment.variables, ("PATH", path)),
+        variables=environment.variables,
     )
 
 
@@ -56,9 +55,10 @@ def main() -> None:
 
     peers = [name for name in options.contenders if name in contenders.CONTENDERS]
     missing: dict[str, str] = {}
-    for environment in {environment_of(name) for name in peers}:
+    made: dict[str, Any] = {}
+    for environment in dict.fromkeys(map(environment_of, peers)):
         try:
-            environment.ensure(options.pip)
+            made[environment.name] = environment.ensure(options.pip)
         except NotInstalled as reason:
             missing |= {name: str(reason) for name in peers if environment_of(name) is environment}
     if options.install_only:
@@ -68,7 +68,7 @@ def main() -> None:
         for name in options.contenders
         if name not in missing
     ]
-    compare("peers", [COMPUTE, *entries], options, missing=missing)
+    compare("peers", [COMPUTE, *entries], options, missing=missing, parameters={"environments": made})
 
 
 if __name__ == "__main__":

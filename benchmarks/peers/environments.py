@@ -1,13 +1,20 @@
-"""A virtual environment for each kind of peer, in build/peers; one that is there is used again."""
+"""A virtual environment for each kind of peer, in build/peers; one that is there is used again.
+
+What a peer compiles at first use is compiled as its environment is made, and the seconds that takes are kept.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.step.compare import ROOT
 
@@ -20,10 +27,16 @@ class NotInstalled(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed, one pip call after the other, each with its arguments."""
+    """An environment.
+
+    Attributes:
+        installs: arguments of ``pip install``, a call after the other.
+        first_use: a program that lets it compile what it does not bring along.
+    """
 
     name: str
     installs: tuple[tuple[str, ...], ...]
+    first_use: str = ""
 
     @property
     def folder(self) -> Path:
@@ -34,38 +47,57 @@ class Environment:
         return self.folder / "bin" / "python"
 
     @property
-    def variables(self) -> tuple[tuple[str, str], ...]:
-        """What processes in it need in their environment, PATH aside: what is compiled at first use stays in it."""
-        return (("DS_ACCELERATOR", "cpu"), ("TORCH_EXTENSIONS_DIR", str(self.folder / "extensions")))
+    def variables(self) -> dict[str, str]:
+        """What its processes need in their environment; what they compile stays in the folder."""
+        return {
+            "PATH": os.pathsep.join((str(self.python.parent), os.environ["PATH"])),
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "extensions"),
+        }
 
-    def ensure(self, pip: Sequence[str] = ()) -> None:
-        """Makes it, unless it is there as it should be.
+    def ensure(self, pip: Sequence[str] = ()) -> dict[str, Any]:
+        """Makes it, unless it is there as it should be; what was installed, and the seconds it took.
 
         Args:
             pip: further arguments of every ``pip install``, such as ``--index-url`` of the CPU builds of torch.
 
         Raises:
-            NotInstalled: pip failed.
+            NotInstalled: it could not be made.
         """
-        stamp, wanted = self.folder / "installed.txt", repr(self.installs)
-        if stamp.is_file() and stamp.read_text() == wanted:
-            return
-        print(f"making {self.folder.relative_to(ROOT)}", file=sys.stderr)
+        stamp = self.folder / "made.json"
+        wanted = {"installs": [list(packages) for packages in self.installs], "first_use": self.first_use}
+        if stamp.is_file():
+            made: dict[str, Any] = json.loads(stamp.read_text())
+            if made.items() >= wanted.items():
+                return made
+        print(f"making {self.folder}", file=sys.stderr)
+        begin_s = time.perf_counter()
         venv.create(self.folder, clear=True, with_pip=True)
         for packages in self.installs:
-            command = [str(self.python), "-m", "pip", "--quiet", "install", *pip, *packages]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-            if done.returncode:
-                raise NotInstalled(
-                    f"pip install {' '.join(packages)}: {(done.stderr.strip() or 'no reason').splitlines()[-1]}"
-                )
-        stamp.write_text(wanted)
+            self._run("-m", "pip", "--quiet", "install", *pip, *packages)
+        installed_s = time.perf_counter()
+        if self.first_use:
+            self._run("-c", self.first_use)
+        compiled_s = time.perf_counter()
+        made = wanted | {"install_s": installed_s - begin_s, "first_use_s": compiled_s - installed_s}
+        stamp.write_text(json.dumps(made))
+        return made
+
+    def _run(self, *arguments: str) -> None:
+        done = subprocess.run(
+            [self.python, *arguments], env=os.environ | self.variables, capture_output=True, text=True, timeout=1800
+        )
+        if done.returncode:
+            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise NotInstalled(f"python {' '.join(arguments)}: {reason}")
 
 
 _TORCH = ("torch==2.13.0", "numpy")
 
 TORCH = Environment("torch", (_TORCH,))
-#: It imports torch as it is built, and compiles its Adam with ninja as it is first used.
+#: It imports torch as it is built.
 DEEPSPEED = Environment(
-    "deepspeed", ((*_TORCH, "setuptools", "wheel", "ninja"), ("--no-build-isolation", "deepspeed==0.19.8"))
+    "deepspeed",
+    ((*_TORCH, "setuptools", "wheel", "ninja"), ("--no-build-isolation", "deepspeed==0.19.8")),
+    "from deepspeed.ops.op_builder import CPUAdamBuilder as a, ShareMemCommBuilder as c; a().load(); c().load()",
 )

@@ -13,7 +13,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Entry:
     python: str = sys.executable
     trains: bool = True
     peer: bool = False
-    variables: tuple[tuple[str, str], ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 COMPUTE = Entry(BASELINE, "benchmarks.step.contenders:compute", trains=False)
@@ -177,8 +177,9 @@ class Comparison:
         ranks: int | None = None,
         threads: int | None = None,
     ) -> Team:
-        variables = dict(entry.variables) | {
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        variables = {
+            **entry.variables,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
         if self.launched and ranks is None:
             # The launcher's variables but for the meeting point, which is each contender's own.
@@ -222,22 +223,25 @@ def compare(
     *,
     trace: Path | None = None,
     missing: Mapping[str, str] | None = None,
+    parameters: Mapping[str, Any] | None = None,
 ) -> Record:
     """Runs a comparison, prints its table on rank 0, and writes the record where ``--out`` says.
 
     Args:
         trace: where to leave a Chrome trace of the last contender.
         missing: contenders that cannot take part, and why.
+        parameters: further facts for the record.
     """
     comparison = Comparison(entries, options, missing or {})
     workload = comparison.workload
     name = f"{suite}/{workload.precision}-batch{workload.batch}"
+    record = Record.begin(suite, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
     with ExitStack() as stack:
         comparison.start(stack)
         result = comparison.measure(name, f"training step, {workload.precision}, batch {workload.batch} a rank")
         if trace is not None:
             comparison.trace(entries[-1].name, trace)
-    record = Record.begin(suite, shlex.join(sys.orig_argv[1:]), fingerprint())
+    result.parameters |= parameters or {}
     record.results.append(result)
     if comparison.world.rank == 0:
         print(table(result))
@@ -250,21 +254,23 @@ def table(result: Result) -> str:
     """For people."""
     parameters = result.parameters
     tokens = parameters["ranks"] * parameters["batch"] * parameters["sequence"]
+    compute_s = statistics.median(result.seconds[BASELINE])
     lines = [
         f"{result.title}; {parameters['ranks']} ranks x {parameters['threads']} threads",
         f"{len(result.seconds[BASELINE])} rounds; {result.checked}",
-        "time: over compute only's in the same round, median and MAD; memory: peak beyond the process's own, MB a rank",
+        "time: over compute only's in the same round, median and MAD; tokens/s: compute only's over that;",
+        "memory: peak beyond what the process held before the model was made, MB a rank",
         f"{'':22}{'time':>7} {'MAD':>6} {'tokens/s':>9} {'memory':>7} {'plan':>6} {'beyond':>7} {'faults':>7}"
         "  ms of forward, backward, update; waits and other spans",
     ]
-    for name, seconds in result.seconds.items():
+    for name in result.seconds:
         time, values = result.slowdown(name), result.values[name]
         parts = " ".join(f"{values['parts_s'][part] * 1e3:.0f}" for part in ("forward", "backward", "update"))
         spans = ", ".join(f"{span} {value * 1e3:.1f}" for span, value in values["spans_s"].items())
         plan = f"{values['plan_bytes'] / 1e6:.1f}" if values["plan_bytes"] else ""
         beyond = f"{values['beyond_plan']:+.1%}" if "beyond_plan" in values else ""
         lines.append(
-            f"{name:22}{time.median:7.3f} {time.mad:6.3f} {tokens / statistics.median(seconds):9.0f}"
+            f"{name:22}{time.median:7.3f} {time.mad:6.3f} {tokens / compute_s / time.median:9.0f}"
             f" {(values['peak_bytes'] - values['base_bytes']) / 1e6:7.1f} {plan:>6} {beyond:>7}"
             f" {values['page_faults']:7.0f}  {parts}; {spans}"
         )

@@ -28,12 +28,11 @@ def test_an_unknown_contender_is_named(monkeypatch, capsys):
 @pytest.mark.slow
 def test_an_environment_that_cannot_be_made_says_why_and_is_made_again(monkeypatch, tmp_path):
     monkeypatch.setattr(environments, "FOLDER", tmp_path)
-    monkeypatch.setattr(environments, "ROOT", tmp_path)
-    wanted = Environment("none", (("--no-index", "no-such-package-at-all"),))
     with pytest.raises(NotInstalled, match="no-such-package-at-all"):
-        wanted.ensure()
-    good = Environment("none", (("--no-index", "pip"),))
-    good.ensure()
-    before = (good.folder / "installed.txt").stat().st_mtime_ns
-    good.ensure()
-    assert (good.folder / "installed.txt").stat().st_mtime_ns == before
+        Environment("none", (("--no-index", "no-such-package-at-all"),)).ensure()
+    used = "import os; assert 'extensions' in os.environ['TORCH_EXTENSIONS_DIR']"
+    made = Environment("none", (("--no-index", "pip"),), used).ensure()
+    assert made["install_s"] > made["first_use_s"] > 0
+    assert Environment("none", (("--no-index", "pip"),), used).ensure() == made
+    with pytest.raises(NotInstalled, match="ZeroDivisionError"):
+        Environment("none", (("--no-index", "pip"),), "1 / 0").ensure()
