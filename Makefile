@@ -16,7 +16,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all lint format build clean
+.PHONY: help demo test test-all test-aarch64 lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -30,6 +30,17 @@ test: lint $(VENV)/.installed-dev  ## lint, then all tests that are not slow
 
 test-all: lint $(VENV)/.installed-dev  ## lint, then every test
 	$(PYTEST) $(ARGS)
+
+# The aarch64 kernels, cross-compiled, under the op tests: the program they are in runs in an emulator.
+AARCH64 := build/aarch64
+EMULATOR := qemu-aarch64 -L /usr/aarch64-linux-gnu
+test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernels (needs its g++ and qemu-user)
+	@for tool in aarch64-linux-gnu-g++ $(firstword $(EMULATOR)); do command -v $$tool >/dev/null || \
+	{ echo "make test-aarch64 needs $$tool: on Debian, apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
+	$(VENV)/bin/cmake -S csrc -B $(AARCH64) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja) -DNPUZERO_DRIVER=ON \
+	-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	$(VENV)/bin/cmake --build $(AARCH64)
+	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

@@ -2,9 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -62,34 +65,85 @@ std::map<std::string, std::vector<std::string>> kernels() {
           {PackArgs::op, devices_with<PackArgs>()}};
 }
 
+const float* f32_at(const View* view) { return view ? static_cast<const float*>(view->data) : nullptr; }
+
+// The first two spans that share memory, in the order of their addresses: (earlier, later), their indices. Of each pair
+// at least one must be among the first `written` spans; those that are only read may share memory with each other.
+std::optional<std::pair<size_t, size_t>> overlap(const std::vector<std::uintptr_t>& begins,
+                                                 const std::vector<std::uintptr_t>& bytes, size_t written) {
+  std::vector<size_t> order;
+  for (size_t i = 0; i < begins.size(); ++i) {
+    if (bytes[i] > 0) order.push_back(i);
+  }
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return begins[a] < begins[b]; });
+  struct Reach {
+    std::uintptr_t end = 0;
+    size_t index = 0;
+  } any, any_written;  // which span reaches farthest so far
+  for (const size_t i : order) {
+    const Reach& other = i < written ? any : any_written;
+    if (begins[i] < other.end) return std::pair{other.index, i};
+    const Reach mine{begins[i] + bytes[i], i};
+    if (mine.end > any.end) any = mine;
+    if (i < written && mine.end > any_written.end) any_written = mine;
+  }
+  return std::nullopt;
+}
+
 void cast(const View& source, const View& target, int rounding, uint64_t seed, uint64_t offset, Stream stream) {
   run(source.device, CastArgs{source, target, static_cast<Rounding>(rounding), seed, offset}, stream);
 }
 
-using Segment = std::tuple<int64_t, int64_t, int64_t>;  // begin, end, index of the group
+using Range = std::tuple<int64_t, int64_t, int64_t>;  // begin, end, index of the group
 using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool>;
+// Addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, grad (0 where absent); count; dtypes of low and grad
+using Buffers = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t,
+                           std::uintptr_t, int64_t, int, int>;
 
-void flat_adam(const View& master, const View& exp_avg, const View& exp_avg_sq, const View& grad, const View* low,
-               const View* max_exp_avg_sq, const View* grad_scale, const View* skip,
-               const std::vector<Segment>& segments, const std::vector<Group>& groups, Stream stream) {
+// The buffers lie end to end on a line, and the ranges are ranges of it: one part for each that meets the other.
+std::vector<FlatAdamPart> parts_of(const std::vector<Buffers>& line, const std::vector<Range>& ranges) {
+  std::vector<FlatAdamPart> parts;
+  parts.reserve(line.size() + ranges.size());
+  int64_t start = 0, covered = 0;
+  size_t next = 0;
+  for (const auto& [master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, grad, count, low_dtype, grad_dtype] : line) {
+    const auto at = [](std::uintptr_t address, int64_t elements, Dtype dtype) {
+      return address ? reinterpret_cast<void*>(address + elements * itemsize(dtype)) : nullptr;
+    };
+    const auto f32_at = [&](std::uintptr_t address, int64_t elements) {
+      return static_cast<float*>(at(address, elements, Dtype::f32));
+    };
+    for (size_t i = next; i < ranges.size() && std::get<0>(ranges[i]) < start + count; ++i) {
+      const auto& [begin, end, group] = ranges[i];
+      const int64_t first = std::max(begin - start, int64_t{0}), last = std::min(end - start, count);
+      const auto grad_kind = static_cast<Dtype>(grad_dtype), low_kind = static_cast<Dtype>(low_dtype);
+      parts.push_back({f32_at(master, first), f32_at(exp_avg, first), f32_at(exp_avg_sq, first),
+                       f32_at(max_exp_avg_sq, first), at(grad, first, grad_kind), at(low, first, low_kind),
+                       last - first, covered, group, grad_kind, low_kind});
+      covered += last - first;
+      next = end <= start + count ? i + 1 : i;
+    }
+    start += count;
+  }
+  return parts;
+}
+
+void flat_adam(const std::vector<Buffers>& line, const std::vector<Range>& ranges, const std::vector<Group>& groups,
+               const View* grad_scale, const View* skip, int device, Stream stream) {
   std::vector<FlatAdamGroup> table;
   for (const Group& group : groups) {
     table.push_back(std::apply([](auto... field) { return FlatAdamGroup{field...}; }, group));
   }
-  std::vector<FlatAdamSegment> ranges;
-  int64_t covered = 0;
-  for (const auto& [begin, end, group] : segments) {
-    ranges.push_back({begin, end - begin, covered, &table.at(group)});
-    covered += end - begin;
-  }
-  run(master.device,
-      FlatAdamArgs{master, exp_avg, exp_avg_sq, grad, low, max_exp_avg_sq, grad_scale, skip, ranges.data(),
-                   static_cast<int64_t>(ranges.size()), covered},
+  const std::vector<FlatAdamPart> parts = parts_of(line, ranges);
+  const int64_t total = parts.empty() ? 0 : parts.back().line + parts.back().count;
+  run(static_cast<Device>(device),
+      FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, table.data(), f32_at(grad_scale),
+                   f32_at(skip)},
       stream);
 }
 
-void norm(const View& x, const View& out, const View& workspace, Stream stream) {
-  run(x.device, NormArgs{x, out, workspace}, stream);
+void norm(const View& x, const View& out, const View& workspace, const View* addend, float scale, Stream stream) {
+  run(x.device, NormArgs{x, out, workspace, addend, scale}, stream);
 }
 
 using Part = std::tuple<std::uintptr_t, std::uintptr_t, int64_t, int, int>;  // source, target, count, their dtypes
@@ -104,9 +158,9 @@ void pack(const std::vector<Part>& parts, float factor, const View* scale_at, bo
                      static_cast<Dtype>(source_dtype), static_cast<Dtype>(target_dtype)});
     total += count;
   }
-  const auto* scale = scale_at ? static_cast<const float*>(scale_at->data) : nullptr;
   run(static_cast<Device>(device),
-      PackArgs{table.data(), static_cast<int64_t>(table.size()), total, factor, scale, scaled, accumulate}, stream);
+      PackArgs{table.data(), static_cast<int64_t>(table.size()), total, factor, f32_at(scale_at), scaled, accumulate},
+      stream);
 }
 
 }  // namespace
@@ -124,7 +178,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init([](std::uintptr_t data, int64_t count, int dtype, int device) {
              return View{reinterpret_cast<void*>(data), count, static_cast<Dtype>(dtype), static_cast<Device>(device)};
            }),
-           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("device"));
+           py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("device"))
+      .def_property_readonly("data", [](const View& view) { return reinterpret_cast<std::uintptr_t>(view.data); })
+      .def_readonly("count", &View::count)
+      .def_property_readonly("dtype", [](const View& view) { return static_cast<int>(view.dtype); });
 
   m.def("isa", &cpu::current_isa, "The instruction set that the cpu kernels run on.");
   m.def("built_isas", &cpu::built_isas, "Instruction sets in this build, worst to best.");
@@ -132,6 +189,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("use_isa", &cpu::use_isa, py::arg("isa"), "Choose one of supported_isas(), or \"auto\" for the best.");
   cpu::use_isa("auto");
 
+  m.def("overlap", &overlap, py::arg("begins"), py::arg("bytes"), py::arg("written"),
+        "Indices of two spans that share memory, at least one of them among the first `written`; or None.");
   m.def("kernels", &kernels, "Which devices have a kernel, by op.");
   m.def("norm_block", [] { return norm_block; });
   m.def("cast", &cast);

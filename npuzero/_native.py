@@ -40,6 +40,7 @@ BACKENDS = ("native", "reference")
 
 # One function per op, and what the build holds.
 cast, flat_adam, norm, pack = _C.cast, _C.flat_adam, _C.norm, _C.pack
+overlap = _C.overlap
 kernels, isa, built_isas, supported_isas, use_isa = (
     _C.kernels,
     _C.isa,

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/numeric.h"
+#include "cpu/write.h"
 
 namespace npuzero::cpu {
 inline namespace NPUZERO_ISA {
@@ -40,6 +41,7 @@ inline void for_line(const Range* ranges, int64_t range_count, int64_t total, co
       const int64_t end = last - range.line < range.count ? last - range.line : range.count;
       if (begin < end) body(range, begin, end);
     }
+    finish_streams();
   }
 }
 

@@ -5,10 +5,12 @@
 //               round to nearest, ties away from zero"); a finite value may round to infinity; denormals round as the
 //               fixed-point numbers they are
 //   stochastic  f32 -> bf16: the 16 low bits of f32's pattern are the probability (in 1/65536) of the neighbour farther
-//               from zero: pattern = (pattern + r) >> 16, r = the low 16 bits of word 0 of Philox4x32-10 (Salmon,
-//               Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with counter (index mod
-//               2^32, index div 2^32, 0, 0), key (seed mod 2^32, seed div 2^32), index = offset + i. So the result
-//               depends on the element's place in the whole alone, not on threads, cut or device.
+//               from zero: pattern = (pattern + r) >> 16. A draw of Philox4x32-10 (Salmon, Moraes, Dror, Shaw:
+//               "Parallel random numbers: as easy as 1, 2, 3", SC 2011) serves 8 elements with 16 bits each. With index
+//               = offset
+//               + i: the counter is (block mod 2^32, block div 2^32, 0, 0), block = index div 8; the key (seed mod
+//               2^32, seed div 2^32); r is the low half of word (index mod 8) div 2 where index is even, else the high
+//               half. So the result depends on the element's place in the whole alone, not on threads, cut or device.
 //
 // Contract
 //   source and target have n elements and do not overlap; tf32 may be in place

@@ -1,4 +1,5 @@
-// flat_adam: one Adam/AdamW update of ranges ("segments") of a flat shard, in place.
+// flat_adam: one Adam/AdamW update of many ranges ("parts") in place, by one launch. The parts of a flat shard have
+// pointers into the same buffers, those of separate tensors into their own.
 //
 //   g = f32(grad) * scale                    scale = *grad_scale (1 without one), negated by maximize
 //   g = g + weight_decay * p                 only where l2 (weight decay not decoupled, and not zero)
@@ -15,11 +16,10 @@
 // is written there as a lerp.
 //
 // Contract
-//   p (master), m (exp_avg), v (exp_avg_sq), max_v: f32[n], in place; max_v present where any group has amsgrad
-//   grad: f32|bf16|f16[n], read only; low: bf16|f16[n] or absent, written only where a segment covers it
-//   grad_scale, skip: f32[1] on the device, or absent; where *skip != 0 (or is NaN) nothing at all is written
-//   segments: ascending, disjoint, inside [0, n); what they leave uncovered is neither read nor written
-//   n = 0 and no segments are legal; buffers do not overlap; enqueued on the stream, not awaited
+//   p (master), m (exp_avg), v (exp_avg_sq), max_v: f32[count] of each part, in place; max_v null unless group.amsgrad
+//   grad: f32|bf16|f16[count], read only; low: bf16|f16[count], written only, or null
+//   grad_scale, skip: f32[1] on the device, or null; where *skip != 0 (or is NaN) nothing at all is written
+//   count = 0 and no parts are legal; no two buffers overlap; enqueued on the stream, not awaited
 //   rounding: f32 operations one by one in the order written, no contraction, correctly rounded division and square
 //   root; equal to the reference bit for bit (a NaN's payload aside)
 #pragma once
@@ -33,18 +33,22 @@ struct FlatAdamGroup {
   bool l2, maximize, amsgrad;
 };
 
-struct FlatAdamSegment {
-  int64_t begin, count;  // elements of the flat shard
-  int64_t line;          // elements that the segments before this one cover
-  const FlatAdamGroup* group;
+struct FlatAdamPart {
+  float *master, *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
+  const void* grad;
+  void* low;
+  int64_t count;
+  int64_t line;  // elements of all parts before this one
+  int64_t group;
+  Dtype grad_dtype, low_dtype;
 };
 
 struct FlatAdamArgs {
   static constexpr const char* op = "flat_adam";
-  View master, exp_avg, exp_avg_sq, grad;
-  const View *low, *max_exp_avg_sq, *grad_scale, *skip;  // null where absent
-  const FlatAdamSegment* segments;
-  int64_t segment_count, covered;
+  const FlatAdamPart* parts;
+  int64_t part_count, total;
+  const FlatAdamGroup* groups;
+  const float *grad_scale, *skip;
 };
 
 }  // namespace npuzero

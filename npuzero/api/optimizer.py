@@ -330,7 +330,7 @@ def _check_state(number: int, parameter: nn.Parameter, state: Mapping[str, Any],
 
 
 class Adam(ZeroOptimizer):
-    """``torch.optim.Adam`` with one fused launch per flat shard; see :class:`AdamW`."""
+    """``torch.optim.Adam`` with one fused launch per flat shard or for all plain parameters; see :class:`AdamW`."""
 
     _decoupled = False
 
@@ -352,9 +352,9 @@ class Adam(ZeroOptimizer):
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): group for group, parameter in self._parameters()}
-        for group, parameter in self._parameters():
-            if engine_behind(parameter) is None and parameter.grad is not None:
-                self._update_plain(parameter, group)
+        plain = [(g, p) for g, p in self._parameters() if p.grad is not None and engine_behind(p) is None]
+        for device in {parameter.device for _, parameter in plain}:
+            self._update_plain([(group, parameter) for group, parameter in plain if parameter.device == device])
         for engine in ready:
             for flat in engine.flats():
                 self._update_flat(engine, flat, members)
@@ -374,9 +374,9 @@ class Adam(ZeroOptimizer):
         if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
             update(
                 flat.master,
-                self._moments_of(engine, flat),
-                flat.own_gradient,
-                ranges,
+                **self._moments_of(engine, flat).tensors(),
+                gradient=flat.own_gradient,
+                ranges=ranges,
                 decoupled=self._decoupled,
                 low=flat.own_parameters if flat.dtype != torch.float32 else None,
                 gradient_scale=engine.gradient_scale,
@@ -390,29 +390,43 @@ class Adam(ZeroOptimizer):
             self._moments[flat] = AdamState(*buffers)
         return self._moments[flat]
 
-    def _update_plain(self, parameter: nn.Parameter, group: Options) -> None:
-        """A parameter that no model made by ``zero()`` owns, with torch's own state for it.
+    def _update_plain(self, plain: list[tuple[Options, nn.Parameter]]) -> None:
+        """Parameters of one device that no model made by ``zero()`` owns, with torch's own state for them.
 
         One that is not float32 and contiguous gets a float32 master in its state; torch would update it in place with
-        every operation rounded.
+        every operation rounded. The update writes the rounded master to where it lies, if that is contiguous.
         """
-        assert parameter.grad is not None
+        states = [self.state[parameter] or self._begin_state(group, parameter) for group, parameter in plain]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        ranges, end = [], 0
+        for (group, parameter), step in zip(plain, steps, strict=True):
+            begin, end = end, end + parameter.numel()
+            ranges.append(Range(begin, end, group, int(step)))
+        low = [p if "master" in state and _lies_flat(p) else None for (_, p), state in zip(plain, states, strict=True)]
+        update(
+            [state.get("master", parameter) for (_, parameter), state in zip(plain, states, strict=True)],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [parameter.grad.contiguous() for _, parameter in plain if parameter.grad is not None],
+            ranges,
+            decoupled=self._decoupled,
+            low=low,
+            max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
+        )
+        for (_, parameter), state, written in zip(plain, states, low, strict=True):
+            if "master" in state and written is None:
+                parameter.copy_(state["master"])
+
+    def _begin_state(self, group: Options, parameter: nn.Parameter) -> Options:
         state = self.state[parameter]
-        if not state:
-            like = torch.contiguous_format
-            state["step"] = torch.tensor(0.0)
-            names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-            state.update((name, torch.zeros_like(parameter, dtype=torch.float32, memory_format=like)) for name in names)
-            if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-                state["master"] = parameter.detach().to(torch.float32, memory_format=like, copy=True)
-        state["step"] += 1
-        master = state.get("master", parameter.detach())
-        moments = AdamState(*(state[name].view(-1) for name in _MOMENTS if name in state))
-        whole = [Range(0, parameter.numel(), group, int(state["step"]))]
-        gradient = parameter.grad.contiguous().view(-1)
-        update(master.view(-1), moments, gradient, whole, decoupled=self._decoupled)
-        if "master" in state:
-            parameter.copy_(master)
+        like = torch.contiguous_format
+        state["step"] = torch.tensor(0.0)
+        for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=like)
+        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
+            state["master"] = parameter.detach().to(torch.float32, memory_format=like, copy=True)
+        return cast(Options, state)
 
     def _plain_state(self, parameter: nn.Parameter) -> Options:
         return dict(self.state.get(parameter, {}))
@@ -447,7 +461,7 @@ class AdamW(Adam):
     """``torch.optim.AdamW``, fused: one launch per flat shard does unscaling, update and the rounded copy.
 
     Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
-    it is a drop-in whose ``state_dict`` is torch's.
+    it is a drop-in whose ``state_dict`` is torch's, and all of them are updated by one launch.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``.
@@ -471,6 +485,11 @@ class AdamW(Adam):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def _lies_flat(parameter: nn.Parameter) -> bool:
+    """Whether the update can write the parameter's own memory as the rounded copy of its master."""
+    return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

@@ -1,8 +1,12 @@
-"""What the doors check. Each function returns nothing and raises ContractError naming the op and the argument."""
+"""What the doors check: ContractErrors that name the op and the argument.
+
+A step goes through the doors with hundreds of tensors, so what is done per tensor is kept to about a microsecond: text
+is made only where something is wrong.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,15 +19,51 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def tensor(op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
     """A dense, contiguous tensor in memory, of one of `dtypes`, on `device` where given."""
-    if not (
+    if not _fine(value, dtypes, device):
+        _refuse_tensor(f"{op}: {name}", value, dtypes, device)
+
+
+def line(
+    op: str,
+    name: str,
+    buffer: Any,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+    counts: Sequence[int] | None = None,
+    optional: bool = False,
+) -> Sequence[Any]:
+    """A tensor, or a sequence of tensors, as `tensor` wants them, on one device, each of `counts[i]` elements.
+
+    Returns the sequence, of one where a tensor came. Where `optional`, any may be None; None alone stands for all.
+    """
+    lone = buffer is None or isinstance(buffer, torch.Tensor)
+    values = (buffer,) if lone else buffer
+    if counts is not None and len(values) != len(counts):
+        if optional and buffer is None:
+            return (None,) * len(counts)
+        raise ContractError(
+            f"{op}: {name}", expected=f"{len(counts)} tensors", got=str(len(values)), do="Pass one for each master."
+        )
+    for i, value in enumerate(values):
+        if optional and value is None:
+            continue
+        if not _fine(value, dtypes, device):
+            _refuse_tensor(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", value, dtypes, device)
+        if counts is not None and value.numel() != counts[i]:
+            _refuse_count(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", counts[i], value)
+        device = device or value.device
+    return values
+
+
+def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
+    return (
         isinstance(value, torch.Tensor)
         and value.dtype in dtypes
         and (device is None or value.device == device)
         and value.layout is torch.strided
         and value.is_contiguous()
         and not released(value)
-    ):
-        _refuse_tensor(f"{op}: {name}", value, dtypes, device)
+    )
 
 
 def released(value: torch.Tensor) -> bool:
@@ -74,36 +114,37 @@ def flat(
             f"{op}: {name}", expected="one dimension", got=f"shape {tuple(value.shape)}", do="Pass the flat buffer."
         )
     if count is not None and value.numel() != count:
-        raise ContractError(
-            f"{op}: {name}",
-            expected=f"{count} element{'s' * (count != 1)}",
-            got=str(value.numel()),
-            do="All flat buffers of one call have the same length.",
-        )
+        _refuse_count(f"{op}: {name}", count, value)
 
 
-def disjoint(
-    op: str, written: Iterable[tuple[str, torch.Tensor]], read: Iterable[tuple[str, torch.Tensor]] = ()
-) -> None:
+def _refuse_count(subject: str, count: int, value: torch.Tensor) -> NoReturn:
+    raise ContractError(
+        subject,
+        expected=f"{count} element{'s' * (count != 1)}",
+        got=str(value.numel()),
+        do="The buffers of one call have the same length.",
+    )
+
+
+def disjoint(op: str, written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]]) -> None:
     """No written tensor shares memory with any other tensor of the call; read ones may with each other."""
-    spans = [(t.data_ptr(), name, t, True) for name, t in written if t.numel()]
-    spans += [(t.data_ptr(), name, t, False) for name, t in read if t.numel()]
-    spans.sort(key=lambda span: span[0])
-    # Sweep upwards, remembering which span reaches farthest, among all and among the written.
-    reach, reach_written = (0, ""), (0, "")
-    for begin, name, span, is_written in spans:
-        end, other = reach if is_written else reach_written
-        if begin < end:
-            raise ContractError(
-                f"{op}: {name}",
-                expected=f"memory apart from {other}'s",
-                got=f"{end - begin} bytes shared",
-                do="Give each written buffer memory of its own.",
-            )
-        mine = (begin + span.numel() * span.element_size(), name)
-        reach = max(reach, mine)
-        if is_written:
-            reach_written = max(reach_written, mine)
+    named = [*written, *read]
+    begins = [tensor.data_ptr() for _, tensor in named]
+    sizes = [tensor.nbytes for _, tensor in named]
+    apart(op, begins, sizes, len(written), lambda i: named[i][0])
+
+
+def apart(op: str, begins: Sequence[int], sizes: Sequence[int], written: int, name: Callable[[int], str]) -> None:
+    """`disjoint` for the addresses and bytes of many, the written first; `name(i)` is for where something is wrong."""
+    found = _native.overlap(begins, sizes, written)
+    if found is not None:
+        below, above = found
+        raise ContractError(
+            f"{op}: {name(above)}",
+            expected=f"memory apart from {name(below)}'s",
+            got=f"{begins[below] + sizes[below] - begins[above]} bytes shared",
+            do="Give each written buffer memory of its own.",
+        )
 
 
 def integer(op: str, name: str, value: Any, least: int, most: int) -> None:

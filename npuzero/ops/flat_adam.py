@@ -1,13 +1,17 @@
-"""One Adam/AdamW update of a flat shard. Formula and contract: csrc/ops/flat_adam.h."""
+"""One Adam/AdamW update of a flat shard, or of many tensors, by one launch.
+
+Formula and contract: csrc/ops/flat_adam.h.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -19,7 +23,7 @@ from npuzero.ops.reference import flat_adam as reference
 
 @dataclass(frozen=True)
 class Segment:
-    """A range [begin, end) of the flat shard, in elements, and how it is updated; names as in torch.optim.Adam.
+    """A range [begin, end) of the line, in elements, and how it is updated; names as in torch.optim.Adam.
 
     `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's.
     """
@@ -54,26 +58,37 @@ class Coefficients(NamedTuple):
     amsgrad: bool
 
 
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+SomeTensors = torch.Tensor | Sequence[torch.Tensor | None] | None
+
+_F32, _LOW = (torch.float32,), (torch.bfloat16, torch.float16)
+# The buffers in the order of a row of csrc/bindings.cpp; all but the last are written.
+_BUFFERS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "low", "grad")
+
+
 def flat_adam(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
+    master: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    grad: Tensors,
     segments: Iterable[Segment],
     *,
-    low: torch.Tensor | None = None,
-    max_exp_avg_sq: torch.Tensor | None = None,
+    low: SomeTensors = None,
+    max_exp_avg_sq: SomeTensors = None,
     grad_scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> None:
     """Updates the covered ranges of master and moments in place; the rest is neither read nor written.
 
+    Each buffer is one tensor, such as a flat shard's, or a sequence of tensors, one for each of `master`'s and of as
+    many elements. The segments are ranges of the line: of the tensors laid end to end.
+
     Args:
-        master, exp_avg, exp_avg_sq: float32[n], in place.
-        grad: float32, bfloat16 or float16[n].
+        master, exp_avg, exp_avg_sq: float32, any shape, contiguous; in place.
+        grad: float32, bfloat16 or float16; in a sequence not necessarily all the same.
         segments: ascending and disjoint.
-        low: bfloat16 or float16[n]: gets master rounded to nearest even.
-        max_exp_avg_sq: float32[n], in place; needed where a segment has amsgrad.
+        low: bfloat16 or float16: gets master rounded to nearest even. None, or None in a sequence, where there is none.
+        max_exp_avg_sq: float32, in place; needed where a segment has amsgrad, else as low.
         grad_scale: float32[1] that multiplies the gradient.
         skip: float32[1]; where it is not zero nothing is written.
 
@@ -81,32 +96,55 @@ def flat_adam(
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    written = [("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)]
-    if max_exp_avg_sq is not None:
-        written.append(("max_exp_avg_sq", max_exp_avg_sq))
+    masters = _check.line("flat_adam", "master", master, _F32)
+    device, counts = (masters[0].device if masters else None), [tensor.numel() for tensor in masters]
+    line = [
+        masters,
+        _check.line("flat_adam", "exp_avg", exp_avg, _F32, device, counts),
+        _check.line("flat_adam", "exp_avg_sq", exp_avg_sq, _F32, device, counts),
+        _check.line("flat_adam", "max_exp_avg_sq", max_exp_avg_sq, _F32, device, counts, optional=True),
+        _check.line("flat_adam", "low", low, _LOW, device, counts, optional=True),
+        _check.line("flat_adam", "grad", grad, _check.FLOATS, device, counts),
+    ]
     scalars = [(name, value) for name, value in (("grad_scale", grad_scale), ("skip", skip)) if value is not None]
-    _check.flat("flat_adam", "master", master, (torch.float32,))
-    for name, buffer in written:
-        _check.flat("flat_adam", name, buffer, (torch.float32,), master.device, master.numel())
-    _check.flat("flat_adam", "grad", grad, _check.FLOATS, master.device, master.numel())
     for name, value in scalars:
-        _check.flat("flat_adam", name, value, (torch.float32,), master.device, 1)
-    if low is not None:
-        _check.flat("flat_adam", "low", low, (torch.bfloat16, torch.float16), master.device, master.numel())
-        written.append(("low", low))
-    _check.disjoint("flat_adam", written, [("grad", grad), *scalars])
-    ranges, groups = prepare(segments, master.numel(), max_exp_avg_sq is not None)
-    if _native.backend() == "reference":
-        reference.flat_adam(master, exp_avg, exp_avg_sq, grad, ranges, groups, low, max_exp_avg_sq, grad_scale, skip)
+        _check.flat("flat_adam", name, value, _F32, device, 1)
+    at = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in line]
+    _check_apart(line, at, scalars)
+    ranges, groups = prepare(segments, counts, line[3])
+    if not ranges:
         return
-    view, optional_view = _native.view, _native.optional_view
+    if _native.backend() == "reference":
+        m, v, top, rounded, g = line[1:]
+        reference.flat_adam(masters, m, v, g, ranges, groups, rounded, top, grad_scale, skip)
+        return
+    dtypes = [[0 if tensor is None else _native.DTYPES[tensor.dtype] for tensor in tensors] for tensors in line[4:]]
     _native.flat_adam(
-        *(view(master), view(exp_avg), view(exp_avg_sq), view(grad)),
-        *(optional_view(low), optional_view(max_exp_avg_sq), optional_view(grad_scale), optional_view(skip)),
+        list(zip(*at, counts, *dtypes, strict=True)),
         ranges,
         groups,
-        _native.stream(master.device),
+        _native.optional_view(grad_scale),
+        _native.optional_view(skip),
+        _native.device_kind(masters[0].device),
+        _native.stream(masters[0].device),
     )
+
+
+def _check_apart(
+    line: Sequence[Sequence[torch.Tensor | None]], at: list[list[int]], scalars: list[tuple[str, torch.Tensor]]
+) -> None:
+    """No buffer shares memory with another; gradients and scalars, which are only read, may with each other."""
+    n = len(at[0])
+
+    def name(i: int) -> str:
+        if i >= n * len(line):
+            return scalars[i - n * len(line)][0]
+        return f"{_BUFFERS[i // n]}[{i % n}]" if n > 1 else _BUFFERS[i]
+
+    begins = [*itertools.chain(*at), *(value.data_ptr() for _, value in scalars)]
+    sizes = [0 if tensor is None else tensor.nbytes for tensor in itertools.chain(*line)]
+    sizes += [value.nbytes for _, value in scalars]
+    _check.apart("flat_adam", begins, sizes, n * (len(line) - 1), name)
 
 
 _RANGE = attrgetter("begin", "end")
@@ -114,9 +152,12 @@ _HYPER = attrgetter("lr", "beta1", "beta2", "eps", "weight_decay", "step", "deco
 
 
 def prepare(
-    segments: Iterable[Segment], n: int, has_max: bool
+    segments: Iterable[Segment], counts: Sequence[int], max_exp_avg_sq: Sequence[torch.Tensor | None]
 ) -> tuple[list[tuple[int, int, int]], list[Coefficients]]:
     """Checked (begin, end, index of coefficients), neighbours of equal hyper-parameters joined; the coefficients."""
+    n = sum(counts)
+    bounds = [0, *itertools.accumulate(counts)]
+    without_max = [(bounds[i], bounds[i + 1]) for i, tensor in enumerate(max_exp_avg_sq) if tensor is None]
     ranges: list[tuple[int, int, int]] = []
     index: dict[tuple[Any, ...], int] = {}
     groups: list[Coefficients] = []
@@ -130,10 +171,12 @@ def prepare(
                 got=f"[{begin}, {end})",
                 do="Sort the segments and remove overlaps.",
             )
+        if segment.amsgrad and any(begin < bound and start < end for start, bound in without_max):
+            _refuse_hyper(i, segment, "amsgrad", "False without max_exp_avg_sq")
         hyper = _HYPER(segment)
         group = index.get(hyper)
         if group is None:
-            _check_hyper(i, segment, has_max)
+            _check_hyper(i, segment)
             group = index[hyper] = len(groups)
             groups.append(coefficients(segment))
         if ranges and begin == last and ranges[-1][2] == group:
@@ -165,7 +208,7 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _check_hyper(i: int, segment: Segment, has_max: bool) -> None:
+def _check_hyper(i: int, segment: Segment) -> None:
     finite = math.isfinite
     rules: Sequence[tuple[str, bool, str]] = (
         ("lr", finite(segment.lr), "a finite number"),
@@ -174,13 +217,16 @@ def _check_hyper(i: int, segment: Segment, has_max: bool) -> None:
         ("eps", finite(segment.eps) and segment.eps >= 0, "finite and not negative"),
         ("weight_decay", finite(segment.weight_decay) and segment.weight_decay >= 0, "finite and not negative"),
         ("step", segment.step >= 1, "at least 1 (it counts this update)"),
-        ("amsgrad", has_max or not segment.amsgrad, "False without max_exp_avg_sq"),
     )
     for name, holds, expected in rules:
         if not holds:
-            raise ContractError(
-                f"flat_adam: segments[{i}].{name}",
-                expected=expected,
-                got=repr(getattr(segment, name)),
-                do="Correct the parameter group.",
-            )
+            _refuse_hyper(i, segment, name, expected)
+
+
+def _refuse_hyper(i: int, segment: Segment, name: str, expected: str) -> NoReturn:
+    raise ContractError(
+        f"flat_adam: segments[{i}].{name}",
+        expected=expected,
+        got=repr(getattr(segment, name)),
+        do="Correct the parameter group.",
+    )

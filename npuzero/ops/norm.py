@@ -1,34 +1,49 @@
-"""Sum of squares and number of non-finite elements. Contract and order of the sum: csrc/ops/norm.h."""
+"""Sum of squares and number of non-finite elements, taken in passing where gradients are added.
+
+Contract and order of the sum: csrc/ops/norm.h.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from npuzero import _native
+from npuzero.errors import ContractError
 from npuzero.ops import _check
 from npuzero.ops.reference import norm as reference
 
 
-def norm(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes {sum of squares, number of infinite or NaN elements} of `x` in one pass.
+def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
+    """Writes {sum of squares, number of infinite or NaN elements} of `x` in one pass, after adding `addend` to it.
 
     Every element takes part in the sum: it is infinite or NaN where the count is not zero. The result depends on the
     values and the length alone, not on the number of threads or the instruction set.
 
     Args:
-        x: float32, bfloat16 or float16, flat; may be empty.
+        x: float32, bfloat16 or float16, flat; may be empty. With an addend float32, in place.
         out: float64[2].
+        addend: float32, bfloat16 or float16, as long as x: first x = x + addend * scale, in float32.
+        scale: of the addend.
 
     Raises:
         ContractError: wrong dtype, device, shape, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    _check.flat("norm", "x", x, _check.FLOATS)
+    _check.flat("norm", "x", x, _check.FLOATS if addend is None else (torch.float32,))
     _check.flat("norm", "out", out, (torch.float64,), x.device, 2)
-    _check.disjoint("norm", [("out", out)], [("x", x)])
+    written, read = [("out", out)], [("x", x)]
+    if addend is not None:
+        _check.flat("norm", "addend", addend, _check.FLOATS, x.device, x.numel())
+        written, read = [("out", out), ("x", x)], [("addend", addend)]
+    if not isinstance(scale, (int, float)):
+        raise ContractError("norm: scale", expected="a number", got=type(scale).__name__, do="Pass a float.")
+    _check.disjoint("norm", written, read)
     if _native.backend() == "reference":
-        reference.norm(x, out)
+        reference.norm(x, out, addend, scale)
         return
     blocks = -(-x.numel() // _native.NORM_BLOCK)
     workspace = torch.empty(2 * blocks, dtype=torch.float64, device=x.device)
-    _native.norm(_native.view(x), _native.view(out), _native.view(workspace), _native.stream(x.device))
+    view = _native.view
+    _native.norm(
+        *(view(x), view(out), view(workspace), _native.optional_view(addend)), float(scale), _native.stream(x.device)
+    )

@@ -44,7 +44,8 @@ def pack(
     spans = _spans("pack", tensors, offsets, wire)
     _check_scale("pack", scale, wire.device, [("wire", wire)])
     size = wire.element_size()
-    _check_apart("pack: offsets", sorted((at, at + count * size, i) for i, (_, at, count) in enumerate(spans)))
+    begins, sizes = [at for _, at, _ in spans], [count * size for _, _, count in spans]
+    _check.apart("pack", begins, sizes, len(spans), "offsets[{}]".format)
     if _native.backend() == "reference":
         reference.pack(tensors, _ranges(tensors, offsets, wire), scale, accumulate)
         return
@@ -70,8 +71,8 @@ def unpack(
     """
     spans = _spans("unpack", tensors, offsets, wire)
     _check_scale("unpack", scale, wire.device, [(f"tensors[{i}]", tensor) for i, tensor in enumerate(tensors)])
-    size = [tensor.element_size() for tensor in tensors]
-    _check_apart("unpack: tensors", sorted((at, at + count * size[i], i) for i, (at, _, count) in enumerate(spans)))
+    begins, sizes = [at for at, _, _ in spans], [tensor.nbytes for tensor in tensors]
+    _check.apart("unpack", begins, sizes, len(spans), "tensors[{}]".format)
     if _native.backend() == "reference":
         reference.pack(_ranges(tensors, offsets, wire), tensors, scale, accumulate)
         return
@@ -124,18 +125,6 @@ def _check_scale(op: str, scale: _Scale, device: torch.device, written: list[tup
         raise ContractError(
             f"{op}: scale", expected="a number, float32[1] or None", got=type(scale).__name__, do="Pass one of these."
         )
-
-
-def _check_apart(subject: str, spans: list[tuple[int, int, int]]) -> None:
-    """`spans`: (begin, end, index), sorted by begin; none but empty ones may begin before the last one's end."""
-    reach, last = 0, -1
-    for begin, end, i in spans:
-        if begin < reach and begin < end:
-            raise ContractError(
-                f"{subject}[{i}]", expected=f"a range apart from [{last}]'s", got="an overlap", do="Correct the layout."
-            )
-        if end > reach:
-            reach, last = end, i
 
 
 def _ranges(tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor) -> list[torch.Tensor]:

@@ -1,10 +1,10 @@
-"""Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019) on flat shards."""
+"""Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019) on flat shards, and on tensors laid end to end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,9 +26,8 @@ class AdamState:
         return named if self.max_exp_avg_sq is None else {**named, "max_exp_avg_sq": self.max_exp_avg_sq}
 
 
-@dataclass(frozen=True)
-class Range:
-    """A parameter's part of the shard, ``[begin, end)`` in elements: its group's options and its own step count."""
+class Range(NamedTuple):
+    """A parameter's part of the line, ``[begin, end)`` in elements: its group's options and its own step count."""
 
     begin: int
     end: int
@@ -37,13 +36,15 @@ class Range:
 
 
 def update(
-    master: Tensor,
-    state: AdamState,
-    gradient: Tensor,
+    master: ops.Tensors,
+    exp_avg: ops.Tensors,
+    exp_avg_sq: ops.Tensors,
+    gradient: ops.Tensors,
     ranges: Iterable[Range],
     *,
     decoupled: bool,
-    low: Tensor | None = None,
+    low: ops.SomeTensors = None,
+    max_exp_avg_sq: ops.SomeTensors = None,
     gradient_scale: Tensor | None = None,
 ) -> None:
     """One step of the covered ranges, by one launch.
@@ -52,11 +53,12 @@ def update(
     in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart.
 
     Args:
-        master: [n] float32, in place.
-        gradient: [n] float32, bfloat16 or float16.
+        master, exp_avg, exp_avg_sq: float32, in place: a flat shard, or tensors laid end to end.
+        gradient: float32, bfloat16 or float16.
         ranges: ascending.
         decoupled: weight decay as AdamW's; else as L2 regularization.
-        low: [n] parameter dtype, gets the rounded master; None where master is the parameter.
+        low: parameter dtype, gets the rounded master; None where master is the parameter.
+        max_exp_avg_sq: float32, in place; where a group uses amsgrad.
         gradient_scale: [1] float32.
 
     Raises:
@@ -69,20 +71,22 @@ def update(
         joined.append(part)
     ops.flat_adam(
         master,
-        state.exp_avg,
-        state.exp_avg_sq,
+        exp_avg,
+        exp_avg_sq,
         gradient,
         [_segment(part, decoupled) for part in joined],
         low=low,
-        max_exp_avg_sq=state.max_exp_avg_sq,
+        max_exp_avg_sq=max_exp_avg_sq,
         grad_scale=gradient_scale,
     )
 
 
 def _continues(last: Range, part: Range) -> bool:
     """Whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
-    same = last.options is part.options and last.step == part.step
-    return same and part.options["eps"] > 0 and part.begin - last.end < START_ELEMENTS
+    if last.options is not part.options or last.step != part.step:
+        return False
+    gap = part.begin - last.end
+    return gap == 0 or (gap < START_ELEMENTS and part.options["eps"] > 0)
 
 
 def _segment(part: Range, decoupled: bool) -> ops.Segment:

@@ -72,8 +72,25 @@ def test_philox_gives_the_published_answers() -> None:
     pi = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
     assert philox(pi, [0xA4093822, 0x299F31D0]) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
     for place, seed in ((0, 0), (1, 2**64 - 1), (2**62 + 12345, 0x123456789ABCDEF0)):
-        word = philox([place & ones, place >> 32, 0, 0], [seed & ones, seed >> 32])[0]
-        assert reference.philox(torch.tensor([place]), seed).item() == word
+        words = philox([place & ones, place >> 32, 0, 0], [seed & ones, seed >> 32])
+        assert [word.item() for word in reference.philox(torch.tensor([place]), seed)] == words
+
+
+def test_stochastic_uses_sixteen_bits_of_a_draw_per_element(isa: str) -> None:
+    # 1 + k/65536 of the step to the next bfloat16 goes up where k + r reaches 65536: at k = 65536 - r, not below.
+    first, seed = 8 * 5 + 3, 77
+    draws = [
+        word >> half & 0xFFFF
+        for block in range(5, 9)
+        for word in philox([block, 0, 0, 0], [seed, 0])
+        for half in (0, 16)
+    ]
+    needed = 65536 - torch.tensor(draws[3:])
+    for below, expected in ((0, 1 + 2**-7), (1, 1.0)):
+        x = (0x3F800000 + needed - below).to(torch.int32).view(F32)
+        low = torch.empty(len(x), dtype=BF16)
+        ops.cast(x, low, rounding="stochastic", seed=seed, offset=first)
+        assert low.unique().tolist() == [expected]
 
 
 def test_stochastic_depends_on_place_not_on_cut() -> None:

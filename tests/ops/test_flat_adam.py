@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from npuzero import ops
+from npuzero import _native, ops
 from npuzero.ops import Segment
 from ops import grid
 
@@ -134,10 +134,48 @@ def test_one_call_of_many_segments_equals_many_calls_on_any_number_of_threads() 
             grid.assert_same(other[name].inner, item.inner, name)
 
 
+def test_one_call_of_many_tensors_equals_one_call_of_each(isa: str) -> None:
+    sizes = [*grid.SMALL, 40_001]
+    hypers = [replace(KINDS[i % 4], begin=0, end=n) for i, n in enumerate(sizes)]
+    lows, grads = (None, BF16, F16), grid.FLOATS
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = [replace(hyper, begin=at, end=at + hyper.end) for hyper, at in zip(hypers, starts, strict=True)]
+    results = []
+    for together in (True, False):
+        torch.manual_seed(0)
+        buffers = [state(n, lows[i % 3], offset=i % 4) for i, n in enumerate(sizes)]
+        grad = [grid.values(n, grads[i // 3 % 3]) for i, n in enumerate(sizes)]
+        scale = torch.tensor([0.3])
+        if together:
+            names = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "low")
+            lists = {name: [b[name].inner if name in b else None for b in buffers] for name in names}
+            lists["max_exp_avg_sq"][0] = None  # of an empty tensor
+            ops.flat_adam(grad=grad, segments=parts, grad_scale=scale, **lists)
+        else:
+            for each, g, hyper in zip(buffers, grad, hypers, strict=True):
+                update(each, g, [hyper], grad_scale=scale)
+        results.append(buffers)
+    for i, (actual, expected) in enumerate(zip(*results, strict=True)):
+        for name, item in actual.items():
+            grid.assert_same(item.inner, expected[name].inner, f"{name}[{i}]")
+            item.assert_guards()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_segments_are_ranges_of_the_line_of_tensors(backend: str) -> None:
+    _native.use_backend(backend)
+    p, m, v = ([torch.ones(2, 5), torch.ones(3), torch.ones(0), torch.ones(4)] for _ in range(3))
+    grad = [torch.ones_like(tensor) for tensor in p]
+    ops.flat_adam(p, m, v, grad, [replace(ADAMW, begin=9, end=12), replace(ADAMW, begin=14, end=15)])
+    line = torch.cat([tensor.flatten() for tensor in p])
+    assert (line != 1).nonzero().flatten().tolist() == [9, 10, 11, 14]
+
+
 def test_there_may_be_nothing_to_do() -> None:
     empty, four = (torch.empty(0) for _ in range(4)), [torch.ones(4) for _ in range(4)]
     ops.flat_adam(*empty, [replace(ADAMW)])
     ops.flat_adam(*four, [])
+    ops.flat_adam([], [], [], [], [])
     ops.flat_adam(*four, [replace(ADAMW, begin=2, end=2)])
     assert all(torch.equal(buffer, torch.ones(4)) for buffer in four)
 
@@ -155,15 +193,17 @@ def _with(**changes: Any) -> Callable[[], None]:
 _SHARED = torch.zeros(12)
 
 BAD = {
-    "no tensor": (_call(master=[0.0] * 8), "master"),
+    "no tensor": (_call(master=[0.0] * 8), "master[0]"),
     "master in bf16": (_call(master=torch.zeros(8).bfloat16()), "master"),
     "moment in float64": (_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
     "integer gradient": (_call(grad=torch.zeros(8).int()), "grad"),
     "low in float32": (_call(low=torch.zeros(8)), "low"),
+    "fewer moments": (_call(exp_avg=[]), "exp_avg"),
+    "second in float64": (_call(master=[torch.zeros(4), torch.zeros(4).double()]), "master[1]"),
+    "second too short": (_call(master=[torch.zeros(8)], exp_avg=[torch.zeros(7)]), "exp_avg[0]"),
     "low too short": (_call(low=torch.zeros(7).bfloat16()), "low"),
     "short moment": (_call(exp_avg_sq=torch.zeros(7)), "exp_avg_sq"),
     "long gradient": (_call(grad=torch.zeros(9)), "grad"),
-    "two dimensions": (_call(master=torch.zeros(2, 4)), "master"),
     "not contiguous": (_call(grad=torch.zeros(16)[::2]), "grad"),
     "other device": (_call(grad=torch.zeros(8, device="meta")), "grad"),
     "scale of two": (_call(grad_scale=torch.ones(2)), "grad_scale"),

@@ -29,6 +29,24 @@ def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype) -> None:
             torch.testing.assert_close(actual.inner, expected, rtol=2**-40, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", grid.FLOATS)
+def test_adds_before_it_sums(isa: str, dtype: torch.dtype) -> None:
+    for n, offset in grid.shapes():
+        for special in (False, True):
+            x, addend = grid.values(n, special=special), grid.values(n, dtype, special=special)
+            actual, expected = grid.Guarded.around(x, offset), x.clone()
+            sums, reference = torch.empty(2, dtype=torch.float64), torch.empty(2, dtype=torch.float64)
+            addend = grid.Guarded.around(addend, offset).inner
+            ops.norm(actual.inner, sums, addend=addend, scale=0.37)
+            grid.with_reference(
+                lambda x=expected, out=reference, a=addend: ops.norm(x, out, addend=a, scale=0.37),
+            )
+            grid.assert_same(actual.inner, expected, f"{n}+{offset}")
+            actual.assert_guards()
+            assert sums[1] == reference[1]
+            assert torch.equal(sums.nan_to_num(), norm(actual.inner).nan_to_num())
+
+
 def test_sum_is_far_more_exact_than_float32() -> None:
     x = grid.values(100_003, special=False)
     exact = math.fsum(value * value for value in x.double().tolist())
@@ -66,6 +84,11 @@ BAD = {
     "out too long": (lambda: ops.norm(torch.zeros(4), torch.zeros(3).double()), "norm: out"),
     "out in f32": (lambda: ops.norm(torch.zeros(4), torch.zeros(2)), "norm: out"),
     "other device": (lambda: ops.norm(torch.zeros(4), _OUT.to("meta")), "norm: out"),
+    "addend to bf16": (lambda: ops.norm(torch.zeros(4).bfloat16(), _OUT, addend=torch.zeros(4)), "norm: x"),
+    "short addend": (lambda: ops.norm(torch.zeros(4), _OUT, addend=torch.zeros(3)), "norm: addend"),
+    "float64 addend": (lambda: ops.norm(torch.zeros(4), _OUT, addend=torch.zeros(4).double()), "norm: addend"),
+    "addend inside x": (lambda: ops.norm(_BOTH[:4], _OUT, addend=_BOTH[2:6]), "norm: addend"),
+    "scale of text": (lambda: ops.norm(torch.zeros(4), _OUT, addend=torch.zeros(4), scale="2"), "norm: scale"),
     "overlap": (lambda: ops.norm(_BOTH, _BOTH[2:6].view(torch.float64)), "norm: out"),
 }
 

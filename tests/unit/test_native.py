@@ -70,7 +70,7 @@ def test_a_device_without_kernels_says_so() -> None:
         ops.norm(torch.empty(3, device="meta"), torch.empty(2, device="meta"))
     npu = _C.View(0, 0, 0, _native.DEVICES["npu"])
     with pytest.raises(KernelUnavailable, match="norm: expected a kernel for npu") as caught:
-        _C.norm(npu, npu, npu, 0)
+        _C.norm(npu, npu, npu, None, 1.0, 0)
     assert caught.value.do
 
 

@@ -29,15 +29,17 @@ def stochastic(x: torch.Tensor, seed: int, offset: int) -> torch.Tensor:
     """float32[n] to bfloat16[n]: away from zero with the probability that the 16 dropped bits give."""
     pattern = x.view(torch.int32).to(torch.int64) & _LOW32
     place = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
-    draw = philox(place, seed) & 0xFFFF
+    words = torch.stack(philox(place // 8, seed))
+    word = words.gather(0, (place % 8 // 2).unsqueeze(0)).squeeze(0)
+    draw = torch.where(place % 2 == 0, word & 0xFFFF, word >> 16)
     up = (pattern & 0xFFFF) + draw > 0xFFFF
     kept = (pattern >> 16) + up.to(torch.int64)
     signed = torch.where(kept > 0x7FFF, kept - 0x10000, kept).to(torch.int16)
     return torch.where(x.isfinite(), signed.view(torch.bfloat16), x.bfloat16())
 
 
-def philox(counter: torch.Tensor, seed: int) -> torch.Tensor:
-    """Word 0 of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned do."""
+def philox(counter: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """The four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned do."""
     words = [counter & _LOW32, (counter >> 32) & _LOW32, torch.zeros_like(counter), torch.zeros_like(counter)]
     key = [seed & _LOW32, seed >> 32]
     for _ in range(10):
@@ -49,4 +51,4 @@ def philox(counter: torch.Tensor, seed: int) -> torch.Tensor:
             first & _LOW32,
         ]
         key = [(key[0] + 0x9E3779B9) & _LOW32, (key[1] + 0xBB67AE85) & _LOW32]
-    return words[0]
+    return words

@@ -11,29 +11,33 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def flat_adam(
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
+    master: Sequence[torch.Tensor],
+    exp_avg: Sequence[torch.Tensor],
+    exp_avg_sq: Sequence[torch.Tensor],
+    grad: Sequence[torch.Tensor],
     ranges: Sequence[tuple[int, int, int]],
     groups: Sequence[Coefficients],
-    low: torch.Tensor | None,
-    max_exp_avg_sq: torch.Tensor | None,
+    low: Sequence[torch.Tensor | None],
+    max_exp_avg_sq: Sequence[torch.Tensor | None],
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
 ) -> None:
-    """Each range in turn, one float32 operation of the formula per torch operation."""
+    """Each range of each tensor in turn, one float32 operation of the formula per torch operation."""
     if skip is not None and skip.item() != 0:
         return
-    for begin, end, group in ranges:
-        p, m, v = master[begin:end], exp_avg[begin:end], exp_avg_sq[begin:end]
-        g = grad[begin:end].float()
-        if grad_scale is not None:
-            g = g * grad_scale
-        top = None if max_exp_avg_sq is None else max_exp_avg_sq[begin:end]
-        _update(p, m, v, g, top, groups[group])
-        if low is not None:
-            low[begin:end] = p.to(low.dtype)
+    start = 0
+    for buffers in zip(master, exp_avg, exp_avg_sq, grad, low, max_exp_avg_sq, strict=True):
+        for begin, end, group in ranges:
+            mine = slice(max(begin - start, 0), max(end - start, 0))
+            p, m, v, g, rounded, top = (None if x is None else x.view(-1)[mine] for x in buffers)
+            assert p is not None and m is not None and v is not None and g is not None
+            g = g.float()
+            if grad_scale is not None:
+                g = g * grad_scale
+            _update(p, m, v, g, top, groups[group])
+            if rounded is not None:
+                rounded.copy_(p.to(rounded.dtype))
+        start += buffers[0].numel()
 
 
 def _update(

@@ -1,0 +1,161 @@
+// The cpu kernels behind a pipe, for tests on a processor that is only emulated here and has no Python: an emulator
+// runs this program, tests/ops/emulated.py sends it the calls of the ordinary tests. Integers have 64 bits,
+// little-endian.
+//
+//   request   op; number of buffers; of each the bytes, the address modulo 64 and the content; number of words; words
+//   answer    1 if no byte beside a buffer changed, else 0; the content of each buffer
+//
+// A word is an integer, the bits of a float, or the number of a buffer (-1: none), in the order of the functions below.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "core/numeric.h"
+#include "ops/cast.h"
+#include "ops/flat_adam.h"
+#include "ops/norm.h"
+#include "ops/pack.h"
+
+namespace npuzero::cpu::NPUZERO_ISA {
+void cast(const CastArgs&, Stream);
+void flat_adam(const FlatAdamArgs&, Stream);
+void norm(const NormArgs&, Stream);
+void pack(const PackArgs&, Stream);
+}  // namespace npuzero::cpu::NPUZERO_ISA
+
+namespace {
+
+using namespace npuzero;
+namespace kernels = npuzero::cpu::NPUZERO_ISA;
+
+constexpr int64_t guard = 64;
+constexpr char untouched = 0x5a;
+
+void read(void* to, int64_t bytes) {
+  if (bytes && std::fread(to, bytes, 1, stdin) != 1) std::exit(0);  // the tests are over
+}
+
+int64_t read_word() {
+  int64_t word;
+  read(&word, sizeof word);
+  return word;
+}
+
+struct Buffer {
+  int64_t bytes = read_word(), shift = guard + read_word();
+  std::vector<char> room = std::vector<char>(shift + bytes + guard + 64, untouched);
+  char* start = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 + shift;
+
+  Buffer() { read(start, bytes); }
+
+  bool guarded() const {
+    for (const char* at = room.data(); at < room.data() + room.size(); ++at) {
+      if ((at < start || at >= start + bytes) && *at != untouched) return false;
+    }
+    return true;
+  }
+};
+
+// A request's buffers and words; the words are taken one after the other.
+struct Request {
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  std::vector<int64_t> words;
+  size_t next = 0;
+
+  Request() {
+    for (int64_t n = read_word(); n > 0; --n) buffers.push_back(std::make_unique<Buffer>());
+    for (int64_t n = read_word(); n > 0; --n) words.push_back(read_word());
+  }
+
+  int64_t integer() { return words.at(next++); }
+  float real() { return float_of(static_cast<uint32_t>(integer())); }
+  Dtype dtype() { return static_cast<Dtype>(integer()); }
+  template <class T = void>
+  T* pointer() {
+    const int64_t i = integer();
+    return i < 0 ? nullptr : reinterpret_cast<T*>(buffers.at(i)->start);
+  }
+  View view() {
+    void* data = pointer();
+    const int64_t count = integer();
+    return View{data, count, dtype(), Device::cpu};
+  }
+};
+
+void cast(Request& request) {
+  const View source = request.view(), target = request.view();
+  const auto rounding = static_cast<Rounding>(request.integer());
+  const auto seed = static_cast<uint64_t>(request.integer()), offset = static_cast<uint64_t>(request.integer());
+  kernels::cast(CastArgs{source, target, rounding, seed, offset}, 0);
+}
+
+void norm(Request& request) {
+  const View x = request.view(), out = request.view(), workspace = request.view(), addend = request.view();
+  kernels::norm(NormArgs{x, out, workspace, addend.data ? &addend : nullptr, request.real()}, 0);
+}
+
+void pack(Request& request) {
+  const float factor = request.real();
+  const auto* scale_at = request.pointer<float>();
+  const bool scaled = request.integer(), accumulate = request.integer();
+  std::vector<PackPart> parts;
+  int64_t total = 0;
+  while (request.next < request.words.size()) {
+    const void* source = request.pointer();
+    void* target = request.pointer();
+    const int64_t count = request.integer();
+    const Dtype from = request.dtype(), to = request.dtype();
+    parts.push_back({source, target, count, total, from, to});
+    total += count;
+  }
+  kernels::pack(PackArgs{parts.data(), static_cast<int64_t>(parts.size()), total, factor, scale_at, scaled, accumulate},
+                0);
+}
+
+void flat_adam(Request& request) {
+  const auto *grad_scale = request.pointer<float>(), *skip = request.pointer<float>();
+  std::vector<FlatAdamGroup> groups(request.integer());
+  for (FlatAdamGroup& group : groups) {
+    for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
+                         &group.weight_decay, &group.decay, &group.step_size, &group.bias2_sqrt}) {
+      *field = request.real();
+    }
+    for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = request.integer();
+  }
+  std::vector<FlatAdamPart> parts;
+  int64_t total = 0;
+  while (request.next < request.words.size()) {
+    FlatAdamPart part = {};
+    for (float** field : {&part.master, &part.exp_avg, &part.exp_avg_sq, &part.max_exp_avg_sq}) {
+      *field = request.pointer<float>();
+    }
+    part.low = request.pointer();
+    part.grad = request.pointer();
+    part.count = request.integer();
+    part.low_dtype = request.dtype();
+    part.grad_dtype = request.dtype();
+    part.group = request.integer();
+    part.line = total;
+    total += part.count;
+    parts.push_back(part);
+  }
+  kernels::flat_adam(
+      FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, groups.data(), grad_scale, skip}, 0);
+}
+
+}  // namespace
+
+int main() {
+  constexpr void (*ops[])(Request&) = {cast, flat_adam, norm, pack};
+  for (;;) {
+    const auto op = ops[read_word()];
+    Request request;
+    op(request);
+    int64_t guarded = 1;
+    for (const auto& buffer : request.buffers) guarded &= buffer->guarded();
+    std::fwrite(&guarded, sizeof guarded, 1, stdout);
+    for (const auto& buffer : request.buffers) std::fwrite(buffer->start, 1, buffer->bytes, stdout);
+    std::fflush(stdout);
+  }
+}

@@ -1,0 +1,120 @@
+"""The kernels of another processor under the ordinary op tests: csrc/driver, run by an emulator, behind a pipe."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from npuzero import _C
+
+_OPS = ("cast", "flat_adam", "norm", "pack")  # csrc/driver/driver.cpp
+_SIZES = (4, 2, 2, 8, 4, 8, 1)  # bytes, csrc/core/view.h
+_F32 = 0
+
+
+class _Call:
+    """Buffers of this process by address, and the words that name them."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, int], int] = {}
+
+    def buffer(self, address: int, count: int, dtype: int) -> int:
+        if not address:
+            return -1
+        return self.buffers.setdefault((address, count * _SIZES[dtype]), len(self.buffers))
+
+    def view(self, view: Any) -> list[int]:
+        if view is None:
+            return [-1, 0, _F32]
+        return [self.buffer(view.data, view.count, view.dtype), view.count, view.dtype]
+
+    def scalar(self, view: Any) -> int:
+        return self.view(view)[0]
+
+
+class Driver:
+    """Functions like those of `npuzero._C`, whose kernels run in the driver."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+    def functions(self) -> dict[str, Callable[..., None]]:
+        """By the names that they have in `npuzero._native`."""
+        return {op: getattr(self, op) for op in _OPS}
+
+    def cast(self, source: _C.View, target: _C.View, rounding: int, seed: int, offset: int, stream: int) -> None:
+        call = _Call()
+        self._run("cast", call, [*call.view(source), *call.view(target), rounding, seed, offset])
+
+    def norm(self, x: _C.View, out: _C.View, workspace: _C.View, addend: Any, scale: float, stream: int) -> None:
+        call = _Call()
+        views = [word for view in (x, out, workspace, addend) for word in call.view(view)]
+        self._run("norm", call, [*views, _bits(scale)])
+
+    def pack(
+        self,
+        parts: Iterable[tuple[int, int, int, int, int]],
+        factor: float,
+        scale_at: Any,
+        scaled: bool,
+        accumulate: bool,
+        device: int,
+        stream: int,
+    ) -> None:
+        call = _Call()
+        words = [_bits(factor), call.scalar(scale_at), int(scaled), int(accumulate)]
+        for source, target, count, source_dtype, target_dtype in parts:
+            if count:
+                ends = (call.buffer(source, count, source_dtype), call.buffer(target, count, target_dtype))
+                words += [*ends, count, source_dtype, target_dtype]
+        self._run("pack", call, words)
+
+    def flat_adam(
+        self,
+        line: Sequence[tuple[int, ...]],
+        ranges: Sequence[tuple[int, int, int]],
+        groups: Sequence[Sequence[float]],
+        grad_scale: Any,
+        skip: Any,
+        device: int,
+        stream: int,
+    ) -> None:
+        call = _Call()
+        words = [call.scalar(grad_scale), call.scalar(skip), len(groups)]
+        for group in groups:
+            words += [*map(_bits, group[:9]), *map(int, group[9:])]
+        start = 0
+        for *addresses, count, low, grad in line:
+            dtypes = (_F32, _F32, _F32, _F32, low, grad)
+            for begin, end, group in ranges:
+                first, last = max(begin - start, 0), min(end - start, count)
+                if first < last:
+                    starts = [at and at + first * _SIZES[kind] for at, kind in zip(addresses, dtypes, strict=True)]
+                    places = [call.buffer(at, last - first, kind) for at, kind in zip(starts, dtypes, strict=True)]
+                    words += [*places, last - first, low, grad, group]
+            start += count
+        self._run("flat_adam", call, words)
+
+    def _run(self, op: str, call: _Call, words: Sequence[int]) -> None:
+        pipe, answer = self._process.stdin, self._process.stdout
+        assert pipe is not None and answer is not None
+        pipe.write(struct.pack("<qq", _OPS.index(op), len(call.buffers)))
+        for address, size in call.buffers:
+            pipe.write(struct.pack("<qq", size, address % 64))
+            pipe.write(ctypes.string_at(address, size))
+        pipe.write(struct.pack(f"<{len(words) + 1}Q", len(words), *(word % 2**64 for word in words)))
+        pipe.flush()
+        (guarded,) = struct.unpack("<q", answer.read(8))
+        assert guarded, f"{op} wrote outside its buffers"
+        for address, size in call.buffers:
+            ctypes.memmove(address, answer.read(size), size)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
