@@ -1,6 +1,11 @@
-"""Communication: worlds of ranks, meshes over them, and communicators within them."""
+"""Communication: worlds of ranks, meshes over them, and communicators within them.
+
+Importing registers the torch.distributed backend ``"shm"``, which is an entry in a table.
+"""
 
 from __future__ import annotations
+
+import torch.distributed as dist
 
 from npuzero.comm.communicator import Communicator, Handle
 from npuzero.comm.counted import Counted
@@ -20,3 +25,8 @@ __all__ = [
     "process_world",
     "run_threads",
 ]
+
+if dist.is_available():
+    from npuzero.comm.torch_backend import register
+
+    register()

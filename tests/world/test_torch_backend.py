@@ -1,0 +1,424 @@
+"""torch.distributed on "shm": every collective against gloo, and what is built on them, unchanged."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import npuzero
+from npuzero import CollectiveError, ContractError
+from npuzero.comm import World
+from world.comm_cases import assert_bits, drawn, summed
+from world.comm_ranks import run_ranks, values
+
+pytestmark = pytest.mark.world
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
+MOVED = (*DTYPES, torch.bool)
+OPS = ("SUM", "PRODUCT", "MAX", "MIN")
+
+
+@contextmanager
+def shm(world: World, folder: Path, name: str = "meeting", timeout_s: float = 30.0) -> Iterator[None]:
+    """torch.distributed on shm in place of the gloo that ranks start with."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "shm",
+        init_method=f"file://{folder / name}",
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def small(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, whose sums and products are exact in every dtype and order."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 2 if dtype == torch.bool else 4, shape, generator=generator).to(dtype)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+Call = Callable[[Any, int, int, torch.dtype], list[torch.Tensor]]
+
+
+def _all_reduce(op: str) -> Call:
+    def call(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        tensor = small(rank, (3, 5), dtype).t()  # not contiguous
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+        return [tensor]
+
+    return call
+
+
+def _reduce(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    tensor = small(rank, (7,), dtype)
+    dist.reduce(tensor, 1, dist.ReduceOp.SUM, group=group)
+    return [tensor] if rank == 1 else []
+
+
+def _broadcast(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    tensors = [small(rank, (4, 6), dtype), small(rank, (), dtype), small(rank, (0,), dtype)]
+    for tensor in tensors:
+        dist.broadcast(tensor, 1, group=group)
+    return tensors
+
+
+def _all_gather(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    outputs = [torch.zeros(2, 3, dtype=dtype) for _ in range(size)]
+    dist.all_gather(outputs, small(rank, (2, 3), dtype), group=group)
+    return outputs
+
+
+def _all_gather_into(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    whole = torch.zeros(2 * size, 3, dtype=dtype)
+    _single("all_gather_single", "all_gather_into_tensor")(whole, small(rank, (2, 3), dtype), group=group)
+    return [whole]
+
+
+def _gather(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    outputs = [torch.zeros(4, dtype=dtype) for _ in range(size)] if rank == 1 else None
+    dist.gather(small(rank, (4,), dtype), outputs, dst=1, group=group)
+    return outputs or []
+
+
+def _scatter(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    output = torch.zeros(2, 2, dtype=dtype)
+    inputs = [small(10 + k, (2, 2), dtype) for k in range(size)] if rank == 1 else None
+    dist.scatter(output, inputs, src=1, group=group)
+    return [output]
+
+
+def _reduce_scatter(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    listed, single = torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    dist.reduce_scatter(listed, [small(rank + 10 * k, (3,), dtype) for k in range(size)], group=group)
+    _single("reduce_scatter_single", "reduce_scatter_tensor")(single, small(rank, (3 * size,), dtype), group=group)
+    return [listed, single]
+
+
+def _all_to_all_even(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    output = torch.zeros(2 * size, 2, dtype=dtype)
+    dist.all_to_all_single(output, small(rank, (2 * size, 2), dtype), group=group)
+    return [output]
+
+
+def _all_to_all_uneven(group: Any, rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    sent = [(rank + 2 * peer) % 3 for peer in range(size)]
+    kept = [(peer + 2 * rank) % 3 for peer in range(size)]
+    output = torch.zeros(sum(kept), 2, dtype=dtype)
+    dist.all_to_all_single(output, small(rank, (sum(sent), 2), dtype), kept, sent, group=group)
+    return [output]
+
+
+def _single(name: str, before: str) -> Any:
+    return getattr(dist, name, None) or getattr(dist, before)
+
+
+def _against_gloo(world: World, folder: Path) -> None:
+    with shm(world, folder):
+        assert dist.get_backend() == "shm"
+        gloo = dist.new_group(backend="gloo")
+        cases: list[tuple[Call, tuple[torch.dtype, ...]]] = [(_all_reduce(op), DTYPES) for op in OPS]
+        cases += [(_all_reduce(op), (torch.int32, torch.uint8)) for op in ("BAND", "BOR", "BXOR")]
+        cases += [(_all_reduce("AVG"), (torch.float32,)), (_reduce, DTYPES)]
+        cases += [(call, DTYPES) for call in (_all_gather, _all_gather_into, _gather, _scatter, _broadcast)]
+        cases += [(_reduce_scatter, (torch.float32, torch.int64)), (_all_to_all_even, DTYPES)]
+        cases += [(_all_to_all_uneven, (torch.float32, torch.int64))]
+        for call, dtypes in cases:
+            for dtype in dtypes:
+                ours, theirs = (call(group, world.rank, world.size, dtype) for group in (None, gloo))
+                assert len(ours) == len(theirs)
+                for mine, other in zip(ours, theirs, strict=True):
+                    assert torch.equal(mine, other), f"{call.__qualname__} {dtype}: {mine} {other}"
+
+
+@pytest.mark.parametrize("size", (2, 3))
+def test_collectives_equal_gloo(size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, _against_gloo, tmp_path, folder=tmp_path))
+
+
+def _rest_of_the_verbs(world: World, folder: Path) -> None:
+    rank, size = world.rank, world.size
+    with shm(world, folder):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):  # sums in the order of the ranks, rounded once
+            buffer = drawn(rank, 1000, dtype)
+            dist.all_reduce(buffer)
+            assert_bits(buffer, summed([drawn(peer, 1000, dtype) for peer in range(size)]).to(dtype), "sum")
+        uneven = [torch.zeros(1 + peer) for peer in range(size)]
+        dist.all_gather(uneven, torch.full((1 + rank,), float(rank)))
+        assert [tensor.tolist() for tensor in uneven] == [[float(peer)] * (1 + peer) for peer in range(size)]
+        output = torch.zeros(1 + rank)
+        dist.reduce_scatter(output, [torch.full((1 + peer,), float(peer)) for peer in range(size)])
+        assert output.tolist() == [float(size * rank)] * (1 + rank)
+        received = [torch.zeros(1 + peer) for peer in range(size)]
+        dist.all_to_all(received, [torch.full((1 + rank,), float(peer)) for peer in range(size)])
+        assert [tensor.tolist() for tensor in received] == [[float(rank)] * (1 + peer) for peer in range(size)]
+
+        right, left = (rank + 1) % size, (rank - 1) % size
+        got = torch.zeros(300, 300)
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, torch.full((300, 300), float(rank)), right), dist.P2POp(dist.irecv, got, left)]
+        ):
+            work.wait()
+        assert (got == left).all()
+
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
+        assert objects == [{"rank": peer, "text": "x" * peer} for peer in range(size)]
+        told = [("a", 1), None] if rank == 0 else [None, None]
+        dist.broadcast_object_list(told)
+        assert told == [("a", 1), None]
+        given: list[Any] = [None]
+        dist.scatter_object_list(given, [f"for {peer}" for peer in range(size)] if rank == 0 else None)
+        assert given == [f"for {rank}"]
+        kept: list[Any] | None = [None] * size if rank == 1 else None
+        dist.gather_object(rank * "y", kept, dst=1)
+        assert kept is None or kept == [peer * "y" for peer in range(size)]
+
+        work = dist.barrier(async_op=True)
+        work.wait(timedelta(seconds=20))
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+        assert future.wait()[0].tolist() == [size] * 3
+        late = dist.all_reduce(torch.ones(3, dtype=torch.int16), dist.ReduceOp.MAX, async_op=True)
+        while not late.is_completed():
+            time.sleep(0.001)
+        assert late.result()[0].tolist() == [1] * 3
+        functional = torch.distributed._functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        assert functional.tolist() == [size] * 2
+
+
+def test_everything_else_a_group_does(tmp_path: Path) -> None:
+    values(run_ranks(3, _rest_of_the_verbs, tmp_path, folder=tmp_path))
+
+
+def _subgroups(world: World, folder: Path) -> None:
+    rank = world.rank
+    with shm(world, folder):
+        pair = dist.new_group([1, 3])
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        for group, members in ((pair, [1, 3]), (alone, [rank]), (mesh["a"].get_group(), [rank % 2, rank % 2 + 2])):
+            if rank in members:
+                tensor = torch.tensor([float(rank)])
+                dist.all_reduce(tensor, group=group)
+                assert tensor.item() == sum(members)
+                dist.barrier(group)
+        # npuzero's own communicators stand beside it
+        assert npuzero.comm.ProcessWorld(
+            dist.PrefixStore("own", dist.distributed_c10d._get_default_store()), rank, 4, torch.device("cpu")
+        ).exchange(rank) == [0, 1, 2, 3]
+
+
+def test_subgroups(tmp_path: Path) -> None:
+    values(run_ranks(4, _subgroups, tmp_path, folder=tmp_path))
+
+
+def _again_and_again(world: World, folder: Path) -> int:
+    for k in range(5):
+        with shm(world, folder, f"meeting-{k}"):
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor)
+            assert tensor[-1] == world.size
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_begins_and_ends_again_and_leaves_nothing(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    assert max(values(run_ranks(2, _again_and_again, tmp_path, folder=tmp_path))) < 60
+    assert {name for name in set(os.listdir("/dev/shm")) - before if "npuzero" in name} == set()
+
+
+# --- what is built on it ----------------------------------------------------------------------------------------------
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 40), nn.ReLU(), nn.Linear(40, 8))
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _ordered_gradients(size: int) -> list[torch.Tensor]:
+    """What DDP's first step must give: each rank's gradient times one over their number, summed in their order."""
+    per_rank = []
+    for rank in range(size):
+        model = _model()
+        model(_batch(rank, 0)).square().mean().backward()
+        per_rank.append([parameter.grad * (1 / size) for parameter in model.parameters()])  # type: ignore[operator]
+    return [summed(list(gradients)) for gradients in zip(*per_rank, strict=True)]
+
+
+def _train(kind: str, group: Any, mesh: Any, rank: int) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of some steps, and the first step's gradients."""
+    model, whole = _model(), lambda tensor: tensor
+    if kind == "ddp":
+        trained: Any = nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=kind == "fsdp reshard")
+        trained = fully_shard(model, mesh=mesh, reshard_after_forward=kind == "fsdp reshard")
+        whole = lambda tensor: tensor.full_tensor()  # noqa: E731
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, foreach=False)
+    losses, first = [], []
+    for step in range(4):
+        loss = trained(_batch(rank, step)).square().mean()
+        loss.backward()
+        first = first or [whole(parameter.grad).clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, first
+
+
+def _parity(world: World, folder: Path, kind: str) -> None:
+    with shm(world, folder):
+        group, mesh = None, dist.init_device_mesh("cpu", (world.size,))
+        losses, gradients = _train(kind, group, mesh, world.rank)
+        for gradient, expected in zip(gradients, _ordered_gradients(world.size), strict=True):
+            if kind == "ddp":
+                assert_bits(gradient.view(-1), expected.view(-1), "gradient of DDP")
+            else:  # FSDP2 divides the sum
+                torch.testing.assert_close(gradient, expected)
+        gloo = dist.new_group(backend="gloo")
+        theirs, _ = _train(kind, gloo, dist.DeviceMesh.from_group(gloo, "cpu"), world.rank)
+        if world.size == 2:  # a + b is b + a
+            assert losses == theirs
+        assert losses == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("kind", ("ddp", "fsdp keep", "fsdp reshard"))
+def test_parity(kind: str, size: int, tmp_path: Path) -> None:
+    values(run_ranks(size, _parity, tmp_path, kind, folder=tmp_path))
+
+
+def _optimizer_and_checkpoint(world: World, folder: Path) -> None:
+    with shm(world, folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        model = _model()
+        plain = copy.deepcopy(model)
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        whole = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in range(3):
+            for trained, optimizer in ((model, sharded), (plain, whole)):
+                trained(_batch(0, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        sharded.consolidate_state_dict(0)
+
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.fsdp import fully_shard
+
+        saved = fully_shard(copy.deepcopy(plain))
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=folder / "checkpoint")
+        loaded = fully_shard(_model())
+        state = {"model": loaded.state_dict()}
+        dcp.load(state, checkpoint_id=folder / "checkpoint")
+        loaded.load_state_dict(state["model"])
+        for a, b in zip(loaded.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(a.full_tensor(), b)
+
+
+def test_zero_redundancy_optimizer_and_checkpoints(tmp_path: Path) -> None:
+    values(run_ranks(2, _optimizer_and_checkpoint, tmp_path, folder=tmp_path))
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def _refusals(world: World, folder: Path) -> None:
+    with shm(world, folder):
+        refused: list[tuple[str, Callable[[], object]]] = [
+            ("a dense tensor", lambda: dist.all_reduce(torch.eye(3).to_sparse())),
+            ("a source rank", lambda: dist.recv(torch.zeros(1))),
+            ("floats", lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)),
+            ("MAX", lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))),  # type: ignore[attr-defined]
+            ("MAX", lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16), dist.ReduceOp.AVG)),
+        ]
+        for expected, call in refused:
+            with pytest.raises(ContractError, match=expected):
+                call()
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)  # nothing was sent
+        assert tensor.sum() == 3 * world.size
+
+
+def test_what_it_does_not_do_is_said(tmp_path: Path) -> None:
+    values(run_ranks(2, _refusals, tmp_path, folder=tmp_path))
+
+
+def _dies(world: World, folder: Path) -> tuple[float, list[str]]:
+    with shm(world, folder):
+        dist.barrier()
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin, told = time.monotonic(), []
+        with pytest.raises(CollectiveError) as met:
+            dist.all_reduce(torch.ones(100_000))
+        told.append(str(met.value))
+        with pytest.raises(CollectiveError) as met:
+            dist.barrier()
+        told.append(str(met.value))
+        return time.monotonic() - begin, told
+
+
+def test_dead_rank(tmp_path: Path) -> None:
+    outcomes = run_ranks(3, _dies, tmp_path, folder=tmp_path)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None and outcomes[rank].exit_code == 0, outcomes[rank].trace
+        seconds, told = outcomes[rank].value
+        assert seconds < 5 and all("rank 1 is dead" in text for text in told)
+
+
+def _differs(world: World, folder: Path) -> str:
+    with shm(world, folder, timeout_s=1.0):
+        with pytest.raises(CollectiveError) as met:
+            dist.all_reduce(torch.ones(3 + world.rank))
+        assert met.value.facts["kind"] == "mismatch"
+    with shm(world, folder, "again", timeout_s=1.0):
+        if world.rank == 0:
+            future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+            with pytest.raises(RuntimeError, match="waits for rank 1"):
+                future.wait()
+        else:
+            time.sleep(2.0)
+    return str(met.value)
+
+
+def test_calls_that_differ_and_ranks_that_do_not_come(tmp_path: Path) -> None:
+    for text in values(run_ranks(2, _differs, tmp_path, folder=tmp_path)):
+        assert "rank 0: all_reduce #2 of 3 float32; rank 1: all_reduce #2 of 4 float32" in text
