@@ -7,8 +7,8 @@ op run its plain-torch reference instead (slow; for comparison).
 from __future__ import annotations
 
 from npuzero.ops.cast import cast
-from npuzero.ops.flat_adam import Segment, SomeTensors, Tensors, flat_adam
+from npuzero.ops.flat_adam import Segment, flat_adam
 from npuzero.ops.norm import norm
 from npuzero.ops.pack import pack, unpack
 
-__all__ = ["Segment", "SomeTensors", "Tensors", "cast", "flat_adam", "norm", "pack", "unpack"]
+__all__ = ["Segment", "cast", "flat_adam", "norm", "pack", "unpack"]

@@ -44,15 +44,35 @@ def line(
         raise ContractError(
             f"{op}: {name}", expected=f"{len(counts)} tensors", got=str(len(values)), do="Pass one for each master."
         )
-    for i, value in enumerate(values):
-        if optional and value is None:
-            continue
-        if not _fine(value, dtypes, device):
-            _refuse_tensor(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", value, dtypes, device)
-        if counts is not None and value.numel() != counts[i]:
-            _refuse_count(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", counts[i], value)
-        device = device or value.device
+    present = [i for i, value in enumerate(values) if value is not None] if optional else range(len(values))
+    chosen = [values[i] for i in present] if optional else values
+    if not _all_fine(chosen, dtypes, device):
+        for i in present:
+            one = device or getattr(values[0], "device", None)
+            if not _fine(values[i], dtypes, one):
+                _refuse_tensor(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", values[i], dtypes, one)
+    if counts is not None and [value.numel() for value in chosen] != [counts[i] for i in present]:
+        i = next(i for i in present if values[i].numel() != counts[i])
+        _refuse_count(f"{op}: {name}" if lone else f"{op}: {name}[{i}]", counts[i], values[i])
     return values
+
+
+def _all_fine(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
+    """`_fine` for each, all on one device; a question at a time for all of them takes a quarter of the time."""
+    if not {isinstance(value, torch.Tensor) for value in values} <= {True}:
+        return False
+    devices = {value.device for value in values}
+    return (
+        {value.dtype for value in values} <= {*dtypes}
+        and (devices <= {device} if device else len(devices) <= 1)
+        and {value.layout for value in values} <= {torch.strided}
+        and {value.is_contiguous() for value in values} <= {True}
+        and True not in {value.data_ptr() < _LOW_ADDRESS and released(value) for value in values}
+    )
+
+
+# A released tensor's address is its offset, in bytes; those in memory are higher than any.
+_LOW_ADDRESS = 1 << 40
 
 
 def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:

@@ -95,9 +95,9 @@ def _spans(
         )
     device, length, size, begin = wire.device, wire.numel(), wire.element_size(), wire.data_ptr()
     end = begin + length * size
+    _check.line(op, "tensors", tensors, _check.FLOATS, device)
     spans: list[tuple[int, int, int]] = []
     for tensor, offset in zip(tensors, offsets, strict=True):
-        _check.tensor(op, "tensors", tensor, _check.FLOATS, device)
         count, address = tensor.numel(), tensor.data_ptr()
         if type(offset) is not int or not 0 <= offset <= length - count:
             raise ContractError(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from npuzero import ops
+from npuzero.ops.flat_adam import SomeTensors, Tensors
 from npuzero.plan import START_ELEMENTS
 
 
@@ -36,15 +37,15 @@ class Range(NamedTuple):
 
 
 def update(
-    master: ops.Tensors,
-    exp_avg: ops.Tensors,
-    exp_avg_sq: ops.Tensors,
-    gradient: ops.Tensors,
+    master: Tensors,
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    gradient: Tensors,
     ranges: Iterable[Range],
     *,
     decoupled: bool,
-    low: ops.SomeTensors = None,
-    max_exp_avg_sq: ops.SomeTensors = None,
+    low: SomeTensors = None,
+    max_exp_avg_sq: SomeTensors = None,
     gradient_scale: Tensor | None = None,
 ) -> None:
     """One step of the covered ranges, by one launch.

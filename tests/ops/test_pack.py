@@ -104,12 +104,12 @@ _SHARED = torch.zeros(20)
 _A, _W = torch.zeros(4), torch.zeros(10)
 
 BAD = {
-    "no tensor": (lambda: ops.pack([[1.0]], [0], _W), "pack: tensors"),
-    "integers": (lambda: ops.pack([_A.int()], [0], _W), "pack: tensors"),
-    "float64": (lambda: ops.unpack(_W, [_A.double()], [0]), "unpack: tensors"),
-    "not contiguous": (lambda: ops.pack([torch.zeros(4, 4).T], [0], torch.zeros(16)), "pack: tensors"),
-    "other device": (lambda: ops.pack([_A.to("meta")], [0], _W), "pack: tensors"),
-    "released": (lambda: ops.pack([_released()], [0], _W), "pack: tensors"),
+    "no tensor": (lambda: ops.pack([[1.0]], [0], _W), "pack: tensors[0]"),
+    "integers": (lambda: ops.pack([_A.int()], [0], _W), "pack: tensors[0]"),
+    "float64": (lambda: ops.unpack(_W, [_A.double()], [0]), "unpack: tensors[0]"),
+    "not contiguous": (lambda: ops.pack([torch.zeros(4, 4).T], [0], torch.zeros(16)), "pack: tensors[0]"),
+    "other device": (lambda: ops.pack([_A.to("meta")], [0], _W), "pack: tensors[0]"),
+    "released": (lambda: ops.pack([_released()], [0], _W), "pack: tensors[0]"),
     "float64 wire": (lambda: ops.pack([_A], [0], _W.double()), "pack: wire"),
     "wire of two dimensions": (lambda: ops.pack([_A], [0], _W.view(2, 5)), "pack: wire"),
     "fewer offsets": (lambda: ops.pack([_A, _A], [0], _W), "pack: offsets"),
