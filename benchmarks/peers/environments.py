@@ -84,12 +84,14 @@ class Environment:
         return made
 
     def _run(self, *arguments: str) -> None:
-        done = subprocess.run(
-            [self.python, *arguments], env=os.environ | self.variables, capture_output=True, text=True, timeout=1800
-        )
-        if done.returncode:
-            reason = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise NotInstalled(f"python {' '.join(arguments)}: {reason}")
+        command = [self.python, *arguments]
+        try:
+            subprocess.run(
+                command, env=os.environ | self.variables, capture_output=True, text=True, timeout=1800, check=True
+            )
+        except subprocess.SubprocessError as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            raise NotInstalled(f"python {' '.join(arguments)}: {said[-1]}") from error
 
 
 _TORCH = ("torch==2.13.0", "numpy")
