@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--pip", type=shlex.split, default=[], help="further arguments of pip install")
     parser.add_argument("--install-only", action="store_true", help="make the environments and end")
     add_options(parser)
+    parser.set_defaults(rounds=15, seconds=270.0)
     options = parser.parse_args()
     unknown = set(options.contenders) - {*known, *PRESETS}
     if unknown:
