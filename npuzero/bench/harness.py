@@ -209,7 +209,8 @@ def run(
 
 
 def _warm_up(contenders: Sequence[Contender], effort: Effort, combine: Combine) -> dict[str, int]:
-    """How many calls a visit of each contender makes."""
+    """How many calls a visit of each contender makes: one, where nothing is warmed up."""
+    times = [effort.visit_s] * len(contenders)
     for _ in range(effort.warm_up):
         times = combine([contender.visit(1) for contender in contenders])
     return {

@@ -93,8 +93,8 @@ def torch_adam(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> tor
     return torch.optim.AdamW(parameters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
 
 
-# One unit in the last place of a value of order one is 6e-8 of it; updates are of order _LR.
-_ADAM_TOLERANCE = 2e-7
+# Of the largest parameter: some units in the last place. torch's norm in float32 takes part of it; updates are 1e-3.
+ADAM_TOLERANCE = 1e-6
 
 
 def flat_adam_flat(setting: Setting) -> Benchmark:
@@ -109,8 +109,8 @@ def flat_adam_flat(setting: Setting) -> Benchmark:
         want = own.expected()
         own.update()
         fused.step()
-        check_close("flat_adam", own.master, want, tolerance=_ADAM_TOLERANCE)
-        check_close("torch's fused AdamW", parameter, want, tolerance=_ADAM_TOLERANCE)
+        check_close("flat_adam", own.master, want, tolerance=ADAM_TOLERANCE)
+        check_close("torch's fused AdamW", parameter, want, tolerance=ADAM_TOLERANCE)
         return "all parameters after the first step against float64"
 
     return Benchmark(
@@ -148,8 +148,8 @@ def flat_adam_tensors(setting: Setting) -> Benchmark:
         own.step()
         fused.step()
         for mine, other, want in zip(ours, theirs, wants, strict=True):
-            check_close("npuzero.AdamW", mine, want, tolerance=_ADAM_TOLERANCE)
-            check_close("torch's fused AdamW", other, want, tolerance=_ADAM_TOLERANCE)
+            check_close("npuzero.AdamW", mine, want, tolerance=ADAM_TOLERANCE)
+            check_close("torch's fused AdamW", other, want, tolerance=ADAM_TOLERANCE)
         return "all parameters after the first step against float64"
 
     return Benchmark(
@@ -209,7 +209,7 @@ def mixed_step(setting: Setting) -> Benchmark:
             ("torch's passes, lean", lean_step, lean_master, lean_low),
         ):
             call()
-            check_close(f"the mixed step of {name}", result, want, tolerance=_ADAM_TOLERANCE)
+            check_close(f"the mixed step of {name}", result, want, tolerance=ADAM_TOLERANCE)
             assert rounded is not None
             check_equal(f"the rounded parameters of {name}", rounded, result.detach().bfloat16())
         return "all masters after the first step against float64; their rounded copies to the bit"
@@ -418,8 +418,9 @@ def norm(setting: Setting) -> Benchmark:
         norm_reference.norm(x, want)
         ops.norm(x, found)
         check_close("norm", found, want, tolerance=1e-12)
-        check_close("torch's norm", torch.linalg.vector_norm(x).double(), want[0].sqrt(), tolerance=1e-4)
-        return "against the reference within 1e-12"
+        # torch sums in float32, and is the further off the more elements there are: 0.5 % at 64 M.
+        check_close("torch's norm", torch.linalg.vector_norm(x).double(), want[0].sqrt(), tolerance=1e-2)
+        return "npuzero's against the reference within 1e-12, torch's within 1e-2"
 
     return Benchmark(
         "norm",

@@ -75,6 +75,7 @@ def test_a_visit_makes_as_many_calls_as_fill_its_time():
     effort = Effort(least_rounds=2, visit_s=1.0)
     result = run(benchmark(clock.contender("a", 0.1), clock.contender("b", 5.0)), effort, clock=clock)
     assert result.calls == {"a": 10, "b": 1}
+    assert run(benchmark(clock.contender("a", 0.1)), Effort(warm_up=0), clock=clock).calls == {"a": 1}
 
 
 @pytest.mark.parametrize(
