@@ -192,9 +192,12 @@ void Communicator::execute(Operation& operation) {
   switch (request.verb) {
     case Verb::all_gather: all_gather(request); break;
     case Verb::reduce_scatter: reduce_scatter(request); break;
-    case Verb::all_reduce:
-      request.numel <= slot_numel(request.itemsize) / 8 ? all_reduce_small(request) : all_reduce_large(request);
+    case Verb::all_reduce: {
+      // What goes by one slot must lie below what is read in place.
+      const size_t bytes = request.numel * request.itemsize, most = std::min(in_place_bytes, region_->slot_bytes() / 8);
+      bytes < most ? all_reduce_small(request) : all_reduce_large(request);
       break;
+    }
     case Verb::all_to_all: all_to_all(request); break;
     case Verb::broadcast: broadcast(request); break;
     case Verb::barrier: meet(); break;

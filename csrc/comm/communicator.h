@@ -108,7 +108,6 @@ class Communicator {
   // The part of writer's slot that is meant for reader, where a slot holds one part per peer.
   std::byte* part(int writer, int reader, uint64_t round, size_t part_bytes) const;
   size_t part_numel(size_t itemsize) const;
-  size_t slot_numel(size_t itemsize) const { return region_->slot_bytes() / itemsize; }
   // In order of the global ranks: `own` at this rank, and what peer p meant for this rank elsewhere.
   template <class Theirs>
   const void* const* sources(const void* own, Theirs theirs);

@@ -159,6 +159,9 @@ def in_place(world: World) -> None:
                 n = (1 << 17) // dtype.itemsize + 37
                 check(group, dtype, n, reachable)
                 check(group, dtype, n, reachable if world.rank % 2 else as_it_is)
+        for _ in range(8):
+            for n in (16383, 16384, 16385):  # around the size from which buffers are read in place
+                check_all_reduce(group, torch.float32, n, reachable)
         group.barrier()
 
 
