@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 PRESET ?= zero3
 RANKS ?= 2
 ARGS ?=
+RESULTS ?= runs/bench
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -16,11 +17,11 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 lint format build clean
+.PHONY: help demo test test-all test-aarch64 bench bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
-	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do printf '%-10s%s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | while IFS=: read -r name text; do printf '%-13s%s\n' "$$name" "$$text"; done
 
 demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks (2); leaves runs/demo
 	$(PY) examples/gpt/demo.py --preset $(PRESET) --ranks $(RANKS) $(ARGS)
@@ -41,6 +42,22 @@ test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernel
 	-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	$(VENV)/bin/cmake --build $(AARCH64)
 	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
+
+bench: $(VENV)/.installed-bench  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
+	$(PY) -m npuzero bench --out $(RESULTS)
+	$(PY) -m benchmarks.install --out $(RESULTS)/install.json
+	$(PY) -m benchmarks.step --out $(RESULTS)/step-bf16-batch4.json
+	$(PY) -m benchmarks.step --batch 1 --rounds 20 --out $(RESULTS)/step-bf16-batch1.json
+	$(PY) -m benchmarks.step --precision fp32 --out $(RESULTS)/step-fp32-batch4.json
+	$(PY) -m benchmarks.figures $(RESULTS)
+
+bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast anything is
+	$(PY) -m npuzero bench --quick --out runs/bench-quick
+	$(PY) -m benchmarks.step --presets zero2,zero3 --dim 64 --layers 2 --rounds 2 --visit 0.05 --out runs/bench-quick/step.json
+	$(PY) -m benchmarks.figures runs/bench-quick
+
+figures: $(VENV)/.installed-bench  ## README's table and the picture in docs, from the records in benchmarks/results
+	$(PY) -m benchmarks.figures benchmarks/results --readme
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

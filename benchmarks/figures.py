@@ -112,7 +112,7 @@ FIGURES = (
     _op("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
     _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
     _share_of("pack", "copy", "pack"),
-    _share_of("norm", "in place", "norm"),
+    _share_of("norm", "copy", "norm"),
     *(
         _collective(verb, ranks, goal, contender)
         for ranks, goals in {2: (15.0, 10.0, 8.0, 3.0), 4: (10.0, 7.0, 6.0, 2.5)}.items()
@@ -178,7 +178,8 @@ def markdown(records: Sequence[Record], results: Results) -> str:
     for group, lines in rows(results).items():
         header = [f"| {GROUPS[group]} | against | measured | goal |", "|---|---|---|---|"]
         blocks.append("\n".join([*header, *(f"| {' | '.join(line)} |" for line in lines)]))
-    return "\n\n".join([*blocks, measured_on(records)])
+    picture = f"![The figures, drawn]({PICTURE.relative_to(ROOT).as_posix()})"
+    return "\n\n".join([*blocks, measured_on(records), picture])
 
 
 def measured_on(records: Sequence[Record]) -> str:
@@ -199,12 +200,14 @@ def put(document: str, block: str) -> str:
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with records")
     parser.add_argument("--readme", action="store_true", help="write the table into README.md, the picture into docs/")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     records, results = read(options.folder)
+    if options.readme and any(record.quick for record in records):
+        raise SystemExit("figures: README takes none of a quick run; measure without --quick")
     from benchmarks.plot import plot  # matplotlib is needed for the picture alone
 
     plot(results, PICTURE if options.readme else options.folder / "figures.png")

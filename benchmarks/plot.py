@@ -99,7 +99,7 @@ def bars_of(axes: Axes, title: str, rows: Sequence[Row], *, logarithmic: bool) -
         if most > least:
             axes.barh(place, most - least, _BAR, left=least, color=colour, alpha=0.45, linewidth=0)
         if goal is not None:
-            axes.plot([goal, goal], [place - _BAR / 1.6, place + _BAR / 1.6], color=GOAL, linewidth=2.5)
+            axes.plot([goal, goal], [place - _BAR / 1.6, place + _BAR / 1.6], color=GOAL, linewidth=2.5, zorder=3)
         text = f"{least:.2f}" if f"{least:.2f}" == f"{most:.2f}" else f"{least:.1f}–{most:.1f}"
         right = max(most, goal or 0.0)
         axes.annotate(text, (right, place), (6, 0), textcoords="offset points", va="center", color=TEXT, fontsize=9)

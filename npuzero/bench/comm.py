@@ -29,6 +29,7 @@ from npuzero.plan import ring_bytes
 
 SUITE = "comm"
 RANKS = (2, 4)
+IN_PLACE = "npuzero, read in place"
 
 _TIMEOUT_S = 60.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
@@ -166,6 +167,7 @@ class Ranks:
         ways = {
             self.backend: (theirs[verb], plain),
             OWN: (own[verb], plain),
+            IN_PLACE: (own[verb], door.buffer(brings, dtype)),
         }
         out = torch.zeros(gets, dtype=dtype, device=self.device)
 
@@ -198,9 +200,11 @@ class Ranks:
         shard = slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
         begin = self._random(self.size, n, torch.float32)  # a rank there is not: the same values on all
         gradient = self._random(self.rank, n, dtype)
+        places = [self.communicator.buffer(n, dtype) for _ in range(2)]
+        in_place = OwnUpdate(self, begin[shard], places[0].copy_(gradient), places[1])
         own = OwnUpdate(self, begin[shard], gradient, torch.empty_like(gradient))
         other = TorchUpdate(begin[shard], gradient)
-        ways: dict[str, Callable[[], Tensor]] = {self.backend: other.step, OWN: own.step}
+        ways: dict[str, Callable[[], Tensor]] = {self.backend: other.step, OWN: own.step, IN_PLACE: in_place.step}
 
         def check() -> str:
             total = sum(self._random(rank, n, dtype).double() for rank in range(self.size))

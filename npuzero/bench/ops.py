@@ -429,7 +429,7 @@ def norm(setting: Setting) -> Benchmark:
             setting.contender("torch.linalg.vector_norm", lambda: torch.linalg.vector_norm(x), 4, n),
             setting.contender("vector_norm, isfinite", passes, 4, n),
             setting.contender(OWN, lambda: ops.norm(x, found), 4, n),
-            *setting.probes("copy", "in place"),
+            *setting.probes("copy"),
         ],
         "torch.linalg.vector_norm",
         check,

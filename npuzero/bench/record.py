@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -98,7 +99,7 @@ class Record:
         partial = path.with_name(f".{path.name}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+            partial.write_text(_one_line_a_list(json.dumps(self.as_dict(), indent=1)) + "\n", encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             raise StorageError(
@@ -147,6 +148,11 @@ def benchmark_from_dict(entry: dict[str, Any]) -> Result:
             for key in ("seconds", "calls", "nbytes", "values")
         },
     )
+
+
+def _one_line_a_list(text: str) -> str:
+    """JSON with each list of plain values on one line."""
+    return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found.group().split()), text)
 
 
 def _rounded(value: float | None) -> float | None:

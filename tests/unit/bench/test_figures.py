@@ -1,0 +1,87 @@
+"""README's figures are what the committed records say; figures name benchmarks that there are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks import figures
+from npuzero.bench import Result, comm, ops
+
+RESULTS = figures.ROOT / "benchmarks" / "results"
+
+
+def result(name="x", **seconds) -> Result:
+    zero = dict.fromkeys(seconds)
+    return Result(name, "X", next(iter(seconds)), "equal", {}, "spread", seconds, dict(zero), dict(zero), {})
+
+
+def test_readme_says_what_the_committed_records_say():
+    records, results = figures.read(RESULTS)
+    readme = figures.README.read_text("utf-8")
+    assert figures.put(readme, figures.markdown(records, results)) == readme, "run: make figures"
+    assert not any(record.quick for record in records)
+
+
+def test_every_figure_names_benchmarks_of_its_suite():
+    known = {*ops.names(False), *(f"{name}/{ranks}" for name in comm.names(False) for ranks in comm.RANKS)}
+    for figure in figures.FIGURES:
+        assert figure.group in figures.GROUPS
+        for benchmark in figure.benchmarks:
+            assert benchmark in known or re.fullmatch(r"step/(bf16|fp32)-batch[14]", benchmark), benchmark
+
+
+def test_the_worst_of_a_range_is_held_against_the_goal():
+    figure = figures.Figure("ops", "n", "a", 2.0, ("x", "y", "z"), lambda found: [found.speedup("b").median])
+    results = {"x": result("x", a=[4.0], b=[2.0]), "y": result("y", a=[9.0], b=[3.0])}
+    values = figure.measured(results)
+    assert values == [2.0, 3.0]  # z is not there
+    assert figures.shown(figure, values) == "2.00–3.00 ✓"
+    assert figures.shown(figure, [1.994, 3.0]) == "1.99–3.00 ✗"
+    assert figures.shown(figure, [1.996]) == "2.00 ✓"  # as it is shown
+
+
+def test_some_goals_are_upper_bounds():
+    figure = figures.Figure("step", "n", "a", 1.04, ("x",), lambda found: [], at_most=True)
+    assert figure.meets([1.0, 1.04]) and not figure.meets([1.0, 1.06])
+
+
+def test_figures_of_a_step_are_of_the_presets_there_are():
+    seconds = {"compute only": [1.0, 2.0, 1.0], "npuzero zero1": [1.5, 3.0, 1.5], "npuzero zero3": [3.0, 6.0, 3.0]}
+    lines = figures.rows({"step/bf16-batch4": result("step/bf16-batch4", **seconds)})["step"]
+    assert lines == [
+        ["bf16, batch 4, stages 0–2", "compute only", "1.50 ✗", "≤ 1.04"],
+        ["bf16, batch 4, stage 3", "compute only", "3.00 ✗", "≤ 1.06"],
+    ]
+
+
+def test_the_block_goes_between_its_markers():
+    document = f"a\n{figures.BEGIN}\nold\n{figures.END}\nb\n"
+    assert figures.put(document, "new") == f"a\n{figures.BEGIN}\nnew\n{figures.END}\nb\n"
+    with pytest.raises(ValueError, match="no <!-- figures"):
+        figures.put("a", "new")
+
+
+def test_a_smoke_run_is_no_figure_for_readme(tmp_path, monkeypatch):
+    record = figures.Record.begin("ops", "x", {}, quick=True)
+    record.write(tmp_path / "ops.json")
+    with pytest.raises(SystemExit, match="quick"):
+        figures.main([str(tmp_path), "--readme"])
+
+
+def test_the_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import plot
+
+    step = result("step/bf16-batch4", **{"compute only": [1.0], "npuzero zero2": [1.1], "ddp": [1.3]})
+    own = result("cast/nearest", **{"torch fused": [1.0], "npuzero": [0.9]})
+    plot({found.name: found for found in (step, own)}, tmp_path / "figures.png")
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_records_there_is_nothing_to_draw(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    figures.main([str(tmp_path)])
+    assert capsys.readouterr().out == "no figures among these records\n"
+    assert list(tmp_path.iterdir()) == []
