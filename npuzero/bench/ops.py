@@ -437,6 +437,45 @@ def norm(setting: Setting) -> Benchmark:
     )
 
 
+def norm_of_sum(setting: Setting) -> Benchmark:
+    """A micro-batch's bf16 gradients added to the accumulated fp32 ones, and the norm of the sum, in one pass."""
+    n = setting.elements
+    # The addend is all zeros in the rounds, so that sums stay in range however many there are.
+    mine, addend = setting.random(n), setting.random(n, dtype=torch.bfloat16)
+    other = mine.clone()
+    found = torch.zeros(2, dtype=torch.float64, device=setting.device)
+
+    def passes() -> None:
+        torch.linalg.vector_norm(other.add_(addend, alpha=1 / _WORLD))
+
+    def own() -> None:
+        ops.norm(mine, found, addend=addend, scale=1 / _WORLD)
+
+    def check() -> str:
+        want, found_there = mine + addend.float() / _WORLD, torch.zeros_like(found)
+        norm_reference.norm(want, found_there)
+        own()
+        passes()
+        check_equal("the sum by npuzero", mine, want)
+        check_equal("the sum by torch", other, want)
+        check_close("its norm", found, found_there, tolerance=1e-12)
+        addend.zero_()
+        return "the sum to the bit, its norm within 1e-12"
+
+    return Benchmark(
+        "norm/sum",
+        "accumulate bf16 into fp32, norm of the sum",
+        [
+            setting.contender("add_, vector_norm", passes, 10, n),
+            setting.contender(OWN, own, 10, n),
+            *setting.probes("in place"),
+        ],
+        "add_, vector_norm",
+        check,
+        {"elements": n},
+    )
+
+
 #: What makes each benchmark of the suite, by its name.
 CASES: dict[str, Callable[[Setting], Benchmark]] = {
     "flat_adam/flat": flat_adam_flat,
@@ -448,6 +487,7 @@ CASES: dict[str, Callable[[Setting], Benchmark]] = {
     "cast/stochastic": cast_stochastic,
     "cast/tf32": cast_tf32,
     "norm": norm,
+    "norm/sum": norm_of_sum,
 }
 
 
