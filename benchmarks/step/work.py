@@ -65,26 +65,20 @@ class Rank:
         return [self._step().item() for _ in range(steps)]
 
     def look(self, steps: int) -> dict[str, Any]:
-        """What the next steps do, per step; observing costs time, so these steps are no measure of it."""
+        """What the next steps do, per step, and what one more holds. Observing costs time: this is no measure of it."""
         parts: dict[str, float] = defaultdict(float)
-        forward_bytes: list[int] = []  # the most held by the end of each forward
 
         def mark(part: str, begin_s: float) -> float:
             self.synchronize()
-            parts[part] += (time.perf_counter() - begin_s) / steps
-            if part == "forward":
-                forward_bytes.append(memory.peak_bytes(self._device))
-            return time.perf_counter()
+            end_s = time.perf_counter()
+            parts[part] += (end_s - begin_s) / steps
+            return end_s
 
-        self.run()
-        self.synchronize()
         with events() as found:
-            reset = memory.reset(self._device)
             faults = memory.page_faults()
             for _ in range(steps):
                 self._step(mark)
             faults = memory.page_faults() - faults
-            peak_bytes = memory.peak_bytes(self._device)
         spans: dict[str, float] = defaultdict(float)
         for event in found:
             if "end_s" in event:
@@ -92,14 +86,30 @@ class Rank:
         return {
             "made_s": self._made_s,
             "plan_bytes": self._steps.plan_bytes,
-            "base_bytes": self._base_bytes,
-            "forward_bytes": forward_bytes[0],
-            "peak_bytes": peak_bytes,
-            "peak_is_of_these_steps": reset,
-            "shared_bytes": memory.shared_bytes(self._device),
-            "page_faults": faults / steps,
             "parts_s": parts,
             "spans_s": spans,
+            "page_faults": faults / steps,
+            **self._held(),
+        }
+
+    def _held(self) -> dict[str, Any]:
+        """Memory in one step."""
+        forward_bytes: list[int] = []
+
+        def mark(part: str, begin_s: float) -> float:
+            self.synchronize()
+            if part == "forward":
+                forward_bytes.append(memory.peak_bytes(self._device))
+            return begin_s
+
+        reset = memory.reset(self._device)
+        self._step(mark)
+        return {
+            "base_bytes": self._base_bytes,
+            "forward_bytes": forward_bytes[0],
+            "peak_bytes": memory.peak_bytes(self._device),
+            "peak_is_of_one_step": reset,
+            "shared_bytes": memory.shared_bytes(self._device),
         }
 
     def trace(self, steps: int) -> list[dict[str, Any]]:
