@@ -108,26 +108,33 @@ def use_backend(name: str) -> None:
     _backend = name
 
 
-def openmp_libraries(maps: str) -> set[str]:
-    """Paths of the OpenMP runtimes in the text of a ``/proc/<pid>/maps``."""
-    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "omp" in line and ".so" in line}
-    return {path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))}
+def openmp_libraries() -> list[str]:
+    """Paths of the OpenMP runtimes in this process; empty where the system does not tell (not Linux).
+
+    One is right: it has the one pool of threads that torch and the kernels share. Two compete for the same cores.
+    """
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
 
 
 def _warn_if_two_openmps() -> None:
-    try:
-        found = openmp_libraries(Path("/proc/self/maps").read_text())
-    except OSError:  # not Linux
-        return
+    found = openmp_libraries()
     if len(found) > 1:
         warnings.warn(
-            f"npuzero and torch use different OpenMP runtimes ({', '.join(sorted(found))}): "
-            "their threads may compete for the same cores, and torch.set_num_threads may not reach npuzero's kernels.",
+            f"{len(found)} OpenMP runtimes in one process ({', '.join(found)}): their threads compete for the same "
+            "cores, which can make a kernel hundreds of times slower, and torch.set_num_threads reaches but one of "
+            f"them. {ONE_OPENMP}",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
+_MAPS = Path("/proc/self/maps")
+ONE_OPENMP = "Import torch before other packages that bring one, and build npuzero with the system's libgomp."
 _environment = environment()
 _backend = _environment.backend
 use_isa(_environment.isa)

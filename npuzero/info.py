@@ -26,7 +26,7 @@ def info() -> dict[str, Any]:
     """The facts behind ``npuzero info``: plain dicts, lists and texts, ready for JSON.
 
     Keys: ``versions``, ``platform``, ``devices`` (by kind), ``kernels`` (op → kind → bool), ``isa``, ``backend``,
-    ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
+    ``openmp`` (runtimes in this process), ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
     """
     devices = {kind: _device(found) for kind, found in device.KINDS.items()}
     kernels = {op: {kind: kind in kinds for kind in devices} for op, kinds in sorted(_native.kernels().items())}
@@ -42,6 +42,7 @@ def info() -> dict[str, Any]:
             "built": list(_native.built_isas()),
         },
         "backend": _native.backend(),
+        "openmp": _native.openmp_libraries(),
         "collectives": collectives,
         "missing": _missing(devices, kernels, collectives),
     }
@@ -95,6 +96,10 @@ def _missing(
         for kind, facts in devices.items()
         if not facts["available"]
     ]
+    runtimes = _native.openmp_libraries()
+    if len(runtimes) > 1:
+        why = f"{len(runtimes)} are in this process, whose threads compete: {', '.join(runtimes)}"
+        missing.append({"what": "a single OpenMP runtime", "why": why, "do": _native.ONE_OPENMP})
     for kind, facts in devices.items():
         lacking = [op for op, kinds in kernels.items() if not kinds[kind]]
         if lacking:

@@ -398,7 +398,7 @@ class Adam(ZeroOptimizer):
         """
         states = [self.state[parameter] or self._begin_state(group, parameter) for group, parameter in plain]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, torch.tensor(1.0))  # a tensor: a number would be made one for each of them
+        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # the form that makes no tensor for each of them
         ranges, end = [], 0
         for (group, parameter), step in zip(plain, steps, strict=True):
             begin, end = end, end + parameter.numel()

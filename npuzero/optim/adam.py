@@ -65,17 +65,18 @@ def update(
     Raises:
         ContractError: hyper-parameters or buffers that :func:`npuzero.ops.flat_adam` refuses.
     """
-    joined: list[Range] = []
+    runs: list[list[Range]] = []  # first and last of those that continue each other
     for part in ranges:
-        if joined and _continues(joined[-1], part):
-            part = Range(joined.pop().begin, part.end, part.options, part.step)
-        joined.append(part)
+        if runs and _continues(runs[-1][1], part):
+            runs[-1][1] = part
+        else:
+            runs.append([part, part])
     ops.flat_adam(
         master,
         exp_avg,
         exp_avg_sq,
         gradient,
-        [_segment(part, decoupled) for part in joined],
+        [_segment(first.begin, last, decoupled) for first, last in runs],
         low=low,
         max_exp_avg_sq=max_exp_avg_sq,
         grad_scale=gradient_scale,
@@ -90,18 +91,18 @@ def _continues(last: Range, part: Range) -> bool:
     return gap == 0 or (gap < START_ELEMENTS and part.options["eps"] > 0)
 
 
-def _segment(part: Range, decoupled: bool) -> ops.Segment:
-    options = part.options
+def _segment(begin: int, last: Range, decoupled: bool) -> ops.Segment:
+    options = last.options
     beta1, beta2 = options["betas"]
     return ops.Segment(
-        part.begin,
-        part.end,
+        begin,
+        last.end,
         float(options["lr"]),
         float(beta1),
         float(beta2),
         options["eps"],
         options["weight_decay"],
-        part.step,
+        last.step,
         decoupled,
         options["maximize"],
         options["amsgrad"],

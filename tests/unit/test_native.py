@@ -3,12 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from npuzero import _C, _native, ops
 from npuzero.errors import ConfigError, KernelUnavailable
+from npuzero.info import info
 from npuzero.ops.reference import norm as reference
 
 
@@ -78,18 +81,24 @@ def test_streams_are_integers() -> None:
     assert _native.stream(torch.device("cpu")) == 0
 
 
-def test_openmp_libraries_are_told_apart() -> None:
+def test_two_openmp_runtimes_are_warned_of_and_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     line = "7f00-7f01 r-xp 00000000 08:01 123                        {}\n"
-    paths = [
-        "/a/torch/lib/libgomp.so.1",
-        "/a/torch/lib/libgomp.so.1",
-        "/usr/lib/libgomp.so.1.0.0",
-        "/usr/lib/libc.so.6",
-    ]
-    found = _native.openmp_libraries("".join(line.format(path) for path in paths) + "7f00-7f01 rw-p 0 00:00 0\n")
-    assert found == {"/a/torch/lib/libgomp.so.1", "/usr/lib/libgomp.so.1.0.0"}
+    two = ["/a/torch/lib/libgomp.so.1", "/usr/lib/libgomp.so.1.0.0"]
+    maps = tmp_path / "maps"
+    monkeypatch.setattr(_native, "_MAPS", maps)
+    for loaded, found in ((two[:1] * 2, two[:1]), (two, two)):
+        paths = [*loaded, "/usr/lib/libc.so.6", "/usr/lib/libcompute.so"]
+        maps.write_text("".join(map(line.format, paths)) + "7f00-7f01 rw-p 0 00:00 0\n")
+        assert _native.openmp_libraries() == found
+        told = [item for item in info()["missing"] if "OpenMP" in item["what"]]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _native._warn_if_two_openmps()
+        assert len(told) == len(caught) == len(found) - 1
+    assert all(path in str(caught[0].message) and path in told[0]["why"] for path in two)
+    maps.unlink()
+    assert _native.openmp_libraries() == []
 
 
 def test_threads_are_torchs() -> None:
-    with open("/proc/self/maps") as maps:
-        assert len(_native.openmp_libraries(maps.read())) == 1
+    assert len(_native.openmp_libraries()) == 1
