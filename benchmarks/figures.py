@@ -16,6 +16,7 @@ from pathlib import Path
 
 from npuzero.bench import Record, Result
 from npuzero.cli.table import table
+from npuzero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "figures.png"
@@ -23,7 +24,8 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 Results = Mapping[str, Result]
 
-_OWN, _IN_PLACE, _COMPUTE = "npuzero", "npuzero, read in place", "compute only"
+_OWN, _FLATS, _IN_PLACE = "npuzero", "npuzero, in flats", "npuzero, read in place"
+_COMPUTE = "compute only"
 _LARGE_KIB = (16384, 32768, 65536)
 _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
 
@@ -79,8 +81,8 @@ def _beyond_plan(*presets: str) -> Callable[[Result], list[float]]:
     return lambda result: [result.values[name]["beyond_plan"] for name in names if name in result.values]
 
 
-def _op(name: str, against: str, goal: float, benchmark: str) -> Figure:
-    return Figure("ops", name, against, goal, (benchmark,), _faster(_OWN))
+def _op(name: str, against: str, goal: float, benchmark: str, contender: str = _OWN) -> Figure:
+    return Figure("ops", name, against, goal, (benchmark,), _faster(contender))
 
 
 def _share_of(name: str, probe: str, benchmark: str) -> Figure:
@@ -107,6 +109,7 @@ def _step(name: str, benchmark: str, goal: float, presets: tuple[str, ...], base
 FIGURES = (
     _op("AdamW fp32, one flat tensor", "torch fused", 1.0, "flat_adam/flat"),
     _op("AdamW fp32, 400 tensors of a GPT", "torch fused", 1.2, "flat_adam/400"),
+    _op("the same tensors in flats, as zero() lays them", "torch fused", 1.2, "flat_adam/400", _FLATS),
     _op("mixed step: bf16 gradients to bf16 parameters", "torch's passes", 2.0, "mixed_step"),
     _op("pack 400 fp32 tensors to flat bf16, scaled", "loop of copy_ and mul_", 1.8, "pack"),
     _op("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
@@ -145,9 +148,22 @@ GROUPS = {
 
 
 def read(folder: Path) -> tuple[list[Record], dict[str, Result]]:
-    """The records in a folder, and all their results by name."""
+    """The records in a folder, and all their results by name.
+
+    Raises:
+        ConfigError: two of them hold the same benchmark.
+    """
     records = [Record.read(path) for path in sorted(folder.glob("*.json"))]
-    return records, {result.name: result for record in records for result in record.results}
+    results: dict[str, Result] = {}
+    for record in records:
+        for result in record.results:
+            if result.name in results:
+                raise ConfigError(
+                    f"records in {folder.name}", expected="one of each benchmark", got=f"{result.name} twice",
+                    do="Remove the older record.",
+                )  # fmt: skip
+            results[result.name] = result
+    return records, results
 
 
 def shown(figure: Figure, values: Sequence[float]) -> str:

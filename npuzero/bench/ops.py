@@ -18,13 +18,14 @@ from npuzero import ops
 from npuzero.api import AdamW
 from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
 from npuzero.bench.shapes import gpt_shapes
+from npuzero.config import Settings
 from npuzero.ops.reference import cast as cast_reference
 from npuzero.ops.reference import norm as norm_reference
 from npuzero.ops.reference import pack as pack_reference
 
 SUITE = "ops"
 ELEMENTS, QUICK_ELEMENTS = 64 * 2**20, 2**20
-OWN = "npuzero"
+OWN, FLATS = "npuzero", "npuzero, in flats"
 
 _CPU = torch.device("cpu")
 _LR, _BETAS, _EPS, _DECAY = 1e-3, (0.9, 0.999), 1e-8, 1e-2
@@ -128,7 +129,7 @@ def flat_adam_flat(setting: Setting) -> Benchmark:
 
 
 def flat_adam_tensors(setting: Setting) -> Benchmark:
-    """AdamW on the tensors of a GPT."""
+    """AdamW on the tensors of a GPT: as they are, and in flats, as npuzero.zero() lays a model's parameters out."""
     shapes = gpt_shapes(setting.elements)
     n = sum(map(math.prod, shapes))
     starts = [setting.random(*shape) for shape in shapes]
@@ -142,11 +143,21 @@ def flat_adam_tensors(setting: Setting) -> Benchmark:
         parameter.grad = gradient
     own = AdamW(ours, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
     fused = torch_adam(theirs, gradients)
+    whole, gradient = (torch.cat([tensor.view(-1) for tensor in tensors]) for tensors in (starts, gradients))
+    most = Settings().bucket_bytes // 4
+    flats = [Adam(*parts) for parts in zip(whole.split(most), gradient.split(most), strict=True)]
+
+    def update_flats() -> None:
+        for flat in flats:
+            flat.update()
 
     def check() -> str:
         wants = [Adam(start, gradient).expected() for start, gradient in zip(starts, gradients, strict=True)]
         own.step()
         fused.step()
+        in_flats = torch.cat([flat.expected() for flat in flats])
+        update_flats()
+        check_close("AdamW in flats", torch.cat([flat.master for flat in flats]), in_flats, tolerance=ADAM_TOLERANCE)
         for mine, other, want in zip(ours, theirs, wants, strict=True):
             check_close("npuzero.AdamW", mine, want, tolerance=ADAM_TOLERANCE)
             check_close("torch's fused AdamW", other, want, tolerance=ADAM_TOLERANCE)
@@ -158,11 +169,12 @@ def flat_adam_tensors(setting: Setting) -> Benchmark:
         [
             setting.contender("torch fused", fused.step, 28, n),
             setting.contender(OWN, own.step, 28, n),
+            setting.contender(FLATS, update_flats, 28, n),
             *setting.probes("in place"),
         ],
         "torch fused",
         check,
-        {"elements": n, "tensors": len(shapes)},
+        {"elements": n, "tensors": len(shapes), "flats": len(flats)},
     )
 
 

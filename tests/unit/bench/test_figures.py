@@ -8,13 +8,16 @@ import pytest
 
 from benchmarks import figures
 from npuzero.bench import Result, comm, ops
+from npuzero.errors import ConfigError
 
 RESULTS = figures.ROOT / "benchmarks" / "results"
 
 
 def result(name="x", **seconds) -> Result:
-    zero = dict.fromkeys(seconds)
-    return Result(name, "X", next(iter(seconds)), "equal", {}, "spread", seconds, dict(zero), dict(zero), {})
+    zero: dict = dict.fromkeys(seconds)
+    return Result(
+        name, "X", next(iter(seconds)), "equal", {}, "spread", seconds, zero, zero, {name: {} for name in seconds}
+    )
 
 
 def test_readme_says_what_the_committed_records_say():
@@ -68,6 +71,15 @@ def test_a_smoke_run_is_no_figure_for_readme(tmp_path, monkeypatch):
     record.write(tmp_path / "ops.json")
     with pytest.raises(SystemExit, match="quick"):
         figures.main([str(tmp_path), "--readme"])
+
+
+def test_a_benchmark_is_recorded_once(tmp_path):
+    for name in ("a", "b"):
+        record = figures.Record.begin("ops", "x", {})
+        record.results.append(result("pack", a=[1.0, 2.0], b=[1.0, 2.0]))
+        record.write(tmp_path / f"{name}.json")
+    with pytest.raises(ConfigError, match="pack twice"):
+        figures.read(tmp_path)
 
 
 def test_the_picture_is_drawn(tmp_path):
