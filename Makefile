@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 bench bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 bench bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -49,6 +49,11 @@ bench: $(VENV)/.installed-bench  ## measure ops, collectives, installation and t
 	$(PY) -m benchmarks.step --out $(RESULTS)/step-bf16-batch4.json
 	$(PY) -m benchmarks.step --batch 1 --rounds 20 --out $(RESULTS)/step-bf16-batch1.json
 	$(PY) -m benchmarks.step --precision fp32 --out $(RESULTS)/step-fp32-batch4.json
+	$(PY) -m benchmarks.figures $(RESULTS)
+
+bench-peers: $(VENV)/.installed-bench  ## measure the training step beside its peers, batch 4 and 1, into RESULTS
+	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/peers-bf16-batch4.json
+	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --batch 1 --out $(RESULTS)/peers-bf16-batch1.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast anything is

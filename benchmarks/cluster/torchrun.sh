@@ -5,7 +5,7 @@
 #   DEVICES=8 benchmarks/cluster/torchrun.sh --dim 4096 --layers 32 --heads 32 --sequence 2048 --batch 1
 #   NODES=2 NODE_RANK=$i MASTER_ADDR=node0 benchmarks/cluster/torchrun.sh    # the same on each of two nodes
 #
-# Arguments go to `python -m benchmarks.step`. Variables, beside torchrun's usual ones:
+# Arguments go to `python -m benchmarks.step`, COMM_ARGUMENTS to `npuzero bench comm`. Variables, beside torchrun's usual ones:
 #   DEVICES      ranks per node
 #   SUITES       "step comm" or one of them
 #   OUT          folder for the records (runs/cluster)
