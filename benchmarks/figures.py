@@ -141,8 +141,8 @@ FIGURES = (
 
 GROUPS = {
     "ops": "Ops: times as fast",
-    "share": "Ops: share of the bandwidth of memory in the same rounds",
-    "comm": "Collectives over shared memory, 16–64 MiB: times as fast",
+    "share": "Ops: share of memory's bandwidth",
+    "comm": "Collectives, shared memory, 16–64 MiB: times as fast",
     "step": "A training step: times as long",
 }
 

@@ -61,7 +61,7 @@ def plot(results: Mapping[str, Result], path: Path) -> None:
     heights = [len(rows) * _ROW_INCHES + _PANEL_INCHES for _, rows, _ in panels]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(panels), 1, figsize=(9, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
+            len(panels), 1, figsize=(10.5, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
         )
         for place, (title, rows, logarithmic) in zip(axes[:, 0], panels, strict=True):
             bars_of(place, title, rows, logarithmic=logarithmic)
@@ -104,7 +104,7 @@ def bars_of(axes: Axes, title: str, rows: Sequence[Row], *, logarithmic: bool) -
         right = max(most, goal or 0.0)
         axes.annotate(text, (right, place), (6, 0), textcoords="offset points", va="center", color=TEXT, fontsize=9)
     axes.set_yticks(range(len(rows)), [row[0] for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.axvline(1.0, color=TEXT, linewidth=1.2)
     if logarithmic:
         axes.set_xscale("log", base=2)
