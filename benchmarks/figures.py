@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plot(results, PICTURE if options.readme else options.folder / "figures.png")
     if options.readme:
         README.write_text(put(README.read_text("utf-8"), markdown(records, results)), "utf-8")
-    print(text(results))
+    print(text(results) + "\n(a quick run: these mean nothing)" * any(record.quick for record in records))
 
 
 if __name__ == "__main__":
