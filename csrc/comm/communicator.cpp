@@ -20,7 +20,7 @@ namespace {
 constexpr int slice_ms = 50;                 // a sleeping rank looks this often whether its peers live
 constexpr size_t in_place_bytes = 64 << 10;  // from here on a copy costs more than waiting for all to have read
 constexpr size_t piece_bytes = 8 << 10;      // of several buffers at once, so that they stay in the first-level cache
-constexpr auto long_spin = std::chrono::microseconds(50);
+constexpr auto patience = std::chrono::microseconds(50);  // of looking again before sleeping
 
 int cores() {
   cpu_set_t set;
@@ -72,7 +72,7 @@ Communicator::Communicator(std::shared_ptr<Region> region, int index, std::vecto
       threads_(pids.empty()),
       pids_(std::move(pids)),
       mappings_(size_),
-      patience_(size_ <= cores() ? long_spin : std::chrono::nanoseconds(0)),
+      crowded_(size_ > cores()),
       theirs_(size_) {
   std::iota(order_.begin(), order_.end(), 0);
   std::sort(order_.begin(), order_.end(), [this](int a, int b) { return ranks_[a] < ranks_[b]; });
@@ -542,8 +542,9 @@ void Communicator::await_all(Counter kind, uint64_t target) {
 void Communicator::await(Counter kind, int peer, uint64_t target) {
   const std::atomic<uint64_t>& counter = counter_of(kind, peer);
   if (counter.load(std::memory_order_acquire) >= target) return;
-  for (const auto end = Clock::now() + patience_; Clock::now() < end;) {
+  for (const auto end = Clock::now() + patience; Clock::now() < end;) {
     for (int i = 0; i < 16; ++i) pause();
+    if (crowded_) sched_yield();  // to the rank that is waited for, perhaps
     if (counter.load(std::memory_order_acquire) >= target) return;
   }
   Post& mine = region_->post(index_);

@@ -142,7 +142,7 @@ class Communicator {
   const bool threads_;
   const std::vector<int> pids_;
   std::vector<std::shared_ptr<Mapping>> mappings_;  // of the peers' arenas
-  std::chrono::nanoseconds patience_;               // of spinning
+  const bool crowded_;                              // more ranks than cores
 
   // of the operation that runs
   uint64_t round_ = 0;
