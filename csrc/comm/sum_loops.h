@@ -38,7 +38,7 @@ inline void round(const Wide* from, typename Type::Bits* to) {
   for (size_t i = 0; i < lanes; ++i) to[i] = Type::round(from[i]);
 }
 
-#if defined(__F16C__)
+#if defined(NPUZERO_SUM_F16C)
 // The conversion unit rounds as F16::round and widens as F16::widen, in a fraction of the time.
 template <>
 inline void widen<F16>(const uint16_t* from, float* to) {
@@ -59,12 +59,7 @@ inline void round<F16>(const float* from, uint16_t* to) {
 // Past the caches, where the instruction set can; both ends on cache lines. In the order of nothing else: see finish.
 template <size_t bytes>
 inline void stream(void* to, const void* from) {
-#if defined(__AVX512F__)
-  for (size_t at = 0; at < bytes; at += 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(static_cast<char*>(to) + at),
-                        _mm512_load_si512(static_cast<const char*>(from) + at));
-  }
-#elif defined(__x86_64__)
+#if defined(__x86_64__)
   for (size_t at = 0; at < bytes; at += 16) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<char*>(to) + at),
                      _mm_load_si128(reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + at)));
