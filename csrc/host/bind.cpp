@@ -12,7 +12,7 @@ namespace npuzero {
 
 void bind_host(py::module_& m) {
   using namespace host;
-  py::module_ module = m.def_submodule("host", "Host memory whose pages come and go; see csrc/memory/pages.h.");
+  py::module_ module = m.def_submodule("host", "Host memory whose pages come and go; see csrc/host/pages.h.");
   py::class_<Stock, std::shared_ptr<Stock>>(module, "Stock").def(py::init<>());
   py::class_<Pages>(module, "Pages", py::buffer_protocol(), "A buffer of bytes at a fixed address; released at first.")
       .def(py::init<std::shared_ptr<Stock>, size_t>(), py::arg("stock"), py::arg("nbytes"))

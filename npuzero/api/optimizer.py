@@ -143,8 +143,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 for i, parameter in enumerate(flat.parameters):
                     stand_in = self._stand_ins.get(id(parameter))
                     if stand_in is not None:
-                        counts = engine in ready and engine.used(flat, i)
-                        stand_in.grad = flat.own_gradient[flat.own_slot(i)] if counts else None
+                        counts = engine in ready and engine.used(flat)[i]
+                        stand_in.grad = flat.own_gradient[flat.own_slots[i]] if counts else None
         inner.step()
         for engine in ready:
             for flat in engine.flats():
@@ -258,7 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's [n/S] buffers by name, put together from the ranges of the parameters."""
         buffers: dict[str, Tensor] = {}
         for i in flat.slots:
-            own = flat.own_slot(i)
+            own = flat.own_slots[i]
             for name, value in self._slot_state(flat, i).items():
                 if isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim():
                     whole = buffers.setdefault(name, torch.zeros_like(flat.master))
@@ -291,7 +291,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             place = engine.place(parameter) if engine else None
             if place is not None:
                 flat, i = place
-                self._stand_ins[id(parameter)] = flat.master[flat.own_slot(i)].detach()
+                self._stand_ins[id(parameter)] = flat.master[flat.own_slots[i]].detach()
             if engine is None or place is not None:
                 members.append(self._stand_ins.get(id(parameter), parameter))
         return {**{key: value for key, value in group.items() if key != "param_names"}, "params": members}
@@ -348,7 +348,7 @@ class Adam(ZeroOptimizer):
         options.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         super().__init__(kind, params, **options)
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
-        self._steps: dict[int, int] = {}
+        self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): group for group, parameter in self._parameters()}
@@ -360,17 +360,17 @@ class Adam(ZeroOptimizer):
                 self._update_flat(engine, flat, members)
 
     def _update_flat(self, engine: Engine, flat: Flat, members: Mapping[int, Options]) -> None:
+        steps = self._steps_of(flat)
         ranges = []
         counts = False
-        for i, parameter in enumerate(flat.parameters):
+        for i, (parameter, used) in enumerate(zip(flat.parameters, engine.used(flat), strict=True)):
             group = members.get(id(parameter))
-            if group is None or not engine.used(flat, i):
-                continue
-            counts = True
-            step = self._steps[id(parameter)] = self._steps.get(id(parameter), 0) + 1
-            own = flat.own_slot(i)
-            if own.start < own.stop:
-                ranges.append(Range(own.start, own.stop, group, step))
+            if used and group is not None:
+                counts = True
+                steps[i] += 1
+                own = flat.own_slots[i]
+                if own.start < own.stop:
+                    ranges.append(Range(own.start, own.stop, group, steps[i]))
         if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
             update(
                 flat.master,
@@ -381,6 +381,10 @@ class Adam(ZeroOptimizer):
                 low=flat.own_parameters if flat.dtype != torch.float32 else None,
                 gradient_scale=engine.gradient_scale,
             )
+
+    def _steps_of(self, flat: Flat) -> list[int]:
+        """Per slot: how often it was updated."""
+        return self._steps.setdefault(flat, [0] * len(flat.parameters))
 
     def _moments_of(self, engine: Engine, flat: Flat) -> AdamState:
         if flat not in self._moments:
@@ -447,13 +451,13 @@ class Adam(ZeroOptimizer):
         return self._moments[flat].tensors() if flat in self._moments else {}
 
     def _slot_state(self, flat: Flat, i: int) -> Options:
-        step = self._steps.get(id(flat.parameters[i]), 0)
+        step = self._steps_of(flat)[i]
         return {"step": step, **self._flat_state(flat)} if step else {}
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
-        self._steps[id(flat.parameters[i])] = int(state["step"])
+        self._steps_of(flat)[i] = int(state["step"])
         for name, buffer in self._moments_of(engine, flat).tensors().items():
-            own = flat.own_slot(i)
+            own = flat.own_slots[i]
             buffer[own].copy_(flat.cut_like_own(i, state[name]))
 
 

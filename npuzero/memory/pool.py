@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from npuzero.memory.space import Space
+from npuzero.memory.space import Source, Space
 
 
 class Pool:
@@ -18,8 +18,9 @@ class Pool:
     asked for is preferred, so that a steady step finds its buffers as it left them.
     """
 
-    def __init__(self, space: Space, label: str = "buffers") -> None:
+    def __init__(self, space: Space, source: Source | None = None, label: str = "buffers") -> None:
         self._space = space
+        self._source = source
         self._label = label
         self._idle: dict[tuple[int, torch.dtype], list[tuple[Hashable, Tensor]]] = defaultdict(list)
 
@@ -27,7 +28,7 @@ class Pool:
         """A 1-D buffer of ``numel`` elements, and whether it is as a user of this kind left it (or new, all zero)."""
         idle = self._idle[numel, dtype]
         if not idle:
-            return self._space.allocate(numel, dtype, self._label), True
+            return self._space.allocate(numel, dtype, self._label, self._source), True
         at = next((i for i, (left, _) in enumerate(idle) if left == kind), len(idle) - 1)
         left, buffer = idle.pop(at)
         return buffer, left == kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from npuzero import _native
 from npuzero.errors import OutOfSpace
 
 LABELS = ("parameters", "gradients", "states", "buffers")
+
+#: Who else provides buffers: numel and dtype to a zeroed tensor. A communicator's are read by other ranks in place.
+Source = Callable[[int, torch.dtype], Tensor]
 
 # Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back whole
 # when they are freed, and may lie in huge pages.
@@ -34,15 +38,17 @@ class Space:
         self.allocations = 0
         self.stock = _native.host.Stock()
 
-    def allocate(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
-        """A zeroed 1-D buffer of ``numel`` elements.
+    def allocate(self, numel: int, dtype: torch.dtype, label: str, source: Source | None = None) -> Tensor:
+        """A zeroed 1-D buffer of ``numel`` elements, from ``source`` if there is one.
 
         Raises:
             OutOfSpace: the device cannot hold it.
         """
         nbytes = numel * dtype.itemsize
         try:
-            if self.device.type == "cpu" and nbytes >= _MAPPED_BYTES:
+            if source is not None:
+                buffer = source(numel, dtype)
+            elif self.device.type == "cpu" and nbytes >= _MAPPED_BYTES:
                 buffer = torch.frombuffer(_mapped(nbytes), dtype=dtype)
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self.device)

@@ -17,10 +17,12 @@ from npuzero.errors import ConfigError, StateError
 from npuzero.memory import Space
 from npuzero.plan import AXES, VERBS, Plan, Report
 from npuzero.shard.build import agree, build_units
+from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.gather import Gatherer
-from npuzero.shard.hooks import Hooks, in_backward
+from npuzero.shard.guard import in_backward
+from npuzero.shard.hooks import Hooks
 from npuzero.shard.prefetch import Trace
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
@@ -54,11 +56,12 @@ class Engine:
         self._restorer = Restorer(self.mesh, plan)
         self._trace = Trace()
         self._prefetch = settings.prefetch if settings.overlap else 0
-        self._slots = [(flat, i) for unit in self.units for flat in unit.trainable for i in range(len(flat.parameters))]
-        self._places = {id(flat.parameters[i]): (flat, i) for flat, i in self._slots}
-        self._frozen = {id(p) for unit in self.units for p in unit.parameters()} - self._places.keys()
-        self._numbers = {(id(flat), i): number for number, (flat, i) in enumerate(self._slots)}
-        self._used: list[bool] | None = None  # per slot, once agreed on for the present gradients
+        self._flats = [flat for unit in self.units for flat in unit.trainable]
+        self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
+        frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
+        self._census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
+        self._parts = torch.zeros(len(self._flats), 2, dtype=torch.float64, device=world.device)
+        self._used: dict[Flat, list[bool]] | None = None  # per slot, once agreed on for the present gradients
         self._clipped = False
         self._reducing = False
         self._no_sync = False
@@ -73,9 +76,11 @@ class Engine:
     @torch.no_grad()
     def _take_over(self, model: nn.Module) -> None:
         """Move every parameter into its flat, with rank 0's values, and guard what is cut."""
+        cut = self.mesh.size(self.plan.states.axes) > 1
+        source = self.mesh.communicator(self.plan.states.axes, "gather").buffer if cut else None
         for unit in self.units:
             for flat in unit.flats:
-                flat.materialize(self.space, self._from_rank_0)
+                flat.materialize(self.space, source, self._from_rank_0)
                 for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
                     parameter._npuzero_engine = EngineReference(self)  # type: ignore[attr-defined]
                     parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
@@ -148,7 +153,7 @@ class Engine:
                 got=str(gradient.layout),
                 do="Use sparse=False: a sharded state is kept and updated densely.",
             )
-        flat.accumulated[i], flat.kept[i] = True, False
+        flat.accumulated[i] = True
         unit.missing -= 1
         self._reducer.arrive(flat, i, gradient)
         if unit.cut and unit.missing <= 0 and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
@@ -158,10 +163,6 @@ class Engine:
         if self._reducing:
             self._reducer.end()
             self._reducing = False
-        for flat, i in self._slots:
-            if flat.kept[i]:
-                flat.kept[i] = False
-                flat.parameters[i].grad = flat.markers[i]
         for unit in self.units:
             unit.computing, unit.opaque = 0, False
             self._gatherer.release(unit)
@@ -178,14 +179,15 @@ class Engine:
     def _begin_backward(self) -> None:
         self._reducing = True
         self._passes += 1
-        if not any(self._present()):  # whoever zeroed the gradients, and however
+        present = self._present()
+        if not _any(present):  # whoever zeroed the gradients, and however
             self._forget_gradients()
         elif self._clipped:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             for flat in self.flats():
                 flat.own_gradient.mul_(self.gradient_scale)
             self.gradient_scale.fill_(1.0)
             self._clipped = False
-        self._clear_dropped()
+        self._clear_dropped(present)
         self._used = None
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
@@ -210,10 +212,9 @@ class Engine:
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def flats(self) -> Iterator[Flat]:
+    def flats(self) -> list[Flat]:
         """The trainable flats, in order."""
-        for unit in self.units:
-            yield from unit.trainable
+        return self._flats
 
     def place(self, parameter: nn.Parameter) -> tuple[Flat, int] | None:
         """The flat and slot of a parameter of this model; None for a frozen one."""
@@ -235,10 +236,10 @@ class Engine:
             if flat.dtype != torch.float32:
                 flat.master.copy_(flat.own_parameters)
 
-    def used(self, flat: Flat, i: int) -> bool:
-        """Whether any rank has a gradient for this slot in the present step (after :meth:`finish_gradients`)."""
+    def used(self, flat: Flat) -> list[bool]:
+        """Per slot: has any rank a gradient in the present step (after :meth:`finish_gradients`)?"""
         assert self._used is not None
-        return self._used[self._numbers[id(flat), i]]
+        return self._used[flat]
 
     def finish_gradients(self) -> bool:
         """R3: bring every gradient to READY on its owner. Collective; nothing to do the second time.
@@ -254,28 +255,34 @@ class Engine:
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
         if self._used is None:
-            self._check_unchanged()
+            root = self.units[0].module()
+            if root is None:
+                raise deleted("optimizer")
+            self._census.check(root)
             present = self._present()
-            if not any(present):
+            if not _any(present):
                 self._forget_gradients()
                 self._meet_in_gathers()
             # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
             self._reducer.finish()
             self._used = self._agree(present)
             with torch._C.DisableTorchFunctionSubclass():
-                for (flat, i), used in zip(self._slots, self._used, strict=True):
-                    if used:  # by some rank: then it has a gradient on all, as under DDP
-                        flat.accumulated[i] = True
-                        flat.parameters[i].grad = flat.markers[i]
-            self._clear_dropped()
-        return any(self._used)
+                for flat, used in self._used.items():
+                    for i, (anywhere, here) in enumerate(zip(used, present[flat], strict=True)):
+                        if anywhere and not here:  # by another rank: then it has a gradient on all, as under DDP
+                            flat.accumulated[i] = True
+                            flat.parameters[i].grad = flat.markers[i]
+            self._clear_dropped(self._used)
+        return _any(self._used)
 
-    def _clear_dropped(self) -> None:
+    def _clear_dropped(self, present: Mapping[Flat, list[bool]]) -> None:
         """Zero what the buffers hold of gradients that the user dropped while others stay."""
-        for flat, i in self._slots:
-            if flat.accumulated[i] and not flat.present(i):
-                self._reducer.drain()
-                flat.clear(i)
+        for flat, here in present.items():
+            if flat.accumulated != here:
+                for i in flat.slots:
+                    if flat.accumulated[i] and not here[i]:
+                        self._reducer.drain()
+                        flat.clear(i)
 
     def _meet_in_gathers(self) -> None:
         """Ranks that gather for a backward pass would wait for ever: let the two meet, which is an error at once."""
@@ -284,40 +291,25 @@ class Engine:
             communicator = self.mesh.communicator(self.plan.parameters.axes, "gather")
             communicator.all_reduce(nothing, tag="a step without a backward pass").wait()
 
-    def _present(self) -> list[bool]:
+    def _present(self) -> dict[Flat, list[bool]]:
         """Per slot: does this rank have a gradient?"""
         with torch._C.DisableTorchFunctionSubclass():
-            return [flat.present(i) for flat, i in self._slots]
+            return {flat: flat.present() for flat in self._flats}
 
     def _forget_gradients(self) -> None:
         self._reducer.reset()
         self.gradient_scale.fill_(1.0)
         self._clipped = False
 
-    def _check_unchanged(self) -> None:
-        """Raises StateError where the model has parameters, or trains some, that it did not at ``zero()``."""
-        root = self.units[0].module()
-        if root is None:
-            raise deleted("optimizer")
-        for name, parameter in root.named_parameters():
-            known = id(parameter)
-            with torch._C.DisableTorchFunctionSubclass():
-                if known in self._places or (known in self._frozen and not parameter.requires_grad):
-                    continue
-            raise StateError(
-                f"parameter {name}",
-                expected="the parameters there were at npuzero.zero(), trained or frozen as they were",
-                got="one thawed since: it has no room for gradients" if known in self._frozen else "another one",
-                do="Shape the model and set requires_grad first, then call npuzero.zero().",
-            )
-
-    def _agree(self, flags: list[bool]) -> list[bool]:
+    def _agree(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
         """True where any rank says True."""
-        if self.mesh.shape.world == 1 or not flags:
-            return flags
+        if self.mesh.shape.world == 1 or not present:
+            return present
+        flags = [flag for flat in self._flats for flag in present[flat]]
         votes = torch.tensor(flags, dtype=torch.float32, device=self.space.device)
         self.mesh.communicator(AXES, "control").all_reduce(votes, tag="parameters in use").wait()
-        return [vote > 0 for vote in votes.tolist()]
+        agreed = iter(votes.tolist())
+        return {flat: [next(agreed) > 0 for _ in flat.slots] for flat in self._flats}
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Global L2 norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
@@ -342,11 +334,9 @@ class Engine:
 
     def _sum_squares(self) -> tuple[Tensor, Tensor]:
         """Sum of squares (float32) and number of non-finite elements, over unique elements of all gradients."""
-        flats = list(self.flats())
-        parts = torch.zeros(len(flats), 2, dtype=torch.float64, device=self.space.device)
-        for flat, part in zip(flats, parts, strict=True):
+        for flat, part in zip(self._flats, self._parts, strict=True):
             ops.norm(flat.own_gradient, part)
-        sums = parts.sum(0)
+        sums = self._parts.sum(0)
         if self.mesh.size(self.plan.states.axes) > 1:
             self.mesh.communicator(self.plan.states.axes, "control").all_reduce(sums, tag="gradient norm").wait()
         return sums[0].float(), sums[1]
@@ -445,6 +435,10 @@ class Engine:
             got="copy or pickle of the module",
             do="Use npuzero.full_state_dict(model) and load it into a plain model.",
         )
+
+
+def _any(flags: Mapping[Flat, list[bool]]) -> bool:
+    return any(map(any, flags.values()))
 
 
 def deleted(subject: str) -> StateError:

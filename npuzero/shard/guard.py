@@ -89,6 +89,15 @@ _REPR = (Tensor.__repr__, Tensor.__format__)
 _READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
 
 
+# With create_graph=True autograd does not add in place.
+_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+
+
+def in_backward() -> bool:
+    """Whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class CutParameter(nn.Parameter):
     """The class a parameter carries while its data must not be read; see the module's text."""
 
@@ -157,11 +166,19 @@ class CutGradient(Tensor):
     It has the parameter's shape, dtype and device but no data: every operation on it raises, so that a plain optimizer
     or ``torch.nn.utils.clip_grad_norm_`` says what to use instead of doing nothing. Setting ``p.grad = None`` (what
     ``zero_grad`` does) drops the gradient, as in torch.
+
+    Where a further backward pass finds it in ``p.grad``, autograd adds to it: then it keeps what was to be added for
+    whoever asks :meth:`take_added`.
     """
+
+    _added: Tensor | None
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> CutGradient:
-        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+        marker: CutGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        marker._added = None
+        return marker
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +191,15 @@ class CutGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:  # what p.grad.detach_() and zero_grad(set_to_none=False) ask first
             return args[0]
+        if func in _ADDITIONS and in_backward() and isinstance(args[0], cls):
+            args[0]._added = args[1]
+            return args[0]
         raise cls._unreadable(str(func))
+
+    def take_added(self) -> Tensor | None:
+        """What autograd added to it since this was asked last."""
+        added, self._added = self._added, None
+        return added
 
     @staticmethod
     def _unreadable(operation: str) -> StateError:

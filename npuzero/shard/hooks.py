@@ -5,7 +5,7 @@ The order of events for a unit, in one training step::
     forward pre-hook      R4 finished, R1 finished, the next unit's gather started
     forward hook          released to what plan.held says; a hook is put on the outputs
     output's hook         backward reaches the unit: R1 over held.axes finished, the one before it started
-    parameter's hooks     before autograd adds: the marker is taken out of p.grad; after: the gradient is handed over
+    parameter's hook      its gradient is taken out of p.grad and handed over; a marker stays there
     end of backward       what is left is reduced and released
 
 A unit with trainable parameters only has computed its backward when its last gradient has arrived; a node that needs a
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from npuzero.shard.guard import CutGradient
 from npuzero.shard.unit import Flat, Unit
 
 
@@ -38,11 +39,6 @@ class Events(Protocol):
     def backward_ends(self) -> None: ...
 
 
-def in_backward() -> bool:
-    """Whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class Hooks:
     """All hooks of one model; :meth:`remove` takes them off."""
 
@@ -55,7 +51,6 @@ class Hooks:
             self._watch(unit)
             for flat in unit.trainable:
                 for i, parameter in enumerate(flat.parameters):
-                    self._handles.append(parameter.register_hook(self._before_adding(flat, i)))
                     self._handles.append(
                         parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
                     )
@@ -131,18 +126,6 @@ class Hooks:
 
         return hook
 
-    def _before_adding(self, flat: Flat, i: int) -> Callable[[Tensor], None]:
-        hooks_of, flat_of = weakref.ref(self), weakref.ref(flat)
-
-        def hook(_: Tensor) -> None:
-            hooks, owner = hooks_of(), flat_of()
-            if hooks is not None and owner is not None and owner.present(i):
-                owner.kept[i] = True
-                owner.parameters[i].grad = None
-                hooks.backward_begins()  # its end puts the marker back where nothing was added (autograd.grad)
-
-        return hook
-
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
         # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
         hooks_of, flat_of = weakref.ref(self), weakref.ref(flat)
@@ -151,10 +134,14 @@ class Hooks:
             hooks, unit, owner, gradient = hooks_of(), unit_of(), flat_of(), parameter.grad
             if hooks is None or unit is None or owner is None or gradient is None:
                 return
-            parameter.grad = None
-            hooks.backward_begins()
-            hooks._events.gradient_arrives(unit, owner, i, gradient)
-            parameter.grad = owner.markers[i]
+            if type(gradient) is CutGradient:  # of an earlier pass: autograd has added to it
+                gradient = gradient.take_added()
+            else:
+                parameter.grad = None
+            if gradient is not None:
+                hooks.backward_begins()
+                hooks._events.gradient_arrives(unit, owner, i, gradient)
+                parameter.grad = owner.markers[i]
 
         return hook
 

@@ -12,7 +12,7 @@ the launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -40,13 +40,14 @@ class Reducer:
         self._order = [flat for unit in (*reversed(units[1:]), units[0]) for flat in reversed(unit.trainable)]
         self._mesh = mesh
         self._space = space
-        self._pool = Pool(space)
         self._overlapped = overlapped
         self._scale = 1.0 / mesh.shape.world
         self._gradients = plan.gradients.axes
         self._deeper = axes_between(plan.states.axes, plan.gradients.axes)
         self._beyond = axes_beyond(plan.states.axes)
         self._cut = self._many(self._gradients)
+        summed = next((axes for axes in (self._gradients, self._deeper, self._beyond) if self._many(axes)), None)
+        self._pool = Pool(space, None if summed is None else self._communicator(summed).buffer)
         self._has_boundary = self._many(self._deeper) or self._many(self._beyond)
         self._active: list[Iterator[None]] = []
         self._turn = 0
@@ -71,12 +72,14 @@ class Reducer:
 
     def arrive(self, flat: Flat, i: int, gradient: Tensor) -> None:
         """The gradient of slot ``i`` of ``flat`` is final for this pass."""
-        self._reopen(flat)
-        flat.move(_S.PARTIAL)
+        if not flat.pending:
+            self._reopen(flat)
+            flat.move(_S.PARTIAL)
         flat.pending.append((i, gradient))
-        while self._turn < len(self._order) and self._order[self._turn].all_pending:
-            self._complete(self._order[self._turn])
-            self._turn += 1
+        if flat.all_pending:
+            while self._turn < len(self._order) and self._order[self._turn].all_pending:
+                self._complete(self._order[self._turn])
+                self._turn += 1
 
     def end(self) -> None:
         """The backward pass is over: flats of which something was not used take their turn with zeros."""
@@ -93,12 +96,14 @@ class Reducer:
         """Everything this pass adds to ``flat`` is here: accumulate it, and launch what can be launched."""
         self._reopen(flat)
         wire = None
-        if not self._cut or not self.synchronizing or flat.unsynced is not None:
+        boundary = self.synchronizing and self.at_boundary and self._has_boundary
+        # The first gradients of a step, and known to be the last: what they would be accumulated in is sent as it is.
+        passing = boundary and not self._cut and flat.dtype != torch.float32 and not any(flat.local_held)
+        if not (self._cut or passing) or not self.synchronizing or flat.unsynced is not None:
             self._accumulate(flat)
-        if self._cut and self.synchronizing:
+        if passing or (self._cut and self.synchronizing):
             wire = self._fill_wire(flat)
         flat.pending.clear()
-        boundary = self.synchronizing and self.at_boundary and self._has_boundary
         if wire is not None or boundary:
             self._launch(flat, wire, boundary)
         else:
@@ -207,34 +212,37 @@ class Reducer:
         self._active = [reduction for reduction in self._active if next(reduction, self) is not self]
 
     def _reduction(self, flat: Flat, wire: Tensor | None, boundary: bool) -> Iterator[None]:
+        """``wire``: what this pass brings, if it is not accumulated: for R2, or where that is the identity for R3."""
         tag = f"reduce {flat.name}"
-        if wire is not None:
+        if self._cut and wire is not None:
             communicator = self._communicator(self._gradients)
             yield from _wait(communicator.reduce_scatter(flat.gradient, wire, accumulate=flat.valid, tag=tag))
             flat.valid = True
             self._pool.release(wire, flat.layout.gaps)
+            wire = None
         last = boundary or not self._has_boundary
-        if last and not self._cut:
+        if last and not self._cut and wire is None:
             self._zero_absent(flat, flat.gradient, flat.local_held)
-        elif last and not flat.valid:
+        elif last and self._cut and not flat.valid:
             flat.gradient.zero_()
         if boundary and self._many(self._deeper):
-            yield from self._sum_deeper(flat, tag)
+            yield from self._sum_deeper(flat, wire, tag)
+            wire = None
         if boundary and self._many(self._beyond):
-            yield from self._sum_beyond(flat, tag)
+            yield from self._sum_beyond(flat, wire, tag)
         if last and flat.carry is not None:
             flat.own_gradient.add_(flat.carry)
             self._drop(flat, "carry")
         flat.move(_S.READY if last else _S.ACCUMULATED)
 
-    def _sum_deeper(self, flat: Flat, tag: str) -> Iterator[None]:
-        """reduce_scatter over states - gradients, from the accumulator into this rank's own part of it."""
-        wire = self._as_wire(flat.gradient, flat.dtype)
-        yield from _wait(self._communicator(self._deeper).reduce_scatter(flat.own_gradient, wire, tag=tag))
-        self._return_wire(wire)
+    def _sum_deeper(self, flat: Flat, wire: Tensor | None, tag: str) -> Iterator[None]:
+        """reduce_scatter over states - gradients, from ``wire`` or the accumulator into this rank's own part of it."""
+        sent = self._as_wire(flat.gradient, flat.dtype) if wire is None else wire
+        yield from _wait(self._communicator(self._deeper).reduce_scatter(flat.own_gradient, sent, tag=tag))
+        self._return_wire(sent, flat.layout.gaps if wire is not None else None)
 
-    def _sum_beyond(self, flat: Flat, tag: str) -> Iterator[None]:
-        """all_reduce over D - states of this rank's own shard.
+    def _sum_beyond(self, flat: Flat, wire: Tensor | None, tag: str) -> Iterator[None]:
+        """all_reduce over D - states of this rank's own shard, or of ``wire``.
 
         Low-precision wires: reduce_scatter into float32 sums, then all_gather of the sums, so that no rank sees the
         sum rounded (the states would drift apart from the presets that keep the sum where it was made).
@@ -245,9 +253,9 @@ class Reducer:
             yield from _wait(communicator.all_reduce(gradient, tag=tag))
             return
         part = gradient.chunk(communicator.size)[communicator.rank]
-        wire = self._as_wire(gradient, flat.dtype)
-        yield from _wait(communicator.reduce_scatter(part, wire, tag=tag))
-        self._return_wire(wire)
+        sent = self._as_wire(gradient, flat.dtype) if wire is None else wire
+        yield from _wait(communicator.reduce_scatter(part, sent, tag=tag))
+        self._return_wire(sent, flat.layout.gaps if wire is not None else None)
         yield from _wait(communicator.all_gather(gradient, part, tag=tag))
 
     def _as_wire(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -258,9 +266,9 @@ class Reducer:
         ops.cast(gradient, wire)
         return wire
 
-    def _return_wire(self, wire: Tensor) -> None:
+    def _return_wire(self, wire: Tensor, kind: Hashable) -> None:
         if wire.dtype != torch.float32:
-            self._pool.release(wire)
+            self._pool.release(wire, kind)
 
 
 def _wait(handle: Handle) -> Iterator[None]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import StateError
-from npuzero.memory import Space, Transient
+from npuzero.memory import Source, Space, Transient
 from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
@@ -118,10 +118,12 @@ class Flat:
         self.local_held = [False] * len(parameters)
         # Per slot: has anything been added to any buffer since the last reset?
         self.accumulated = [False] * len(parameters)
-        # Per slot: did this pass find the marker in p.grad? (It is taken out so that autograd does not add to it.)
-        self.kept = [False] * len(parameters)
         # Per slot: what p.grad is while the gradient lives in these buffers.
         self.markers: list[guard.CutGradient] = []
+        # Per slot: its part of this rank's states shard, as a slice of that shard.
+        self.own_slots = [self._own_slot(i) for i in self.slots]
+        # Per slot: where it begins in the flat, in bytes.
+        self.offsets = [slot.begin * layout.dtype.itemsize for slot in layout.slots]
 
     def shard(self, part: str) -> tuple[int, int]:
         """This rank's range of the flat for ``part`` of the plan."""
@@ -155,7 +157,7 @@ class Flat:
     def forget(self) -> None:
         """No slot has a gradient any more."""
         nothing = [False] * len(self.parameters)
-        self.local_held, self.accumulated, self.kept = nothing[:], nothing[:], nothing[:]
+        self.local_held, self.accumulated = nothing[:], nothing[:]
         self.valid = False
         self.pending.clear()
         self.gradient_state = _G.EMPTY
@@ -165,25 +167,25 @@ class Flat:
         """Numbers of the slots."""
         return range(len(self.parameters))
 
-    def own_slot(self, i: int) -> slice:
-        """The part of slot ``i`` that lies in this rank's states shard, as a slice of that shard."""
+    def _own_slot(self, i: int) -> slice:
         slot, (start, stop) = self.layout.slots[i], self.shard("states")
         begin, end = overlap((slot.begin, slot.end), (start, stop))
         return slice(begin - start, end - start) if begin < end else slice(0, 0)
 
     def cut_like_own(self, i: int, whole: Tensor) -> Tensor:
         """Of a tensor shaped like slot ``i``, the elements that lie in this rank's states shard; 1-D."""
-        own, slot, start = self.own_slot(i), self.layout.slots[i], self.shard("states")[0]
+        own, slot, start = self.own_slots[i], self.layout.slots[i], self.shard("states")[0]
         if own.start == own.stop:
             return whole.reshape(-1)[:0]
         return whole.reshape(-1)[own.start + start - slot.begin : own.stop + start - slot.begin]
 
-    def materialize(self, space: Space, share: Callable[[Tensor], None]) -> None:
+    def materialize(self, space: Space, source: Source | None, share: Callable[[Tensor], None]) -> None:
         """Move the parameters' data into the flat buffer and keep this rank's part of it.
 
-        The peak beyond what rests is one whole flat in float32.
+        The peak beyond what rests is one whole flat in float32. ``source``: who provides the memory of the resting
+        parameters, which other ranks read when they gather.
         """
-        self.resting = space.allocate(self._length("parameters"), self.dtype, "parameters")
+        self.resting = space.allocate(self._length("parameters"), self.dtype, "parameters", source)
         self.whole = self.resting
         if self.cut:
             self.transient = space.transient(self.layout.numel, self.dtype, "buffers")
@@ -223,17 +225,22 @@ class Flat:
     def _length(self, part: str) -> int:
         return self.layout.numel // self.ranks.count[part]
 
-    def present(self, i: int) -> bool:
-        """Does slot i have a gradient, as far as this rank's user is concerned?"""
-        gradient = self.parameters[i].grad
-        if gradient is not None and gradient is not self.markers[i]:
-            raise StateError(
-                f"gradient of {self.layout.slots[i].name}",
-                expected="None, or what the engine put there",
-                got="a tensor set from outside, which no rank would reduce",
-                do="Let backward() make gradients; change them through the loss, or use torch.autograd.grad.",
-            )
-        return self.kept[i] or gradient is not None
+    def present(self) -> list[bool]:
+        """Per slot: is there a gradient, as far as this rank's user is concerned? (Under DisableTorchFunctionSubclass.)
+
+        Raises:
+            StateError: somebody else put a gradient there.
+        """
+        found = [parameter.grad for parameter in self.parameters]
+        for i, (gradient, marker) in enumerate(zip(found, self.markers, strict=True)):
+            if gradient is not None and gradient is not marker:
+                raise StateError(
+                    f"gradient of {self.layout.slots[i].name}",
+                    expected="None, or what the engine put there",
+                    got="a tensor set from outside, which no rank would reduce",
+                    do="Let backward() make gradients; change them through the loss, or use torch.autograd.grad.",
+                )
+        return [gradient is not None for gradient in found]
 
     def clear(self, i: int) -> None:
         """Zero whatever the buffers hold of slot i: its user dropped the gradient (``p.grad = None``)."""
@@ -291,13 +298,17 @@ class Unit:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for flat in self.flats:
-                base = flat.whole.untyped_storage()._cdata
-                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                    if parameter.untyped_storage()._cdata != base:
-                        raise StateError(
-                            f"parameter {slot.name}",
-                            expected=f"a view of the flat buffer of unit {self.name!r}",
-                            got="data elsewhere: replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
-                            do="Convert and move the model first, then call npuzero.zero(); "
-                            "load weights with npuzero.load_full_state_dict.",
-                        )
+                base = flat.whole.data_ptr()
+                for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
+                    if parameter.data_ptr() != base + offset and parameter.numel():
+                        self._complain(flat, parameter)
+
+    def _complain(self, flat: Flat, parameter: nn.Parameter) -> None:
+        slot = next(s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if p is parameter)
+        raise StateError(
+            f"parameter {slot.name}",
+            expected=f"a view of the flat buffer of unit {self.name!r}",
+            got="data elsewhere: replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
+            do="Convert and move the model first, then call npuzero.zero(); "
+            "load weights with npuzero.load_full_state_dict.",
+        )

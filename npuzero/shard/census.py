@@ -1,0 +1,53 @@
+"""Whether a model still has the parameters that it had when it was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import is_
+
+import torch
+from torch import nn
+
+from npuzero.errors import StateError
+
+
+class Census:
+    """The parameters of ``model``, trained and frozen, as they are now.
+
+    Every step asks, so the usual answer is found by comparing the modules' tables with what they held.
+    """
+
+    def __init__(self, model: nn.Module, trained: Collection[nn.Parameter], frozen: Collection[nn.Parameter]) -> None:
+        self._trained = {id(parameter) for parameter in trained}
+        self._frozen = list(frozen)
+        self._count(model)
+
+    def _count(self, model: nn.Module) -> None:
+        tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        self._tables = [(table, tuple(table.values())) for table in tables]
+
+    def check(self, model: nn.Module) -> None:
+        """Raises StateError where ``model`` has parameters, or trains some, that it did not then."""
+        for table, values in self._tables:
+            if len(table) != len(values) or not all(map(is_, table.values(), values)):
+                break
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                if not any(parameter.requires_grad for parameter in self._frozen):
+                    return
+        self._recount(model)
+
+    def _recount(self, model: nn.Module) -> None:
+        frozen = {id(parameter) for parameter in self._frozen}
+        for name, parameter in model.named_parameters():
+            known = id(parameter)
+            with torch._C.DisableTorchFunctionSubclass():
+                if known in self._trained or (known in frozen and not parameter.requires_grad):
+                    continue
+            raise StateError(
+                f"parameter {name}",
+                expected="the parameters there were at npuzero.zero(), trained or frozen as they were",
+                got="one thawed since: it has no room for gradients" if known in frozen else "another one",
+                do="Shape the model and set requires_grad first, then call npuzero.zero().",
+            )
+        self._count(model)
