@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from npuzero import observe, ops
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings
-from npuzero.errors import ConfigError, StateError
+from npuzero.errors import StateError
 from npuzero.memory import Space
 from npuzero.plan import AXES, VERBS, Plan, Report
 from npuzero.shard.build import agree, build_units
@@ -146,15 +146,7 @@ class Engine:
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
         if not self._reducing:
             self._begin_backward()
-        if gradient.layout is not torch.strided:
-            raise ConfigError(
-                f"gradient of {flat.layout.slots[i].name}",
-                expected="a dense tensor",
-                got=str(gradient.layout),
-                do="Use sparse=False: a sharded state is kept and updated densely.",
-            )
-        flat.accumulated[i] = True
-        unit.missing -= 1
+        unit.missing -= len(flat.pending) + 1 == len(flat.parameters)
         self._reducer.arrive(flat, i, gradient)
         if unit.cut and unit.missing <= 0 and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.release(unit)
@@ -170,7 +162,7 @@ class Engine:
     def _start_gathers(self, indices: list[int], current: Unit) -> None:
         for index in indices:
             unit = self.units[index]
-            done = self._reducing and unit.trainable_count and unit.missing <= 0
+            done = self._reducing and unit.trainable and unit.missing <= 0
             if unit.cut and not done and (unit.backward_expected or not in_backward()):
                 observe.instant("prefetch", unit.name)
                 self._restorer.finish(unit)
@@ -192,13 +184,14 @@ class Engine:
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
         for unit in self.units:
-            unit.missing = unit.trainable_count
+            unit.missing = len(unit.trainable)
         self._reducer.begin()
 
     def forget_backward(self) -> None:
         """A backward pass that raised has no end: its gradients are in part there, and zero_grad() drops them."""
         if not in_backward():
             self._reducing = False
+            self._reducer.begin()
             self._hooks.forget_backward()
 
     @contextlib.contextmanager

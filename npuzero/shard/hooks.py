@@ -128,7 +128,7 @@ class Hooks:
 
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
         # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
-        hooks_of, flat_of = weakref.ref(self), weakref.ref(flat)
+        hooks_of, flat_of, last = weakref.ref(self), weakref.ref(flat), len(flat.parameters) - 1
 
         def hook(parameter: Tensor) -> None:
             hooks, unit, owner, gradient = hooks_of(), unit_of(), flat_of(), parameter.grad
@@ -138,10 +138,14 @@ class Hooks:
                 gradient = gradient.take_added()
             else:
                 parameter.grad = None
-            if gradient is not None:
+            if gradient is None:
+                return
+            if 0 < len(owner.pending) < last:  # neither the flat's first nor its last: nothing follows from it
+                owner.pending.append((i, gradient))
+            else:
                 hooks.backward_begins()
                 hooks._events.gradient_arrives(unit, owner, i, gradient)
-                parameter.grad = owner.markers[i]
+            parameter.grad = owner.markers[i]
 
         return hook
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from npuzero import observe, ops
 from npuzero.comm import Communicator, Handle
+from npuzero.errors import ConfigError
 from npuzero.memory import Pool, Space
 from npuzero.plan import Axes, Plan, axes_between, axes_beyond
 from npuzero.shard.counting import CountingMesh
@@ -65,7 +66,7 @@ class Reducer:
     # -- while backward runs ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A backward pass starts."""
+        """A backward pass starts, or one that raised is forgotten."""
         self._turn = 0
         for flat in self._order:
             flat.pending.clear()
@@ -95,6 +96,9 @@ class Reducer:
     def _complete(self, flat: Flat) -> None:
         """Everything this pass adds to ``flat`` is here: accumulate it, and launch what can be launched."""
         self._reopen(flat)
+        for i, gradient in flat.pending:
+            _check_dense(flat, i, gradient)
+            flat.accumulated[i] = True
         wire = None
         boundary = self.synchronizing and self.at_boundary and self._has_boundary
         # The first gradients of a step, and known to be the last: what they would be accumulated in is sent as it is.
@@ -269,6 +273,16 @@ class Reducer:
     def _return_wire(self, wire: Tensor, kind: Hashable) -> None:
         if wire.dtype != torch.float32:
             self._pool.release(wire, kind)
+
+
+def _check_dense(flat: Flat, i: int, gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise ConfigError(
+            f"gradient of {flat.layout.slots[i].name}",
+            expected="a dense tensor",
+            got=str(gradient.layout),
+            do="Use sparse=False: a sharded state is kept and updated densely.",
+        )
 
 
 def _wait(handle: Handle) -> Iterator[None]:

@@ -19,7 +19,7 @@ class Restorer:
 
     def start(self, unit: Unit) -> None:
         """Begin to send this rank's updated shard of ``unit``; its parameters are closed to reading until finished."""
-        if self._mesh.size(self._axes) == 1 or not unit.trainable_count:
+        if self._mesh.size(self._axes) == 1 or not unit.trainable:
             return
         communicator = self._mesh.communicator(self._axes, "gather")
         self._handles[unit.index] = [

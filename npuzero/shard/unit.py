@@ -270,8 +270,8 @@ class Unit:
         self.computing = 0
         # Did a forward return something that may hide tensors? Then the unit stays whole until backward ends.
         self.opaque = False
-        # Gradients that the present backward pass has still to bring.
-        self.missing = self.trainable_count = sum(len(flat.parameters) for flat in self.trainable)
+        # Flats whose gradients the present backward pass has still to bring.
+        self.missing = len(self.trainable)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for flat in self.flats:
