@@ -356,31 +356,39 @@ class Adam(ZeroOptimizer):
         for device in {parameter.device for _, parameter in plain}:
             self._update_plain([(group, parameter) for group, parameter in plain if parameter.device == device])
         for engine in ready:
-            for flat in engine.flats():
-                self._update_flat(engine, flat, members)
+            self._update_cut(engine, members)
 
-    def _update_flat(self, engine: Engine, flat: Flat, members: Mapping[int, Options]) -> None:
-        steps = self._steps_of(flat)
-        ranges = []
-        counts = False
-        for i, (parameter, used) in enumerate(zip(flat.parameters, engine.used(flat), strict=True)):
-            group = members.get(id(parameter))
-            if used and group is not None:
-                counts = True
-                steps[i] += 1
-                own = flat.own_slots[i]
-                if own.start < own.stop:
-                    ranges.append(Range(own.start, own.stop, group, steps[i]))
-        if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
-            update(
-                flat.master,
-                **self._moments_of(engine, flat).tensors(),
-                gradient=flat.own_gradient,
-                ranges=ranges,
-                decoupled=self._decoupled,
-                low=flat.own_parameters if flat.dtype != torch.float32 else None,
-                gradient_scale=engine.gradient_scale,
-            )
+    def _update_cut(self, engine: Engine, members: Mapping[int, Options]) -> None:
+        """One launch for all flats of a model: this rank's shards laid end to end."""
+        shards: list[Flat] = []
+        ranges: list[Range] = []
+        start = 0
+        for flat in engine.flats():
+            steps = self._steps_of(flat)
+            counts = False
+            for i, (parameter, used) in enumerate(zip(flat.parameters, engine.used(flat), strict=True)):
+                group = members.get(id(parameter))
+                if used and group is not None:
+                    counts = True
+                    steps[i] += 1
+                    own = flat.own_slots[i]
+                    if own.start < own.stop:
+                        ranges.append(Range(start + own.start, start + own.stop, group, steps[i]))
+            if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
+                shards.append(flat)
+                start += flat.master.numel()
+        moments = [self._moments_of(engine, flat) for flat in shards]
+        update(
+            [flat.master for flat in shards],
+            [state.exp_avg for state in moments],
+            [state.exp_avg_sq for state in moments],
+            [flat.own_gradient for flat in shards],
+            ranges,
+            decoupled=self._decoupled,
+            low=[flat.own_parameters if flat.dtype != torch.float32 else None for flat in shards],
+            max_exp_avg_sq=[state.max_exp_avg_sq for state in moments],
+            gradient_scale=engine.gradient_scale,
+        )
 
     def _steps_of(self, flat: Flat) -> list[int]:
         """Per slot: how often it was updated."""
