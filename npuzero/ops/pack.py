@@ -46,13 +46,26 @@ def pack(
     size = wire.element_size()
     begins, sizes = [at for _, at, _ in spans], [count * size for _, _, count in spans]
     _check.apart("pack", begins, sizes, len(spans), "offsets[{}]".format)
+    pack_unchecked(tensors, offsets, wire, scale=scale, accumulate=accumulate)
+
+
+def pack_unchecked(
+    tensors: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    wire: torch.Tensor,
+    *,
+    scale: _Scale = None,
+    accumulate: bool = False,
+) -> None:
+    """`pack` for arguments that keep its contract by construction, as an engine's do in every step."""
     if _native.backend() == "reference":
         reference.pack(tensors, _ranges(tensors, offsets, wire), scale, accumulate)
         return
-    kind = _native.DTYPES[wire.dtype]
+    dtypes, begin, size = _native.DTYPES, wire.data_ptr(), wire.element_size()
+    kind = dtypes[wire.dtype]
     parts = [
-        (tensor, at, count, _native.DTYPES[source.dtype], kind)
-        for (tensor, at, count), source in zip(spans, tensors, strict=True)
+        (tensor.data_ptr(), begin + offset * size, tensor.numel(), dtypes[tensor.dtype], kind)
+        for tensor, offset in zip(tensors, offsets, strict=True)
     ]
     _run(parts, wire.device, scale, accumulate)
 

@@ -145,9 +145,9 @@ class Reducer:
 
     def _pack(self, flat: Flat, arrived: list[tuple[int, Tensor]], wire: Tensor, accumulate: bool) -> None:
         if arrived:
-            tensors = [gradient.reshape(-1) for _, gradient in arrived]
+            tensors = [gradient.contiguous() for _, gradient in arrived]
             offsets = [flat.layout.slots[i].begin for i, _ in arrived]
-            ops.pack(tensors, offsets, wire, scale=self._scale, accumulate=accumulate)
+            ops.pack_unchecked(tensors, offsets, wire, scale=self._scale, accumulate=accumulate)
 
     @staticmethod
     def _zero_absent(flat: Flat, whole: Tensor, here: Sequence[bool]) -> None:
@@ -276,6 +276,7 @@ class Reducer:
 
 
 def _check_dense(flat: Flat, i: int, gradient: Tensor) -> None:
+    """Raises ConfigError for what cannot be packed; shape and dtype are the parameter's, as autograd sees to."""
     if gradient.layout is not torch.strided:
         raise ConfigError(
             f"gradient of {flat.layout.slots[i].name}",

@@ -962,7 +962,7 @@ for _name, _make, _says in [
     ("pack: an offset too few", lambda: ops.pack([torch.ones(3)], [], torch.ones(4)), ("offset",)),
     ("pack: beyond the wire", lambda: ops.pack([torch.ones(3)], [2], torch.ones(4)), ("4",)),
     ("pack: double", lambda: ops.pack([torch.ones(3, dtype=torch.float64)], [0], torch.ones(4)), ("float64",)),
-    ("unpack: tensors overlap", lambda: ops.unpack(torch.ones(8), [_SHARED[:4], _SHARED[2:6]], [0, 4]), ("overlap",)),
+    ("unpack: tensors overlap", lambda: ops.unpack(torch.ones(8), [_SHARED[:4], _SHARED[2:6]], [0, 4]), ("apart",)),
 ]:  # fmt: skip
     bad(_name, ContractError, *_says)(lambda world, make=_make: make())
 
