@@ -69,7 +69,7 @@ def zero(
         local_size: ranks in a group for presets that cut within groups; None: those that share a host; <= 0: all.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
-        world: the ranks; None: those of :func:`init`.
+        world: the ranks; None: those of :func:`init`, which is called if nobody has.
         settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
 
     Raises:

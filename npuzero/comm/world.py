@@ -1,7 +1,8 @@
 """Worlds: all ranks of a run, and the communicators between them.
 
 ``current_world()`` is the world the calling thread is in: that of ``run_threads`` inside it; else the one made by
-``process_world``; else one on torch.distributed, if that is initialized; else a world of one rank.
+``process_world``; else one on torch.distributed, if that is initialized, or of the ranks the launcher tells of; else a
+world of one rank.
 """
 
 from __future__ import annotations
@@ -307,6 +308,8 @@ def current_world() -> World:
         return _process_world
     if dist.is_available() and dist.is_initialized():
         _set_process_world(_on_torch(_choose_device(None, config.launch().local_rank), None, TIMEOUT_S, None))
+    elif config.launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
+        process_world()
     else:
         _set_process_world(SingleWorld(device.choose(0)))
     return current_world()

@@ -24,8 +24,13 @@ class Trace:
         return _following(self._last, unit, depth, len(self._now) - 1)
 
     def before(self, unit: int, depth: int) -> list[int]:
-        """Up to ``depth`` distinct units that came before ``unit`` in the present pass (or the last, if none is)."""
+        """Up to ``depth`` distinct units that came before ``unit`` in the present pass (or the last, if none is).
+
+        Nothing came before the first, whose output is the loss's: backward begins with it and goes on with the last.
+        """
         trace = self._now or self._last
+        if trace[:1] == [unit]:
+            trace = [*trace, unit]
         return _following(trace[::-1], unit, depth, 0)
 
 

@@ -176,8 +176,8 @@ def _names() -> set[str]:
 @pytest.mark.world
 def test_torchrun(tmp_path: Path) -> None:
     """The launcher's variables alone are enough; the default for CPU ranks of one host is shared memory."""
-    script = tmp_path / "rank.py"
-    script.write_text(
+    _launch(
+        tmp_path / "rank.py",
         "import torch\n"
         "from npuzero import comm\n"
         "world = comm.process_world('cpu')\n"
@@ -185,8 +185,26 @@ def test_torchrun(tmp_path: Path) -> None:
         "group = world.communicator((0, 1), 'all')\n"
         "buffer = torch.ones(5)\n"
         "group.all_reduce(buffer).wait()\n"
-        "assert type(group).__name__ == 'SharedMemoryCommunicator' and buffer.sum() == 10\n"
+        "assert type(group).__name__ == 'SharedMemoryCommunicator' and buffer.sum() == 10\n",
     )
+
+
+@pytest.mark.world
+def test_ranks_that_nobody_joined_do_not_train_apart(tmp_path: Path) -> None:
+    """zero() without init() takes the launcher's word for how many ranks there are."""
+    _launch(
+        tmp_path / "rank.py",
+        "import torch, npuzero\n"
+        "model = npuzero.zero(torch.nn.Linear(4, 4), stage=3)\n"
+        "optimizer = npuzero.AdamW(model.parameters())\n"
+        "model(torch.ones(1, 4)).sum().backward()\n"
+        "optimizer.step()\n"
+        "assert npuzero.report(model).world == 2\n",
+    )
+
+
+def _launch(script: Path, program: str) -> None:
+    script.write_text(program)
     launcher = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*launcher, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -90,7 +90,7 @@ def test_the_first_forward_has_no_forecast_but_its_backward_has() -> None:
     order = happenings("zero3", steps=1)[0]
     backward = at(order, "backward", "begins")
     assert not [name for what, name in order[:backward] if what == "prefetch"]
-    assert [name for what, name in order[backward:] if what == "prefetch"][:2] == ["blocks.1", "blocks.0"]
+    assert [name for what, name in order[backward:] if what == "prefetch"][:3] == ["blocks.2", "blocks.1", "blocks.0"]
 
 
 @pytest.mark.parametrize("settings", [{"overlap": False}, {"prefetch": 0}], ids=["no overlap", "prefetch=0"])

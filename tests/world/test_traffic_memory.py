@@ -9,6 +9,7 @@ import torch
 
 import npuzero
 from npuzero import Plan, Report, Settings, comm
+from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.plan import FlatSize, MeshShape, predict_bytes
 from world.toy import Block, Recipe, ToyGPT, build
@@ -154,3 +155,26 @@ def test_a_step_without_overlap_holds_one_wire() -> None:
     with_overlap, without = (reports(ONE, plan="zero2", settings=Settings(overlap=o))[0] for o in (True, False))
     assert without.bytes_held["buffers"] < with_overlap.bytes_held["buffers"]
     assert without.bytes_sent == with_overlap.bytes_sent
+
+
+@every_plan
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_steady_step_allocates_nothing(plan: str, precision: str) -> None:
+    """From the second step on the engine has every buffer it needs."""
+
+    def rank(world: World) -> list[int]:
+        session = CutSession(build(), world, plan=plan, precision=precision, local_size=2)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        made = []
+        for step in range(5):
+            for micro_batch in range(2):
+                session.loss(step, micro_batch).backward()
+            session.clip(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            made.append(engine_of(session.model).space.allocations)
+        session.state()
+        return made
+
+    for made in comm.run_threads(4, rank):
+        assert 0 < made[1] == made[-1]

@@ -38,7 +38,7 @@ def test_backward_is_the_present_pass_reversed() -> None:
         trace.record(unit)
     assert trace.before(3, 1) == [2], "a unit that this pass left out is not foretold"
     assert trace.before(2, 5) == [0]
-    assert trace.before(0, 5) == []
+    assert trace.before(0, 2) == [3, 2], "after the loss's unit, the last"
 
 
 def test_without_a_present_pass_backward_takes_the_last() -> None:
