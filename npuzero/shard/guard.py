@@ -1,8 +1,9 @@
 """Guards: what keeps a program from reading a parameter whose data is elsewhere, or a gradient that is cut.
 
-A released parameter is a view of a storage with no bytes: reading it natively ends the process. So outside its unit's
-compute window a parameter carries the class :class:`CutParameter`, through which torch sends every operation; data
-access raises a StateError, metadata works. Inside the window it is a plain ``nn.Parameter`` again, at no cost.
+A released parameter is a view of memory that is not there: reading it natively gives nonsense on the host and ends the
+process on an accelerator. So outside its unit's compute window a parameter carries the class :class:`CutParameter`,
+through which torch sends every operation; data access raises a StateError, metadata works. Inside the window it is a
+plain ``nn.Parameter`` again, at no cost.
 """
 
 from __future__ import annotations
