@@ -152,7 +152,7 @@ class Comparison:
         """The slowest and largest of all ranks' looks."""
         looks = self._of_all(self.teams[name].ask("look", steps=2))
         worst = dict(looks[0])
-        for key in ("base_bytes", "forward_bytes", "peak_bytes", "shared_bytes", "page_faults", "made_s"):
+        for key in ("base_bytes", "peak_bytes", "shared_bytes", "page_faults", "made_s"):
             worst[key] = max(look[key] for look in looks)
         for key in ("parts_s", "spans_s"):
             worst[key] = {part: max(look[key].get(part, 0.0) for look in looks) for part in looks[0][key]}
@@ -205,10 +205,11 @@ class Comparison:
 def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:
     """Adds to each contender with a plan what it held beyond it.
 
-    ``activations_bytes`` is what compute only holds beyond its parameters at the end of forward, having no gradients.
+    ``activations_bytes`` is the most that compute only holds beyond its parameters, each gradient dropped as it comes:
+    what forward and backward need by themselves.
     """
     compute = values[BASELINE]
-    activations = compute["forward_bytes"] - compute["base_bytes"] - compute["plan_bytes"]
+    activations = compute["peak_bytes"] - compute["base_bytes"] - compute["plan_bytes"]
     for name, looked in values.items():
         looked["activations_bytes"] = activations
         if looked["plan_bytes"] and name != BASELINE:

@@ -29,6 +29,7 @@ class Steps:
         backward: takes the loss.
         forward: entered around the forward pass (autocast).
         plan_bytes: what the contender says a rank will hold, activations aside.
+        only_computes: nobody wants the gradients.
     """
 
     model: nn.Module
@@ -36,6 +37,7 @@ class Steps:
     backward: Callable[[Tensor], Any] = torch.Tensor.backward
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     plan_bytes: int | None = None
+    only_computes: bool = False
 
 
 Build = Callable[[nn.Module, Workload], Steps]
@@ -55,7 +57,7 @@ def compute_only() -> Build:
     def build(model: nn.Module, workload: Workload) -> Steps:
         model.to(device, workload.dtype)
         plan_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        return Steps(model, partial(model.zero_grad, set_to_none=True), plan_bytes=plan_bytes)
+        return Steps(model, partial(model.zero_grad, set_to_none=True), plan_bytes=plan_bytes, only_computes=True)
 
     return build
 

@@ -10,6 +10,7 @@ a visit counts as many updates, to their very end, as it counts steps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -93,20 +94,16 @@ class Rank:
         }
 
     def _held(self) -> dict[str, Any]:
-        """Memory in one step."""
-        forward_bytes: list[int] = []
-
-        def mark(part: str, begin_s: float) -> float:
-            self.synchronize()
-            if part == "forward":
-                forward_bytes.append(memory.peak_bytes(self._device))
-            return begin_s
-
+        """Memory in one step; what only computes drops each gradient as it comes."""
         reset = memory.reset(self._device)
-        self._step(mark)
+        with contextlib.ExitStack() as hooks:
+            if self._steps.only_computes:
+                for parameter in self._steps.model.parameters():
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(_drop).remove)
+            self._step()
+        self.synchronize()
         return {
             "base_bytes": self._base_bytes,
-            "forward_bytes": forward_bytes[0],
             "peak_bytes": memory.peak_bytes(self._device),
             "peak_is_of_one_step": reset,
             "shared_bytes": memory.shared_bytes(self._device),
@@ -159,3 +156,7 @@ def events() -> Iterator[list[dict[str, Any]]]:
     with observe.recording(observe.Events()) as sink:
         yield found
     found += [vars(event) for event in sink.events]
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None

@@ -66,9 +66,9 @@ def test_the_peak_is_of_what_was_held_since_reset():
 
 def test_activations_are_no_part_of_what_lies_beyond_the_plan():
     values = {
-        BASELINE: {"base_bytes": 10, "plan_bytes": 20, "forward_bytes": 60, "peak_bytes": 70},
-        "ours": {"base_bytes": 15, "plan_bytes": 100, "forward_bytes": 0, "peak_bytes": 155},
-        "peer": {"base_bytes": 15, "plan_bytes": None, "forward_bytes": 0, "peak_bytes": 155},
+        BASELINE: {"base_bytes": 10, "plan_bytes": 20, "peak_bytes": 60},
+        "ours": {"base_bytes": 15, "plan_bytes": 100, "peak_bytes": 155},
+        "peer": {"base_bytes": 15, "plan_bytes": None, "peak_bytes": 155},
     }
     add_beyond_plan(values)
     assert values["ours"]["activations_bytes"] == 30
