@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from npuzero import ops
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.optim import AdamState, Range, update
+from npuzero.optim import AdamState, Range, segments, update
 from npuzero.shard.engine import Engine, deleted
 from npuzero.shard.unit import Flat
 
@@ -349,6 +349,7 @@ class Adam(ZeroOptimizer):
         super().__init__(kind, params, **options)
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
+        self._lines: dict[torch.device, ops.Line] = {}
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): group for group, parameter in self._parameters()}
@@ -411,24 +412,37 @@ class Adam(ZeroOptimizer):
         states = [self.state[parameter] or self._begin_state(group, parameter) for group, parameter in plain]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # the form that makes no tensor for each of them
-        ranges, end = [], 0
-        for (group, parameter), step in zip(plain, steps, strict=True):
-            begin, end = end, end + parameter.numel()
-            ranges.append(Range(begin, end, group, int(step)))
         low = [p if "master" in state and _lies_flat(p) else None for (_, p), state in zip(plain, states, strict=True)]
-        update(
+        line = self._line_of(
             [state.get("master", parameter) for (_, parameter), state in zip(plain, states, strict=True)],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
-            [parameter.grad.contiguous() for _, parameter in plain if parameter.grad is not None],
-            ranges,
-            decoupled=self._decoupled,
             low=low,
             max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
+        )
+        line.update(
+            [parameter.grad.contiguous() for _, parameter in plain if parameter.grad is not None],
+            segments(_ranges(plain, torch.stack(steps).tolist()), self._decoupled),
         )
         for (_, parameter), state, written in zip(plain, states, low, strict=True):
             if "master" in state and written is None:
                 parameter.copy_(state["master"])
+
+    def _line_of(
+        self,
+        masters: Sequence[Tensor],
+        exp_avg: Sequence[Tensor],
+        exp_avg_sq: Sequence[Tensor],
+        low: Sequence[Tensor | None],
+        max_exp_avg_sq: Sequence[Tensor | None],
+    ) -> ops.Line:
+        """The last step's line of their device where it is still theirs: to ask takes less than to make one."""
+        device = masters[0].device
+        line = self._lines.get(device)
+        if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq):
+            line = ops.Line(masters, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq)
+            self._lines[device] = line
+        return line
 
     def _begin_state(self, group: Options, parameter: nn.Parameter) -> Options:
         state = self.state[parameter]
@@ -445,6 +459,8 @@ class Adam(ZeroOptimizer):
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         self.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
+        self.state[parameter]["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
+        self._lines.clear()  # else the moments of before stay until the next step
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             like = torch.contiguous_format
             self.state[parameter].setdefault(
@@ -502,6 +518,18 @@ class AdamW(Adam):
 def _lies_flat(parameter: nn.Parameter) -> bool:
     """Whether the update can write the parameter's own memory as the rounded copy of its master."""
     return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()
+
+
+def _ranges(plain: list[tuple[Options, nn.Parameter]], steps: list[float]) -> list[Range]:
+    """Of parameters laid end to end: one for each run of those with one group and one step count."""
+    ranges: list[Range] = []
+    begin = end = 0
+    for i, ((group, parameter), step) in enumerate(zip(plain, steps, strict=True)):
+        end += parameter.numel()
+        if i + 1 == len(plain) or plain[i + 1][0] is not group or steps[i + 1] != step:
+            ranges.append(Range(begin, end, group, int(step)))
+            begin = end
+    return ranges
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

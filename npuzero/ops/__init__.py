@@ -7,8 +7,8 @@ op run its plain-torch reference instead (slow; for comparison).
 from __future__ import annotations
 
 from npuzero.ops.cast import cast
-from npuzero.ops.flat_adam import Segment, flat_adam
+from npuzero.ops.flat_adam import Line, Segment, flat_adam
 from npuzero.ops.norm import norm
 from npuzero.ops.pack import pack, pack_unchecked, unpack
 
-__all__ = ["Segment", "cast", "flat_adam", "norm", "pack", "pack_unchecked", "unpack"]
+__all__ = ["Line", "Segment", "cast", "flat_adam", "norm", "pack", "pack_unchecked", "unpack"]

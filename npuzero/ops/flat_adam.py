@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -96,38 +97,96 @@ def flat_adam(
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    masters = _check.line("flat_adam", "master", master, _F32)
-    device, counts = (masters[0].device if masters else None), [tensor.numel() for tensor in masters]
-    line = [
-        masters,
-        _check.line("flat_adam", "exp_avg", exp_avg, _F32, device, counts),
-        _check.line("flat_adam", "exp_avg_sq", exp_avg_sq, _F32, device, counts),
-        _check.line("flat_adam", "max_exp_avg_sq", max_exp_avg_sq, _F32, device, counts, optional=True),
-        _check.line("flat_adam", "low", low, _LOW, device, counts, optional=True),
-        _check.line("flat_adam", "grad", grad, _check.FLOATS, device, counts),
-    ]
-    scalars = [(name, value) for name, value in (("grad_scale", grad_scale), ("skip", skip)) if value is not None]
-    for name, value in scalars:
-        _check.flat("flat_adam", name, value, _F32, device, 1)
-    at = [[0 if tensor is None else tensor.data_ptr() for tensor in tensors] for tensors in line]
-    _check_apart(line, at, scalars)
-    ranges, groups = prepare(segments, counts, line[3])
-    if not ranges:
-        return
-    if _native.backend() == "reference":
-        m, v, top, rounded, g = line[1:]
-        reference.flat_adam(masters, m, v, g, ranges, groups, rounded, top, grad_scale, skip)
-        return
-    dtypes = [[0 if tensor is None else _native.DTYPES[tensor.dtype] for tensor in tensors] for tensors in line[4:]]
-    _native.flat_adam(
-        list(zip(*at, counts, *dtypes, strict=True)),
-        ranges,
-        groups,
-        _native.optional_view(grad_scale),
-        _native.optional_view(skip),
-        _native.device_kind(masters[0].device),
-        _native.stream(masters[0].device),
-    )
+    Line(master, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq).update(grad, segments, grad_scale, skip)
+
+
+class Line:
+    """The buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_adam`'s."""
+
+    def __init__(
+        self,
+        master: Tensors,
+        exp_avg: Tensors,
+        exp_avg_sq: Tensors,
+        *,
+        low: SomeTensors = None,
+        max_exp_avg_sq: SomeTensors = None,
+    ) -> None:
+        masters = _check.line("flat_adam", "master", master, _F32)
+        self._device = masters[0].device if masters else None
+        self._counts = counts = [tensor.numel() for tensor in masters]
+        self._written: list[Sequence[Any]] = [
+            masters,
+            _check.line("flat_adam", "exp_avg", exp_avg, _F32, self._device, counts),
+            _check.line("flat_adam", "exp_avg_sq", exp_avg_sq, _F32, self._device, counts),
+            _check.line("flat_adam", "max_exp_avg_sq", max_exp_avg_sq, _F32, self._device, counts, optional=True),
+            _check.line("flat_adam", "low", low, _LOW, self._device, counts, optional=True),
+        ]
+        self._at = [_addresses(tensors) for tensors in self._written]
+        self._read: tuple[list[int], ...] = ()
+        self._rows: list[tuple[int, ...]] = []
+
+    def is_of(
+        self,
+        master: Sequence[torch.Tensor],
+        exp_avg: Sequence[torch.Tensor],
+        exp_avg_sq: Sequence[torch.Tensor],
+        *,
+        low: Sequence[torch.Tensor | None],
+        max_exp_avg_sq: Sequence[torch.Tensor | None],
+    ) -> bool:
+        """Whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
+        line = (master, exp_avg, exp_avg_sq, max_exp_avg_sq, low)
+        return (
+            [tensor.numel() for tensor in master] == self._counts
+            and all(all(map(operator.is_, tensors, mine)) for tensors, mine in zip(line, self._written, strict=True))
+            and [_addresses(tensors) for tensors in line] == self._at
+            and all(tensor.is_contiguous() for tensor in master)
+        )
+
+    def update(
+        self,
+        grad: Tensors,
+        segments: Iterable[Segment],
+        grad_scale: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> None:
+        """One launch."""
+        grads = _check.line("flat_adam", "grad", grad, _check.FLOATS, self._device, self._counts)
+        scalars = [(name, value) for name, value in (("grad_scale", grad_scale), ("skip", skip)) if value is not None]
+        for name, value in scalars:
+            _check.flat("flat_adam", name, value, _F32, self._device, 1)
+        read = (
+            [tensor.data_ptr() for tensor in grads],
+            [_native.DTYPES[tensor.dtype] for tensor in grads],
+            [value.data_ptr() for _, value in scalars],
+        )
+        if read != self._read:
+            at = [*self._at, read[0]]
+            _check_apart([*self._written, grads], at, scalars)
+            low = [0 if tensor is None else _native.DTYPES[tensor.dtype] for tensor in self._written[4]]
+            self._rows = list(zip(*at, self._counts, low, read[1], strict=True))
+            self._read = read
+        masters, m, v, top, rounded = self._written
+        ranges, groups = prepare(segments, self._counts, top)
+        if not ranges:
+            return
+        if _native.backend() == "reference":
+            reference.flat_adam(masters, m, v, grads, ranges, groups, rounded, top, grad_scale, skip)
+            return
+        _native.flat_adam(
+            self._rows,
+            ranges,
+            groups,
+            _native.optional_view(grad_scale),
+            _native.optional_view(skip),
+            _native.device_kind(masters[0].device),
+            _native.stream(masters[0].device),
+        )
+
+
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _check_apart(

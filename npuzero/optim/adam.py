@@ -65,22 +65,27 @@ def update(
     Raises:
         ContractError: hyper-parameters or buffers that :func:`npuzero.ops.flat_adam` refuses.
     """
+    ops.flat_adam(
+        master,
+        exp_avg,
+        exp_avg_sq,
+        gradient,
+        segments(ranges, decoupled),
+        low=low,
+        max_exp_avg_sq=max_exp_avg_sq,
+        grad_scale=gradient_scale,
+    )
+
+
+def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
+    """What a launch is told of ``ranges``, as in :func:`update`."""
     runs: list[list[Range]] = []  # first and last of those that continue each other
     for part in ranges:
         if runs and _continues(runs[-1][1], part):
             runs[-1][1] = part
         else:
             runs.append([part, part])
-    ops.flat_adam(
-        master,
-        exp_avg,
-        exp_avg_sq,
-        gradient,
-        [_segment(first.begin, last, decoupled) for first, last in runs],
-        low=low,
-        max_exp_avg_sq=max_exp_avg_sq,
-        grad_scale=gradient_scale,
-    )
+    return [_segment(first.begin, last, decoupled) for first, last in runs]
 
 
 def _continues(last: Range, part: Range) -> bool:
