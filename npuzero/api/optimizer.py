@@ -350,6 +350,7 @@ class Adam(ZeroOptimizer):
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
         self._lines: dict[torch.device, ops.Line] = {}
+        self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): group for group, parameter in self._parameters()}
@@ -410,8 +411,7 @@ class Adam(ZeroOptimizer):
         every operation rounded. The update writes the rounded master to where it lies, if that is contiguous.
         """
         states = [self.state[parameter] or self._begin_state(group, parameter) for group, parameter in plain]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)  # the form that makes no tensor for each of them
+        steps = self._count(plain[0][1].device, states)
         low = [p if "master" in state and _lies_flat(p) else None for (_, p), state in zip(plain, states, strict=True)]
         line = self._line_of(
             [state.get("master", parameter) for (_, parameter), state in zip(plain, states, strict=True)],
@@ -422,11 +422,25 @@ class Adam(ZeroOptimizer):
         )
         line.update(
             [parameter.grad.contiguous() for _, parameter in plain if parameter.grad is not None],
-            segments(_ranges(plain, torch.stack(steps).tolist()), self._decoupled),
+            segments(_ranges(plain, steps), self._decoupled),
         )
         for (_, parameter), state, written in zip(plain, states, low, strict=True):
             if "master" in state and written is None:
                 parameter.copy_(state["master"])
+
+    def _count(self, device: torch.device, states: list[Options]) -> list[float]:
+        """Adds this update to each state's step; what they are now.
+
+        They are made views of one tensor, which is counted up as long as the same states are updated.
+        """
+        shared, views = self._shared_steps.get(device, (None, ()))
+        if shared is None or [id(state["step"]) for state in states] != [id(view) for view in views]:
+            shared = torch.stack([state["step"] for state in states])
+            views = shared.unbind()
+            self._shared_steps[device] = shared, views
+            for state, view in zip(states, views, strict=True):
+                state["step"] = view
+        return cast(list[float], shared.add_(1.0).tolist())
 
     def _line_of(
         self,
@@ -455,7 +469,8 @@ class Adam(ZeroOptimizer):
         return cast(Options, state)
 
     def _plain_state(self, parameter: nn.Parameter) -> Options:
-        return dict(self.state.get(parameter, {}))
+        state = dict(self.state.get(parameter, {}))
+        return {**state, "step": state["step"].clone()} if state else state  # its own memory, as torch's has
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         self.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}

@@ -336,6 +336,35 @@ def test_drop_in_takes_what_torch_takes() -> None:
         assert ours.stride() == theirs.stride()
 
 
+def test_drop_in_sees_what_changes_between_steps() -> None:
+    """Buffers that moved, states that were loaded, a later group, a parameter left out for a while."""
+    torch.manual_seed(0)
+    starts = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2)]
+    gradients = [[torch.randn_like(start) for start in starts] for _ in range(6)]
+    trained = []
+    for kind in (npuzero.AdamW, torch.optim.AdamW):
+        members = [nn.Parameter(start.clone()) for start in starts]
+        optimizer = kind(members[:2], lr=1e-2)
+        for step, values in enumerate(gradients):
+            if step == 1:
+                members[0].data = members[0].data.clone()
+            elif step == 2:
+                optimizer.add_param_group({"params": [members[2]], "lr": 1e-1})
+            elif step == 3:
+                saved = copy.deepcopy(optimizer.state_dict())
+            elif step == 5:
+                optimizer.load_state_dict(saved)
+            for i, (p, value) in enumerate(zip(members, values, strict=True)):
+                p.grad = None if (i, step) == (1, 3) else value.clone()
+            optimizer.step()
+        for value in (value for state in optimizer.state_dict()["state"].values() for value in state.values()):
+            assert value.untyped_storage().nbytes() == value.nbytes
+        trained.append({str(i): p.detach() for i, p in enumerate(members)} | optimizer_state(optimizer))
+    ours, theirs = trained
+    for name in (name for name in theirs if not name.startswith("group")):
+        assert relative_difference(ours[name], theirs[name]) < 1e-6, name
+
+
 def test_training_in_a_plain_world_needs_no_zero() -> None:
     session = PlainSession(build(), [0], 1)
     ours = npuzero.AdamW(session.model.parameters(), lr=1e-2)
