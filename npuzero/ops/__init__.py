@@ -9,6 +9,6 @@ from __future__ import annotations
 from npuzero.ops.cast import cast
 from npuzero.ops.flat_adam import Line, Segment, flat_adam
 from npuzero.ops.norm import norm
-from npuzero.ops.pack import pack, pack_unchecked, unpack
+from npuzero.ops.pack import pack, unpack
 
-__all__ = ["Line", "Segment", "cast", "flat_adam", "norm", "pack", "pack_unchecked", "unpack"]
+__all__ = ["Line", "Segment", "cast", "flat_adam", "norm", "pack", "unpack"]

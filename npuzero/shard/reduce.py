@@ -21,6 +21,7 @@ from npuzero import observe, ops
 from npuzero.comm import Communicator, Handle
 from npuzero.errors import ConfigError
 from npuzero.memory import Pool, Space
+from npuzero.ops.pack import pack_unchecked
 from npuzero.plan import Axes, Plan, axes_between, axes_beyond
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import Flat, GradientState, Unit
@@ -147,7 +148,7 @@ class Reducer:
         if arrived:
             tensors = [gradient.contiguous() for _, gradient in arrived]
             offsets = [flat.layout.slots[i].begin for i, _ in arrived]
-            ops.pack_unchecked(tensors, offsets, wire, scale=self._scale, accumulate=accumulate)
+            pack_unchecked(tensors, offsets, wire, scale=self._scale, accumulate=accumulate)
 
     @staticmethod
     def _zero_absent(flat: Flat, whole: Tensor, here: Sequence[bool]) -> None:
