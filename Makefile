@@ -46,6 +46,7 @@ test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernel
 bench: $(VENV)/.installed-bench  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
 	$(PY) -m npuzero bench --out $(RESULTS)
 	$(PY) -m benchmarks.install --out $(RESULTS)/install.json
+	$(PY) -m benchmarks.host --out $(RESULTS)/host.json
 	$(PY) -m benchmarks.step --out $(RESULTS)/step-bf16-batch4.json
 	$(PY) -m benchmarks.step --batch 1 --rounds 20 --out $(RESULTS)/step-bf16-batch1.json
 	$(PY) -m benchmarks.step --precision fp32 --out $(RESULTS)/step-fp32-batch4.json

@@ -81,6 +81,11 @@ def _beyond_plan(*presets: str) -> Callable[[Result], list[float]]:
     return lambda result: [result.values[name]["beyond_plan"] for name in names if name in result.values]
 
 
+def _host(result: Result) -> list[float]:
+    allowed_s = 1e-3 + 50e-6 * int(result.parameters["units"])
+    return [values["more_s"] / allowed_s for name, values in result.values.items() if name != result.baseline]
+
+
 def _op(name: str, against: str, goal: float, benchmark: str, contender: str = _OWN) -> Figure:
     return Figure("ops", name, against, goal, (benchmark,), _faster(contender))
 
@@ -135,6 +140,15 @@ FIGURES = (
         0.05,
         ("step/fp32-batch4",),
         _beyond_plan(*_CUT_LESS, *_CUT_MORE),
+        at_most=True,
+    ),
+    Figure(
+        "step",
+        "host's work beyond plain torch's, world of one, 9 and 33 units",
+        "1 ms + 50 µs a unit",
+        1.0,
+        ("host/8", "host/32"),
+        _host,
         at_most=True,
     ),
 )
@@ -194,8 +208,19 @@ def markdown(records: Sequence[Record], results: Results) -> str:
     for group, lines in rows(results).items():
         header = [f"| {GROUPS[group]} | against | measured | goal |", "|---|---|---|---|"]
         blocks.append("\n".join([*header, *(f"| {' | '.join(line)} |" for line in lines)]))
+    blocks += [beside(result) for name, result in sorted(results.items()) if name.startswith("peers/")]
     picture = f"![The figures, drawn]({PICTURE.relative_to(ROOT).as_posix()})"
     return "\n\n".join([*blocks, measured_on(records), picture])
+
+
+def beside(result: Result) -> str:
+    """A comparison with the peers as a table, the fastest first."""
+    lines = [f"| {result.title} | time over {_COMPUTE} | memory, MB a rank |", "|---|---|---|"]
+    for name in sorted(result.seconds, key=lambda name: result.slowdown(name).median):
+        looked = result.values[name]
+        held = (looked["peak_bytes"] - looked["base_bytes"]) / 1e6
+        lines.append(f"| {name} | {result.slowdown(name).median:.2f} | {held:.0f} |")
+    return "\n".join(lines)
 
 
 def measured_on(records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from npuzero import ops
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.optim import AdamState, Range, segments, update
+from npuzero.optim import AdamState, Range, segments
 from npuzero.shard.engine import Engine, deleted
 from npuzero.shard.unit import Flat
 
@@ -350,11 +350,12 @@ class Adam(ZeroOptimizer):
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
         self._lines: dict[torch.device, ops.Line] = {}
+        self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): group for group, parameter in self._parameters()}
-        plain = [(g, p) for g, p in self._parameters() if p.grad is not None and engine_behind(p) is None]
+        plain = [(g, p) for g, p in self._parameters() if engine_behind(p) is None and p.grad is not None]
         for device in {parameter.device for _, parameter in plain}:
             self._update_plain([(group, parameter) for group, parameter in plain if parameter.device == device])
         for engine in ready:
@@ -379,18 +380,23 @@ class Adam(ZeroOptimizer):
             if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
                 shards.append(flat)
                 start += flat.master.numel()
-        moments = [self._moments_of(engine, flat) for flat in shards]
-        update(
-            [flat.master for flat in shards],
-            [state.exp_avg for state in moments],
-            [state.exp_avg_sq for state in moments],
-            [flat.own_gradient for flat in shards],
-            ranges,
-            decoupled=self._decoupled,
-            low=[flat.own_parameters if flat.dtype != torch.float32 else None for flat in shards],
-            max_exp_avg_sq=[state.max_exp_avg_sq for state in moments],
-            gradient_scale=engine.gradient_scale,
-        )
+        line = self._cut_line(engine, shards)
+        line.update([flat.own_gradient for flat in shards], segments(ranges, self._decoupled), engine.gradient_scale)
+
+    def _cut_line(self, engine: Engine, shards: list[Flat]) -> ops.Line:
+        """What the update of ``shards`` writes; an engine's buffers stay where they are."""
+        last, line = self._cut_lines.get(engine, ([], None))
+        if line is None or last != shards:
+            moments = [self._moments_of(engine, flat) for flat in shards]
+            line = ops.Line(
+                [flat.master for flat in shards],
+                [state.exp_avg for state in moments],
+                [state.exp_avg_sq for state in moments],
+                low=[flat.own_parameters if flat.dtype != torch.float32 else None for flat in shards],
+                max_exp_avg_sq=[state.max_exp_avg_sq for state in moments],
+            )
+            self._cut_lines[engine] = shards, line
+        return line
 
     def _steps_of(self, flat: Flat) -> list[int]:
         """Per slot: how often it was updated."""

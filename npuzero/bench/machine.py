@@ -53,14 +53,20 @@ def _last_cache_bytes() -> int | None:
 
 
 def _commit() -> str | None:
-    """The sources' commit, with ``+`` where they have changed since; None where npuzero is not run from a checkout."""
+    """The sources' commit, with ``+`` where they have changed since; None where npuzero is not run from a checkout.
+
+    Records of benchmarks and what is drawn from them are no sources: taking a figure changes them.
+    """
     if not (_SOURCES / ".git").exists():
         return None
     try:
-        told = subprocess.run(
-            ["git", "-C", str(_SOURCES), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-            capture_output=True, text=True, timeout=20, check=True,
-        )  # fmt: skip
+        told = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip()
+    return told + "+" * bool(changed)
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(_SOURCES), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()

@@ -38,6 +38,13 @@ def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = No
     if not isinstance(scale, (int, float)):
         raise ContractError("norm: scale", expected="a number", got=type(scale).__name__, do="Pass a float.")
     _check.disjoint("norm", written, read)
+    norm_unchecked(x, out, addend=addend, scale=scale)
+
+
+def norm_unchecked(
+    x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = None, scale: float = 1.0
+) -> None:
+    """`norm` for arguments that keep its contract by construction, as an engine's do in every step."""
     if _native.backend() == "reference":
         reference.norm(x, out, addend, scale)
         return

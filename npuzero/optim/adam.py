@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from npuzero import ops
-from npuzero.ops.flat_adam import SomeTensors, Tensors
 from npuzero.plan import START_ELEMENTS
 
 
@@ -36,49 +35,14 @@ class Range(NamedTuple):
     step: int
 
 
-def update(
-    master: Tensors,
-    exp_avg: Tensors,
-    exp_avg_sq: Tensors,
-    gradient: Tensors,
-    ranges: Iterable[Range],
-    *,
-    decoupled: bool,
-    low: SomeTensors = None,
-    max_exp_avg_sq: SomeTensors = None,
-    gradient_scale: Tensor | None = None,
-) -> None:
-    """One step of the covered ranges, by one launch.
+def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
+    """What a launch is told of ``ranges``, which ascend.
+
+    ``decoupled``: weight decay as AdamW's, else as L2 regularization.
 
     Neighbours that share options and step count become one segment across the padding between them: padding is zero
     in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart.
-
-    Args:
-        master, exp_avg, exp_avg_sq: float32, in place: a flat shard, or tensors laid end to end.
-        gradient: float32, bfloat16 or float16.
-        ranges: ascending.
-        decoupled: weight decay as AdamW's; else as L2 regularization.
-        low: parameter dtype, gets the rounded master; None where master is the parameter.
-        max_exp_avg_sq: float32, in place; where a group uses amsgrad.
-        gradient_scale: [1] float32.
-
-    Raises:
-        ContractError: hyper-parameters or buffers that :func:`npuzero.ops.flat_adam` refuses.
     """
-    ops.flat_adam(
-        master,
-        exp_avg,
-        exp_avg_sq,
-        gradient,
-        segments(ranges, decoupled),
-        low=low,
-        max_exp_avg_sq=max_exp_avg_sq,
-        grad_scale=gradient_scale,
-    )
-
-
-def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
-    """What a launch is told of ``ranges``, as in :func:`update`."""
     runs: list[list[Range]] = []  # first and last of those that continue each other
     for part in ranges:
         if runs and _continues(runs[-1][1], part):

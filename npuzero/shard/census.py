@@ -23,15 +23,16 @@ class Census:
         self._count(model)
 
     def _count(self, model: nn.Module) -> None:
-        tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
-        self._tables = [(table, tuple(table.values())) for table in tables]
+        self._tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        self._values = self._present()
+
+    def _present(self) -> list[object]:
+        return [value for table in self._tables for value in table.values()]
 
     def check(self, model: nn.Module) -> None:
         """Raises StateError where ``model`` has parameters, or trains some, that it did not then."""
-        for table, values in self._tables:
-            if len(table) != len(values) or not all(map(is_, table.values(), values)):
-                break
-        else:
+        present = self._present()
+        if len(present) == len(self._values) and all(map(is_, present, self._values)):
             with torch._C.DisableTorchFunctionSubclass():
                 if not any(parameter.requires_grad for parameter in self._frozen):
                     return

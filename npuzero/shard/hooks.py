@@ -129,23 +129,25 @@ class Hooks:
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
         # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
         hooks_of, flat_of, last = weakref.ref(self), weakref.ref(flat), len(flat.parameters) - 1
+        pending, marker = flat.pending, flat.markers[i]
 
         def hook(parameter: Tensor) -> None:
-            hooks, unit, owner, gradient = hooks_of(), unit_of(), flat_of(), parameter.grad
+            gradient = parameter.grad
+            if 0 < len(pending) < last and type(gradient) is Tensor:  # neither its flat's first nor its last
+                pending.append((i, gradient))
+                parameter.grad = marker
+                return
+            hooks, unit, owner = hooks_of(), unit_of(), flat_of()
             if hooks is None or unit is None or owner is None or gradient is None:
                 return
             if type(gradient) is CutGradient:  # of an earlier pass: autograd has added to it
                 gradient = gradient.take_added()
             else:
                 parameter.grad = None
-            if gradient is None:
-                return
-            if 0 < len(owner.pending) < last:  # neither the flat's first nor its last: nothing follows from it
-                owner.pending.append((i, gradient))
-            else:
+            if gradient is not None:
                 hooks.backward_begins()
                 hooks._events.gradient_arrives(unit, owner, i, gradient)
-            parameter.grad = owner.markers[i]
+                parameter.grad = marker
 
         return hook
 

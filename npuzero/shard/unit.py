@@ -107,6 +107,8 @@ class Flat:
         self.held: Transient | None = None  # only where held is cut, and less than parameters are
         self.master: Tensor
         self.gradient: Tensor
+        self.own_gradient: Tensor  # [n/S] float32: this rank's shard of the gradient (summed over ranks once READY)
+        self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
         self.gradient_state = _G.EMPTY
@@ -134,16 +136,6 @@ class Flat:
         begin = self.shard(part)[0]
         own = self.shard("states")
         return slice(own[0] - begin, own[1] - begin)
-
-    @property
-    def own_gradient(self) -> Tensor:
-        """[n/S] float32: this rank's shard of the gradient (summed over ranks once READY)."""
-        return self.gradient[self.own_within("gradients")]
-
-    @property
-    def own_parameters(self) -> Tensor:
-        """[n/S] parameter dtype: the range of the resting parameters that this rank updates."""
-        return self.resting[self.own_within("parameters")]
 
     def move(self, to: GradientState) -> None:
         """Change the gradients' state, as their life-cycle allows."""
@@ -192,8 +184,10 @@ class Flat:
             self.whole = self.transient.tensor
             if 1 < self.ranks.count["held"] < self.ranks.count["parameters"]:
                 self.held = space.transient(self._length("held"), self.dtype, "buffers")
+        self.own_parameters = self.resting[self.own_within("parameters")]
         if self.trainable:
             self.gradient = space.allocate(self._length("gradients"), torch.float32, "gradients")
+            self.own_gradient = self.gradient[self.own_within("gradients")]
             self.master = self.own_parameters
             if self.dtype != torch.float32:
                 self.master = space.allocate(self._length("states"), torch.float32, "states")
@@ -290,8 +284,10 @@ class Unit:
         for parameter in self.parameters():
             guard.reopen(parameter)
 
-    def check_views(self) -> None:
+    def check_views(self, thoroughly: bool = False) -> None:
         """Every parameter must still be a view of its flat: ``model.to()`` after ``zero()`` replaces the data.
+
+        It replaces that of all, so before a forward a look at the first of each flat is enough.
 
         Raises:
             StateError: a parameter's data lies elsewhere.
@@ -302,6 +298,8 @@ class Unit:
                 for parameter, offset in zip(flat.parameters, flat.offsets, strict=True):
                     if parameter.data_ptr() != base + offset and parameter.numel():
                         self._complain(flat, parameter)
+                    if not thoroughly:
+                        break
 
     def _complain(self, flat: Flat, parameter: nn.Parameter) -> None:
         slot = next(s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if p is parameter)
