@@ -54,10 +54,7 @@ def killed(world: World, stage: str, where: str) -> None:
         elif where == "backward":
             model.blocks[1].register_full_backward_hook(lambda *_: kill_me())
         elif where == "step":
-            ops.flat_adam = lambda *_, **__: kill_me()  # type: ignore[assignment]
-            import npuzero.optim.adam
-
-            npuzero.optim.adam.ops.flat_adam = ops.flat_adam
+            ops.Line.update = lambda *_, **__: kill_me()  # type: ignore[method-assign]
         else:
             kill_me()
 
