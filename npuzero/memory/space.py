@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -163,5 +164,6 @@ class _StorageTransient(Transient):
 
 def _mapped(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # advice: kernels built without huge pages refuse it
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
