@@ -81,7 +81,7 @@ def step_rows(result: Result) -> list[Row]:
     goals = {
         f"npuzero {preset}": figure.goal
         for figure in figures.FIGURES
-        if figure.group == "step" and result.name in figure.benchmarks
+        if figure.group == "step" and result.name in figure.benchmarks and figure.against == result.baseline
         for preset in figure.presets
     }
     slow = {name: result.slowdown(name).median for name in result.seconds if name != result.baseline}
