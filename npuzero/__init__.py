@@ -37,11 +37,12 @@ from npuzero.errors import (
     StorageError,
 )
 from npuzero.info import info
-from npuzero.plan import PRESETS, Memory, Placement, Plan, Report
+from npuzero.plan import PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRECISIONS",
     "PRESETS",
     "Adam",
     "AdamW",
@@ -57,6 +58,7 @@ __all__ = [
     "OutOfSpace",
     "Placement",
     "Plan",
+    "Precision",
     "Report",
     "Settings",
     "StateError",

@@ -1,7 +1,8 @@
 """THE TABLE: where each part of a training state rests, and what follows from it by arithmetic.
 
 A training state (parameters, gradients, optimizer states) is described by three facts: over which mesh axes it is
-cut, in which memory it rests, in which dtype it is kept. ZeRO-0/1/2/3 (Rajbhandari et al., 2020), ZeRO-1.5
+cut and in which memory it rests (a :class:`Placement` each), and in which dtype it is kept (one :class:`Precision`).
+ZeRO-0/1/2/3 (Rajbhandari et al., 2020), ZeRO-1.5
 (InternEvo), HSDP and MiCS, hpZ (ZeRO++, Wang et al., 2023) are values of this one table. A stage number appears in
 :meth:`Plan.preset` and nowhere else.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -52,17 +53,138 @@ class Memory(enum.Enum):
 
 @dataclass(frozen=True)
 class Placement:
-    """How one part of the training state is kept.
+    """Where one part of the training state is kept.
 
     Attributes:
         axes: mesh axes it is cut over, outermost first; ``()`` means whole on each rank.
         memory: where it rests.
-        dtype: in which dtype; None means the parameter's own.
     """
 
     axes: Axes = ()
     memory: Memory = Memory.DEVICE
-    dtype: torch.dtype | None = None
+
+
+#: Dtypes of parameters and wires, by the names people give them.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Bytes an element of the masters takes beside a low-precision parameter: the whole of it; the lower half, of which the
+#: bfloat16 parameter is the upper; nothing, where the parameter is all there is and is rounded stochastically.
+MASTERS = {"fp32": 4, "split": 2, "none": 0}
+#: Bytes an element of a moment takes; int8 has a float32 scale for each :data:`MOMENT_BLOCK` elements beside it.
+MOMENTS = {"fp32": 4, "bf16": 2, "int8": 1}
+#: Elements of a flat that share a scale. Every shard starts and ends on a multiple, so no cut goes through a block.
+MOMENT_BLOCK = 128
+#: How float32 matrix products are computed: as written, or with inputs rounded to TF32 (on an NPU: HF32).
+MATMULS = ("ieee", "tf32")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtype each part of the training state is kept, sent and computed.
+
+    Attributes:
+        parameters: what they are converted to, and with them the root's floating inputs; None: each keeps its own.
+        wires: in which gradients travel; None: the parameters'. Parameters travel as they are.
+        accumulation: in which gradients are summed: over ranks and over micro-batches.
+        masters: beside parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with the same
+            results; ``"none"``, the parameters themselves, rounded stochastically.
+        moments: the optimizer's: ``"fp32"``, ``"bf16"``, or ``"int8"`` with a scale for each block.
+        matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has them (on an NPU: HF32).
+
+    Raises:
+        ConfigError: a value that is none of these, or several that make no sense together.
+    """
+
+    parameters: torch.dtype | None = None
+    wires: torch.dtype | None = None
+    accumulation: torch.dtype = torch.float32
+    masters: str = "fp32"
+    moments: str = "fp32"
+    matmul: str = "ieee"
+
+    def __post_init__(self) -> None:
+        dtypes = (None, *DTYPES.values())
+        allowed: dict[str, Sequence[object]] = {
+            "parameters": dtypes,
+            "wires": dtypes,
+            "accumulation": (torch.float32,),
+            "masters": tuple(MASTERS),
+            "moments": tuple(MOMENTS),
+            "matmul": MATMULS,
+        }
+        for name, values in allowed.items():
+            value: object = getattr(self, name)
+            if type(value) not in map(type, values) or value not in values:
+                raise ConfigError(
+                    f"precision.{name}",
+                    expected=f"one of {', '.join(map(str, values))}",
+                    got=repr(value),
+                    do="Choose among these, or leave it out.",
+                )
+        if self.masters != "fp32" and self.parameters is not torch.bfloat16:
+            raise ConfigError(
+                f"precision.masters={self.masters!r}",
+                expected="parameters=torch.bfloat16: only a bfloat16 is the upper half of a float32",
+                got=f"parameters={self.parameters}",
+                do="Convert the parameters to bfloat16, or keep masters='fp32'.",
+            )
+        if self.wires is torch.float16 and self.parameters is not torch.float16:
+            raise ConfigError(
+                "precision.wires=torch.float16",
+                expected="float16 parameters, whose gradients a loss scale keeps in range",
+                got=f"parameters={self.parameters}",
+                do="Let gradients travel in bfloat16 or float32.",
+            )
+
+    def parameter_of(self, own: torch.dtype) -> torch.dtype:
+        """The dtype of a parameter that came in ``own``."""
+        return self.parameters or own
+
+    def wire_of(self, parameter: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of parameters of dtype ``parameter`` travel."""
+        return self.wires or parameter
+
+    def master_bytes(self, parameter: torch.dtype) -> int:
+        """Bytes an element of the masters takes beside a parameter of this dtype."""
+        return 0 if parameter == torch.float32 else MASTERS[self.masters]
+
+    def moment_bytes(self, numel: int) -> int:
+        """Bytes of one moment of ``numel`` elements, whole blocks of them."""
+        scales = 4 * (numel // MOMENT_BLOCK) if self.moments == "int8" else 0
+        return MOMENTS[self.moments] * numel + scales
+
+
+#: Names that :func:`parse_precision` takes.
+PRECISIONS = {
+    "fp32": Precision(torch.float32),
+    "tf32": Precision(torch.float32, matmul="tf32"),
+    "bf16": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16),
+    "bf16-split": Precision(torch.bfloat16, masters="split"),
+    "bf16-stochastic": Precision(torch.bfloat16, masters="none"),
+    "bf16-8bit": Precision(torch.bfloat16, masters="split", moments="int8"),
+}
+
+PrecisionLike = Precision | str | torch.dtype | None
+
+
+def parse_precision(precision: PrecisionLike) -> Precision:
+    """The Precision that a name of :data:`PRECISIONS` or a dtype of the parameters stands for; None: as they are.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    if precision is None or (isinstance(precision, torch.dtype) and precision in DTYPES.values()):
+        return Precision(precision)
+    if isinstance(precision, str) and precision in PRECISIONS:
+        return PRECISIONS[precision]
+    raise ConfigError(
+        "precision",
+        expected=f"one of {', '.join(PRECISIONS)}, a Precision, or a dtype: {', '.join(map(str, DTYPES.values()))}",
+        got=repr(precision),
+        do="Leave it out to keep each parameter's own dtype.",
+    )
 
 
 @dataclass(frozen=True)
@@ -91,8 +213,9 @@ class Plan:
     Attributes:
         parameters: between steps.
         held: between forward and backward (FSDP's reshard_after_forward, the secondary copy of ZeRO++'s hpZ).
-        gradients: while micro-batches accumulate; its dtype is the accumulator's.
+        gradients: while micro-batches accumulate.
         states: master weights and moments.
+        precision: in which dtypes.
         local_size: ranks in the ``local`` axis. None: the ranks that share a host; <= 0: all ranks; n: groups of n
             (InternEvo's ``zero1.size``). Must divide the world.
         name: the preset it came from, for people to read.
@@ -104,8 +227,9 @@ class Plan:
 
     parameters: Placement = Placement()
     held: Placement = Placement()
-    gradients: Placement = Placement(dtype=torch.float32)
-    states: Placement = Placement(dtype=torch.float32)
+    gradients: Placement = Placement()
+    states: Placement = Placement()
+    precision: Precision = Precision()
     local_size: int | None = None
     name: str = "custom"
 
@@ -129,21 +253,26 @@ class Plan:
                     got=f"{shallow}.axes={inner}, {deep}.axes={outer}",
                     do=f"Cut {deep} over {inner} first, or {shallow} over fewer axes.",
                 )
+        if not isinstance(self.precision, Precision):
+            raise ConfigError(
+                f"plan {self.name!r}, precision",
+                expected="a Precision",
+                got=repr(self.precision),
+                do="Write e.g. Precision(torch.bfloat16); Plan.preset takes names too.",
+            )
         if self.local_size is not None and not _is_int(self.local_size):
             raise ConfigError(
                 "plan.local_size", expected="an int or None", got=repr(self.local_size), do="Give the ranks in a group."
             )
 
     @staticmethod
-    def preset(
-        name: str | int | float, *, precision: str | torch.dtype | None = None, local_size: int | None = None
-    ) -> Plan:
+    def preset(name: str | int | float, *, precision: PrecisionLike = None, local_size: int | None = None) -> Plan:
         """The plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
         Args:
             name: one of :data:`PRESETS`, or 0, 1, 2, 3, 1.5.
-            precision: None keeps each parameter's dtype; ``"fp32"``, ``"bf16"``, ``"fp16"`` or a dtype converts the
-                parameters, and with them the wires. Masters, moments and accumulated gradients are float32.
+            precision: None keeps each parameter's dtype; a name of :data:`PRECISIONS`, a dtype that the parameters
+                are converted to, or a :class:`Precision`.
             local_size: see :class:`Plan`.
 
         Raises:
@@ -157,16 +286,8 @@ class Plan:
                 got=repr(name),
                 do="Choose a preset, or build a Plan from Placements.",
             )
-        dtype = parse_precision(precision)
-        parameters, held, gradients, states = (Placement(axes) for axes in _ROWS[key])
-        return Plan(
-            replace(parameters, dtype=dtype),
-            replace(held, dtype=dtype),
-            replace(gradients, dtype=torch.float32),
-            replace(states, dtype=torch.float32),
-            local_size,
-            key,
-        )
+        parameters, held, gradients, states = map(Placement, _ROWS[key])
+        return Plan(parameters, held, gradients, states, parse_precision(precision), local_size, key)
 
     def mesh_shape(self, world: int, host_size: int | None = None) -> MeshShape:
         """Sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).
@@ -210,22 +331,6 @@ _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
 #: Names :meth:`Plan.preset` takes.
 PRESETS = tuple(_ROWS)
 
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """The parameter dtype that ``precision`` names; None stays None (each parameter's own)."""
-    if precision is None or precision in _PRECISIONS.values():
-        return precision  # type: ignore[return-value]
-    if isinstance(precision, str) and precision in _PRECISIONS:
-        return _PRECISIONS[precision]
-    raise ConfigError(
-        "precision",
-        expected=f"one of {', '.join(_PRECISIONS)} or their torch dtypes",
-        got=repr(precision),
-        do="Leave it out to keep each parameter's own dtype.",
-    )
-
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -245,18 +350,6 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
             expected="Memory.DEVICE (offload is not in this version)",
             got=str(placement.memory),
             do="Keep this part on the device.",
-        )
-    allowed: dict[str, tuple[torch.dtype | None, ...]] = {
-        "gradients": (torch.float32,),
-        "states": (torch.float32,),
-    }
-    dtypes = allowed.get(part, (None, *_PRECISIONS.values()))
-    if placement.dtype not in dtypes:
-        raise ConfigError(
-            f"plan {plan!r}, {part}.dtype",
-            expected=" or ".join(map(str, dtypes)),
-            got=str(placement.dtype),
-            do="Keep gradients and states in float32; parameters may be float32, bfloat16 or float16.",
         )
 
 
@@ -289,7 +382,7 @@ class FlatSize:
     Attributes:
         unit: index of its unit in order of execution; the root unit is 0, since it spans the others.
         numel: padded elements.
-        dtype: of the parameters and their wire.
+        dtype: of the parameters.
         trainable: frozen flats have neither gradients nor states.
     """
 
@@ -349,7 +442,7 @@ def predict_bytes(
         prefetch: units gathered ahead.
         overlap: whether collectives run beside compute (two wires in flight instead of one).
         clip: whether the gradient norm is taken once a step.
-        moments: fp32 state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
+        moments: state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
     """
     sent = dict.fromkeys(VERBS, 0)
     held = dict.fromkeys(("parameters", "gradients", "states"), 0)
@@ -360,8 +453,9 @@ def predict_bytes(
         held["parameters"] += flat.numel * item // cut["parameters"]
         if flat.trainable:
             held["gradients"] += flat.numel * 4 // cut["gradients"]
-            master = 0 if flat.dtype == torch.float32 else 1
-            held["states"] += flat.numel * 4 * (moments + master) // cut["states"]
+            shard = flat.numel // cut["states"]
+            held["states"] += moments * plan.precision.moment_bytes(shard)
+            held["states"] += shard * plan.precision.master_bytes(flat.dtype)
     sent["control"] = ring_bytes("all_reduce", 4 * trainable_parameters, mesh.world)
     if clip:
         sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])
@@ -373,13 +467,13 @@ def _add_sent(sent: dict[str, int], flat: FlatSize, plan: Plan, mesh: MeshShape,
     def add(verb: str, numel: int, dtype: torch.dtype, axes: Axes, times: int = 1) -> None:
         sent[verb] += times * ring_bytes(verb, numel * dtype.itemsize, mesh.size(axes))
 
-    n, wire = flat.numel, flat.dtype
+    n, kept, wire = flat.numel, flat.dtype, plan.precision.wire_of(flat.dtype)
     parameters, held, gradients, states = (
         getattr(plan, part).axes for part in ("parameters", "held", "gradients", "states")
     )
-    add("all_gather", n, wire, parameters, micro_batches)
+    add("all_gather", n, kept, parameters, micro_batches)
     if mesh.size(parameters) > 1:
-        add("all_gather", n, wire, held, micro_batches)
+        add("all_gather", n, kept, held, micro_batches)
     if not flat.trainable:
         return
     add("reduce_scatter", n, wire, gradients, micro_batches)
@@ -390,7 +484,7 @@ def _add_sent(sent: dict[str, int], flat: FlatSize, plan: Plan, mesh: MeshShape,
     else:  # a sum of low-precision wires is kept in float32: scattered as wires, gathered as sums
         add("reduce_scatter", shard, wire, beyond)
         add("all_gather", shard, torch.float32, beyond)
-    add("all_gather", n // mesh.size(parameters), wire, axes_between(states, parameters))
+    add("all_gather", n // mesh.size(parameters), kept, axes_between(states, parameters))
 
 
 def _buffers(
@@ -404,13 +498,15 @@ def _buffers(
     goes_deeper = mesh.size(axes_between(plan.states.axes, plan.gradients.axes)) > 1
     goes_beyond = mesh.size(axes_beyond(plan.states.axes)) > 1
     for flat in sorted(flats, key=lambda flat: -flat.unit):
-        nbytes = flat.numel * flat.dtype.itemsize
+        dtype = plan.precision.wire_of(flat.dtype)
+        nbytes = flat.numel * dtype.itemsize
         if cut["parameters"] > 1:
-            whole[flat.unit] += nbytes
-            kept[flat.unit] += nbytes // cut["held"] if cut["held"] < cut["parameters"] else 0
+            gathered_bytes = flat.numel * flat.dtype.itemsize
+            whole[flat.unit] += gathered_bytes
+            kept[flat.unit] += gathered_bytes // cut["held"] if cut["held"] < cut["parameters"] else 0
         if flat.trainable and cut["gradients"] > 1:
             wire.append(nbytes)
-        if flat.trainable and flat.dtype != torch.float32:  # float32 sums are their own wires
+        if flat.trainable and dtype != torch.float32:  # float32 sums are their own wires
             deeper.append(nbytes // cut["gradients"] if goes_deeper else 0)
             beyond.append(nbytes // cut["states"] if goes_beyond else 0)
     gathered = sum(kept)

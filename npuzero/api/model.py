@@ -12,7 +12,7 @@ from npuzero import comm
 from npuzero.comm import World
 from npuzero.config import Environment, Rule, Settings, describe, environment
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.plan import Plan, Report
+from npuzero.plan import Plan, PrecisionLike, Report
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
@@ -49,7 +49,7 @@ def zero(
     stage: int | float | None = None,
     *,
     plan: Plan | str | None = None,
-    precision: str | torch.dtype | None = None,
+    precision: PrecisionLike = None,
     local_size: int | None = None,
     units: UnitRule = None,
     world: World | None = None,
@@ -64,8 +64,8 @@ def zero(
         model: on this rank's device, the same on every rank. Parameters float32, bfloat16 or float16.
         stage: ZeRO stage 0, 1, 1.5, 2 or 3 (the default, unless ``plan`` is given).
         plan: a preset's name (see :data:`npuzero.PRESETS`) or a :class:`Plan`.
-        precision: ``"bf16"`` and the like convert the parameters (and the root's floating inputs); masters, moments
-            and accumulated gradients are float32. None keeps each parameter's dtype.
+        precision: a name of :data:`npuzero.PRECISIONS` such as ``"bf16"``, the dtype that the parameters (and the
+            root's floating inputs) are converted to, or a :class:`Precision`. None keeps each parameter's dtype.
         local_size: ranks in a group for presets that cut within groups; None: those that share a host; <= 0: all.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
@@ -93,7 +93,7 @@ def predict(
     world: int | World,
     *,
     local_size: int | None = None,
-    precision: str | torch.dtype | None = None,
+    precision: PrecisionLike = None,
     units: UnitRule = None,
     micro_batches: int = 1,
     clip: bool = False,
@@ -267,9 +267,7 @@ def engine_of(model: nn.Module) -> Engine:
     return engine  # type: ignore[no-any-return]
 
 
-def _plan(
-    stage: PlanLike | None, plan: PlanLike | None, precision: str | torch.dtype | None, local_size: int | None
-) -> Plan:
+def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None) -> Plan:
     if stage is not None and plan is not None:
         raise ConfigError(
             "npuzero.zero()", expected="either stage or plan", got=f"stage={stage!r} and plan={plan!r}", do="Drop one."
@@ -282,7 +280,7 @@ def _plan(
             "npuzero.zero()",
             expected="precision and local_size inside the Plan",
             got="both a Plan and these arguments",
-            do="Use Plan.preset(name, precision=..., local_size=...) or set the Placement's dtype.",
+            do="Use Plan.preset(name, precision=..., local_size=...), or set plan.precision.",
         )
     return chosen
 

@@ -7,14 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table, unit_for
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRESETS, Plan, Report, parse_precision
+from npuzero.plan import PRECISIONS, PRESETS, Plan, Report
 
 _EPILOG = """\
 examples:
@@ -41,7 +39,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--units", type=_number, metavar="N", help="blocks of the model (only with --parameters; 32)")
     parser.add_argument("--world", type=_number, default=8, metavar="N", help="ranks in all (8)")
     parser.add_argument("--local", type=_number, metavar="N", help="ranks that share a host (all)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of parameters and wires (bf16)")
+    parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
     parser.add_argument("--micro-batches", type=_number, default=1, metavar="N", help="per step (1)")
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
@@ -70,11 +68,10 @@ def run(options: argparse.Namespace) -> str:
 
 def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
     """A Report for each preset."""
-    dtype = parse_precision(options.precision) or torch.float32
     settings = Settings(prefetch=options.prefetch)
     reports = {}
     for preset in PRESETS:
-        plan = Plan.preset(preset, precision=dtype, local_size=options.local)
+        plan = Plan.preset(preset, precision=options.precision, local_size=options.local)
         reports[preset] = model.predict(
             plan, options.world, settings, micro_batches=options.micro_batches, clip=options.clip
         )

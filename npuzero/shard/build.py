@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from npuzero.comm import World
 from npuzero.config import Settings
 from npuzero.errors import ConfigError, StateError
-from npuzero.plan import FlatSize, MeshShape, Plan, Report, predict_bytes
+from npuzero.plan import FlatSize, MeshShape, Plan, Precision, Report, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.layout import Layout
@@ -39,6 +39,7 @@ def agree(
     shape = MeshShape(1, 1)
     problem: ConfigError | StateError | None = None
     try:
+        _check_supported(plan.precision)
         shape = plan.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         _check_model(model, specs, world)
@@ -57,7 +58,7 @@ def build_units(specs: list[UnitSpec], plan: Plan, settings: Settings, mesh: Cou
     for i, spec in enumerate(specs):
         named = dict(spec.parameters)
         flats: list[Flat] = []
-        for layout, _ in layouts_of(_facts(spec), plan.parameters.dtype, ranks.world, settings.bucket_bytes):
+        for layout, _ in layouts_of(_facts(spec), plan.precision, ranks.world, settings.bucket_bytes):
             name = f"{spec.name}[{len(flats)}]"
             flats.append(Flat(name, layout, [named[slot.name] for slot in layout.slots], ranks))
         units.append(Unit(spec, i, flats))
@@ -89,7 +90,7 @@ def predict_units(
     sizes = [
         FlatSize(i, layout.numel, layout.dtype, trainable)
         for i, unit in enumerate(units)
-        for layout, trainable in layouts_of(unit, plan.parameters.dtype, shape.world, settings.bucket_bytes)
+        for layout, trainable in layouts_of(unit, plan.precision, shape.world, settings.bucket_bytes)
     ]
     tensors = sum(parameter.trainable for unit in units for parameter in unit)
     how = {"prefetch": settings.prefetch, "overlap": settings.overlap}
@@ -97,14 +98,11 @@ def predict_units(
 
 
 def layouts_of(
-    parameters: Sequence[ParameterFacts], dtype: torch.dtype | None, world: int, bucket_bytes: int
+    parameters: Sequence[ParameterFacts], precision: Precision, world: int, bucket_bytes: int
 ) -> Iterator[tuple[Layout, bool]]:
     """The flats of one unit: its parameters grouped by dtype and by whether they train, in buckets.
 
     A flat takes parameters up to ``bucket_bytes``; one that is larger has a flat to itself.
-
-    Args:
-        dtype: the plan's parameter dtype; None keeps each parameter's own.
 
     Yields:
         layout, and whether its parameters train.
@@ -112,7 +110,7 @@ def layouts_of(
     groups: dict[tuple[torch.dtype, bool], list[list[ParameterFacts]]] = {}
     filled: dict[tuple[torch.dtype, bool], int] = {}
     for parameter in parameters:
-        key = (dtype or parameter.dtype, parameter.trainable)
+        key = (precision.parameter_of(parameter.dtype), parameter.trainable)
         nbytes = parameter.shape.numel() * key[0].itemsize
         buckets = groups.setdefault(key, [])
         if not buckets or filled[key] + nbytes > bucket_bytes:
@@ -122,7 +120,7 @@ def layouts_of(
         filled[key] += nbytes
     for (kind, trainable), buckets in groups.items():
         for bucket in buckets:
-            yield Layout.of(((p.name, p.shape) for p in bucket), world, kind), trainable
+            yield Layout.of(((p.name, p.shape) for p in bucket), world, kind, precision.wire_of(kind)), trainable
 
 
 def _facts(spec: UnitSpec) -> list[ParameterFacts]:
@@ -143,6 +141,18 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
             got=f"{type(error).__name__}: {error}",
             do="Correct the predicate; it is called with every module's qualified name and the module.",
         ) from error
+
+
+def _check_supported(precision: Precision) -> None:
+    """What the table foretells and the engine cannot do yet."""
+    for name, done in {"masters": ("fp32",), "moments": ("fp32",), "matmul": ("ieee",)}.items():
+        if getattr(precision, name) not in done:
+            raise ConfigError(
+                f"precision.{name}",
+                expected=f"one of {', '.join(done)}: others can be predicted, but not run in this version",
+                got=repr(getattr(precision, name)),
+                do="Choose another precision for npuzero.zero().",
+            )
 
 
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:

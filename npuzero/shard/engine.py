@@ -72,7 +72,7 @@ class Engine:
         self._step_begun = False
         self._last: Report | None = None
         self._take_over(model)
-        self._hooks = Hooks(self, self.units, plan.parameters.dtype)
+        self._hooks = Hooks(self, self.units, plan.precision.parameters)
 
     @torch.no_grad()
     def _take_over(self, model: nn.Module) -> None:

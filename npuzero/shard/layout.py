@@ -32,8 +32,8 @@ class Slot:
 class Layout:
     """Slots in order, the gaps between them, and the padded length.
 
-    ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize``, so that whatever axes cut the buffer, every shard
-    has the same length and starts aligned.
+    ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize`` (the narrowest itemsize that travels), so that
+    whatever axes cut the buffer, every shard has the same length and starts aligned.
     """
 
     slots: tuple[Slot, ...]
@@ -42,14 +42,17 @@ class Layout:
     gaps: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(parameters: Iterable[tuple[str, torch.Size]], ranks: int, dtype: torch.dtype) -> Layout:
-        """Lay out parameters (name, shape) of one parameter dtype for a world of ``ranks``."""
+    def of(
+        parameters: Iterable[tuple[str, torch.Size]], ranks: int, dtype: torch.dtype, wire: torch.dtype | None = None
+    ) -> Layout:
+        """Lay out parameters (name, shape) of one dtype, whose gradients travel in ``wire`` (None: the same too)."""
         slots: list[Slot] = []
         end = 0
         for name, shape in parameters:
             slots.append(Slot(name, shape, _round_up(end, START_ELEMENTS)))
             end = slots[-1].end
-        numel = _round_up(end, ranks * SHARD_BYTES // dtype.itemsize)
+        itemsize = min(dtype.itemsize, (wire or dtype).itemsize)
+        numel = _round_up(end, ranks * SHARD_BYTES // itemsize)
         return Layout(tuple(slots), numel, dtype, _gaps(slots, numel))
 
     def shard(self, index: int, count: int) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class Reducer:
         wire = None
         boundary = self.synchronizing and self.at_boundary and self._has_boundary
         # The first gradients of a step, and known to be the last: what they would be accumulated in is sent as it is.
-        passing = boundary and not self._cut and flat.dtype != torch.float32 and not any(flat.local_held)
+        passing = boundary and not self._cut and flat.wire != torch.float32 and not any(flat.local_held)
         if not (self._cut or passing) or not self.synchronizing or flat.unsynced is not None:
             self._accumulate(flat)
         if passing or (self._cut and self.synchronizing):
@@ -128,7 +128,7 @@ class Reducer:
 
     def _fill_wire(self, flat: Flat) -> Tensor:
         """A whole wire with this rank's contribution; what is absent is zero, and so are the gaps."""
-        wire, gaps_are_zero = self._pool.acquire(flat.layout.numel, flat.dtype, flat.layout.gaps)
+        wire, gaps_are_zero = self._pool.acquire(flat.layout.numel, flat.wire, flat.layout.gaps)
         if flat.unsynced is not None:
             self._zero_absent(flat, flat.unsynced, flat.local_held)
             ops.cast(flat.unsynced, wire)
@@ -242,7 +242,7 @@ class Reducer:
 
     def _sum_deeper(self, flat: Flat, wire: Tensor | None, tag: str) -> Iterator[None]:
         """reduce_scatter over states - gradients, from ``wire`` or the accumulator into this rank's own part of it."""
-        sent = self._as_wire(flat.gradient, flat.dtype) if wire is None else wire
+        sent = self._as_wire(flat.gradient, flat.wire) if wire is None else wire
         yield from _wait(self._communicator(self._deeper).reduce_scatter(flat.own_gradient, sent, tag=tag))
         self._return_wire(sent, flat.layout.gaps if wire is not None else None)
 
@@ -254,11 +254,11 @@ class Reducer:
         """
         communicator = self._communicator(self._beyond)
         gradient = flat.own_gradient
-        if flat.dtype == torch.float32:
+        if flat.wire == torch.float32:
             yield from _wait(communicator.all_reduce(gradient, tag=tag))
             return
         part = gradient.chunk(communicator.size)[communicator.rank]
-        sent = self._as_wire(gradient, flat.dtype) if wire is None else wire
+        sent = self._as_wire(gradient, flat.wire) if wire is None else wire
         yield from _wait(communicator.reduce_scatter(part, sent, tag=tag))
         self._return_wire(sent, flat.layout.gaps if wire is not None else None)
         yield from _wait(communicator.all_gather(gradient, part, tag=tag))

@@ -9,6 +9,7 @@ P, H, G and S shards::
     gradient    [n/G]  float32; accumulates over micro-batches
     unsynced    [n]    float32; what accumulates under no_sync where G > 1
     carry       [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
+    wire        [n]    the precision's wire dtype; what a reduction sends
     own         [n/S]  this rank's states shard, a sub-range of all of the above
 """
 
@@ -98,6 +99,7 @@ class Flat:
         self.layout = layout
         self.parameters = parameters
         self.dtype = layout.dtype
+        self.wire = ranks.plan.precision.wire_of(layout.dtype)
         self.ranks = ranks
         self.trainable = parameters[0].requires_grad
         self.cut = ranks.count["parameters"] > 1

@@ -27,6 +27,7 @@ from npuzero import (
     NpuZeroError,
     Placement,
     Plan,
+    Precision,
     Settings,
     StateError,
     config,
@@ -37,7 +38,7 @@ from world.toy import Block, ToyGPT, build
 
 D = ("node", "local")
 F32 = torch.float32
-STATES = Placement(D, dtype=F32)
+STATES = Placement(D)
 PRESETS = npuzero.PRESETS
 
 
@@ -106,24 +107,33 @@ for _name, _stage in {
 
 for _name, _make, _says in [
     ("law broken", lambda: Plan(parameters=Placement(D)), ("prefix", r"gradients\.axes=\(\)", "parameters.axes")),
-    ("law broken by order", lambda: Plan(gradients=Placement(D[::-1], dtype=F32), states=STATES), ("prefix",)),
-    ("axis unknown", lambda: Plan(states=Placement(("rack",), dtype=F32)), ("rack", "node.*local")),
-    ("axis twice", lambda: Plan(states=Placement(("local", "local"), dtype=F32)), ("distinct", "local")),
-    ("axes are text", lambda: Plan(states=Placement("local", dtype=F32)), ("local",)),
-    ("axes are None", lambda: Plan(states=Placement(None, dtype=F32)), ("None",)),
-    ("axes are a list", lambda: Plan(states=Placement(["local"], dtype=F32)), ("local",)),
-    ("offload to host", lambda: Plan(states=Placement(D, Memory.HOST, F32)), ("states.memory", "not in this version")),
+    ("law broken by order", lambda: Plan(gradients=Placement(D[::-1]), states=STATES), ("prefix",)),
+    ("axis unknown", lambda: Plan(states=Placement(("rack",))), ("rack", "node.*local")),
+    ("axis twice", lambda: Plan(states=Placement(("local", "local"))), ("distinct", "local")),
+    ("axes are text", lambda: Plan(states=Placement("local")), ("local",)),
+    ("axes are None", lambda: Plan(states=Placement(None)), ("None",)),
+    ("axes are a list", lambda: Plan(states=Placement(["local"])), ("local",)),
+    ("offload to host", lambda: Plan(states=Placement(D, Memory.HOST)), ("states.memory", "not in this version")),
     ("offload to nvme", lambda: Plan(held=Placement(memory=Memory.NVME)), ("held.memory", "not in this version")),
-    ("memory is text", lambda: Plan(states=Placement(D, "device", F32)), ("memory",)),
-    ("states in bf16", lambda: Plan(states=Placement(D, dtype=torch.bfloat16)), ("states.dtype", "bfloat16")),
-    ("gradients in fp16", lambda: Plan(gradients=Placement(dtype=torch.float16)), ("gradients.dtype", "float32")),
-    ("parameters in int8", lambda: Plan(parameters=Placement(dtype=torch.int8)), ("parameters.dtype", "int8")),
-    ("dtype is text", lambda: Plan(parameters=Placement(dtype="bf16")), ("parameters.dtype", "bf16")),
+    ("memory is text", lambda: Plan(states=Placement(D, "device")), ("memory",)),
+    ("accumulation in fp16", lambda: Precision(accumulation=torch.float16), (r"\.accumulation", "float32")),
+    ("parameters in int8", lambda: Precision(torch.int8), (r"precision\.parameters", "int8")),
+    ("dtype is text", lambda: Precision("bf16"), (r"precision\.parameters", "'bf16'")),
+    ("wires in float64", lambda: Precision(wires=torch.float64), (r"precision\.wires", "float64")),
+    ("masters unknown", lambda: Precision(masters="bf16"), (r"precision\.masters", "fp32, split, none", "'bf16'")),
+    ("moments by number", lambda: Precision(moments=8), (r"precision\.moments", "fp32, bf16, int8", "8")),
+    ("moments in a list", lambda: Precision(moments=["int8"]), (r"precision\.moments", "int8")),
+    ("matmul unknown", lambda: Precision(matmul="hf32"), (r"precision\.matmul", "ieee, tf32", "hf32")),
+    ("split fp16", lambda: Precision(torch.float16, masters="split"), ("masters='split'", "bfloat16", "float16")),
+    ("split as they come", lambda: Precision(masters="split"), ("masters='split'", "parameters=None")),
+    ("fp32 without masters", lambda: Precision(F32, masters="none"), ("masters='none'", "float32")),
+    ("fp16 wires of bf16", lambda: Precision(torch.bfloat16, wires=torch.float16), ("float16", "loss scale")),
+    ("precision of a plan is text", lambda: Plan(precision="bf16"), ("precision", "Precision", "'bf16'")),
     ("placement is text", lambda: Plan(states="zero3"), ("states", "zero3")),
     ("local_size is text", lambda: Plan.preset("hsdp", local_size="8"), ("local_size", "'8'")),
     ("local_size is a float", lambda: Plan.preset("hsdp", local_size=2.0), ("local_size", "2.0")),
     ("local_size is True", lambda: Plan.preset("hsdp", local_size=True), ("local_size", "True")),
-    ("precision unknown", lambda: Plan.preset(3, precision="int4"), ("fp32, bf16, fp16", "int4")),
+    ("precision unknown", lambda: Plan.preset(3, precision="int4"), ("fp32, tf32, bf16, fp16", "int4")),
     ("precision float64", lambda: Plan.preset(3, precision=torch.float64), ("precision", "float64")),
     ("precision 16", lambda: Plan.preset(3, precision=16), ("precision", "16")),
     ("predict over no ranks", lambda: npuzero.predict(ToyGPT(), 3, 0), ("positive", "0")),
@@ -144,6 +154,16 @@ def _(world: World) -> None:
 @bad("stage and plan together", ConfigError, "stage=3", "zero2")
 def _(world: World) -> None:
     cut(world, 3, plan="zero2")
+
+
+for _name, _precision in {
+    "masters": Precision(torch.bfloat16, masters="split"),
+    "moments": Precision(moments="int8"),
+    "matmul": Precision(matmul="tf32"),
+}.items():
+    bad(f"{_name} that are only foretold", ConfigError, f"precision.{_name}", "not run in this version", ranks=2)(
+        lambda world, precision=_precision: cut(world, 3, precision=precision)
+    )
 
 
 @bad("Plan and precision together", ConfigError, "precision")

@@ -10,23 +10,30 @@ import torch
 from npuzero.errors import ConfigError
 from npuzero.plan import (
     AXES,
+    MASTERS,
+    MOMENT_BLOCK,
+    MOMENTS,
+    PRECISIONS,
     PRESETS,
+    SHARD_BYTES,
+    FlatSize,
     Memory,
     MeshShape,
     Placement,
     Plan,
+    Precision,
     axes_between,
     axes_beyond,
+    parse_precision,
+    predict_bytes,
     ring_bytes,
 )
 
 CUTS = ((), ("node",), ("local",), ("node", "local"), ("local", "node"))
-F32 = torch.float32
 
 
 def plan_of(parameters, held, gradients, states, **more):
-    cut = {"gradients": Placement(gradients, dtype=F32), "states": Placement(states, dtype=F32)}
-    return Plan(Placement(parameters), Placement(held), **cut, **more)
+    return Plan(*map(Placement, (parameters, held, gradients, states)), **more)
 
 
 def test_the_law_holds_for_every_table_that_can_be_written():
@@ -56,8 +63,7 @@ def test_a_broken_law_names_both_parts():
 def test_presets_by_name_and_stage(name):
     plan = Plan.preset(name, precision="bf16", local_size=2)
     assert plan.name == name and plan.local_size == 2
-    assert plan.parameters.dtype is plan.held.dtype is torch.bfloat16
-    assert plan.gradients.dtype is plan.states.dtype is F32
+    assert plan.precision == PRECISIONS["bf16"]
     if name.removeprefix("zero").replace(".", "").isdigit():
         assert Plan.preset(float(name.removeprefix("zero"))) == Plan.preset(name)
 
@@ -119,13 +125,12 @@ def test_a_world_is_a_positive_number(world):
 @pytest.mark.parametrize(
     "change",
     [
-        {"states": Placement(AXES, Memory.HOST, F32)},
-        {"states": Placement(AXES, dtype=torch.bfloat16)},
-        {"gradients": Placement(AXES, dtype=torch.bfloat16)},
-        {"parameters": Placement(dtype=torch.float64)},
-        {"states": Placement(("node", "node"), dtype=F32)},
-        {"states": Placement(("pipeline",), dtype=F32)},
-        {"states": Placement(["node"], dtype=F32)},
+        {"states": Placement(AXES, Memory.HOST)},
+        {"precision": "bf16"},
+        {"precision": torch.bfloat16},
+        {"states": Placement(("node", "node"))},
+        {"states": Placement(("pipeline",))},
+        {"states": Placement(["node"])},
         {"states": ("node",)},
         {"local_size": 2.0},
         {"local_size": True},
@@ -160,3 +165,53 @@ def test_an_all_reduce_costs_what_its_two_halves_do():
     for nbytes in (0, 4, 1000, 4096):
         halves = ring_bytes("reduce_scatter", nbytes, 8) + ring_bytes("all_gather", nbytes, 8)
         assert 0 <= ring_bytes("all_reduce", nbytes, 8) - halves <= 1
+
+
+def test_precisions_by_name_dtype_and_value():
+    assert parse_precision(None) == Precision() and parse_precision(torch.float16) == PRECISIONS["fp16"]
+    for name, precision in PRECISIONS.items():
+        assert parse_precision(name) is precision is parse_precision(precision)
+        assert precision.parameters is not None and precision.accumulation is torch.float32
+    assert PRECISIONS["tf32"] == Precision(torch.float32, matmul="tf32")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "BF16", torch.float64, torch.int8, 16, True, ["bf16"], {}])
+def test_an_unknown_precision_is_an_error(precision):
+    with pytest.raises(ConfigError, match="bf16-split"):
+        parse_precision(precision)
+
+
+@pytest.mark.parametrize("parameters", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wires", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masters", MASTERS)
+def test_which_precisions_go_together(parameters, wires, masters):
+    sensible = (masters == "fp32" or parameters is torch.bfloat16) and (
+        wires is not torch.float16 or parameters is torch.float16
+    )
+    if not sensible:
+        with pytest.raises(ConfigError, match="precision"):
+            Precision(parameters, wires, masters=masters)
+        return
+    precision = Precision(parameters, wires, masters=masters)
+    own = parameters or torch.bfloat16
+    assert precision.parameter_of(torch.bfloat16) is own
+    assert precision.wire_of(own) is (wires or own)
+    assert precision.master_bytes(own) == (0 if own is torch.float32 else MASTERS[masters])
+
+
+def test_no_cut_goes_through_a_block_of_moments():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert (SHARD_BYTES // dtype.itemsize) % MOMENT_BLOCK == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_what_masters_and_moments_take(name, masters, moments):
+    numel, cut = 4 * 2 * 4096, {"zero0": 1, "zero1.5": 4, "hsdp": 4, "mics": 4}.get(name, 8)
+    precision = Precision(torch.bfloat16, masters=masters, moments=moments)
+    plan = Plan.preset(name, precision=precision, local_size=4)
+    flats = [FlatSize(0, numel, torch.bfloat16), FlatSize(1, numel, torch.bfloat16, trainable=False)]
+    held = predict_bytes(plan, flats, MeshShape(2, 4), trainable_parameters=1).bytes_held
+    each = {"fp32": 4, "split": 2, "none": 0}[masters] + 2 * {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 128}[moments]
+    assert held["states"] == each * numel // cut

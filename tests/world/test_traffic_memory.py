@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import npuzero
-from npuzero import Plan, Report, Settings, comm
+from npuzero import Plan, Precision, Report, Settings, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.plan import FlatSize, MeshShape, predict_bytes
@@ -78,6 +78,32 @@ def test_report_equals_predict(plan: str, precision: str, recipe: Recipe) -> Non
 QUICK_PLANS = [
     pytest.param(plan, marks=() if plan in ("zero3", "hpz", "hsdp") else pytest.mark.slow) for plan in npuzero.PRESETS
 ]
+WIRES = {
+    "bf16 reduced in fp32": Precision(torch.bfloat16, wires=torch.float32),
+    "fp32 reduced in bf16": Precision(torch.float32, wires=torch.bfloat16),
+    "fp16": Precision(torch.float16),
+    "fp16 reduced in bf16": Precision(torch.float16, wires=torch.bfloat16),
+    "as they come, reduced in bf16": Precision(wires=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("plan", [*QUICK_PLANS, "zero1.5"])
+@pytest.mark.parametrize("precision", WIRES.values(), ids=WIRES)
+def test_wires_of_another_dtype(plan: str, precision: Precision) -> None:
+    assert_foretold(TWO, plan, precision=precision)
+
+
+def test_gradients_travel_in_the_wires_dtype_and_parameters_in_their_own() -> None:
+    elements = SIZE * 256 * 64
+    sent = {}
+    for name, precision in {"own": Precision(torch.bfloat16), "fp32": WIRES["bf16 reduced in fp32"]}.items():
+        plan = Plan.preset("zero3", precision=precision, local_size=LOCAL)
+        report = predict_bytes(plan, [FlatSize(0, elements, torch.bfloat16)], MESH, trainable_parameters=1)
+        sent[name] = report.bytes_sent
+    assert sent["own"]["all_gather"] == sent["fp32"]["all_gather"] == 2 * elements * 2 * 7 // 8
+    assert 2 * sent["own"]["reduce_scatter"] == sent["fp32"]["reduce_scatter"] == elements * 4 * 7 // 8
+
+
 SETTINGS = {
     "no overlap": Settings(overlap=False),
     "no prefetch": Settings(prefetch=0),
