@@ -95,7 +95,7 @@ void cast(const View& source, const View& target, int rounding, uint64_t seed, u
 }
 
 using Range = std::tuple<int64_t, int64_t, int64_t>;  // begin, end, index of the group
-using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool>;
+using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool, int64_t>;
 // Addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, grad (0 where absent); count; dtypes of low and grad
 using Buffers = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t,
                            std::uintptr_t, int64_t, int, int>;
@@ -129,7 +129,7 @@ std::vector<FlatAdamPart> parts_of(const std::vector<Buffers>& line, const std::
 }
 
 void flat_adam(const std::vector<Buffers>& line, const std::vector<Range>& ranges, const std::vector<Group>& groups,
-               const View* grad_scale, const View* skip, int device, Stream stream) {
+               const View* grad_scale, const View* skip, const View* dynamic, int device, Stream stream) {
   std::vector<FlatAdamGroup> table;
   for (const Group& group : groups) {
     table.push_back(std::apply([](auto... field) { return FlatAdamGroup{field...}; }, group));
@@ -138,7 +138,7 @@ void flat_adam(const std::vector<Buffers>& line, const std::vector<Range>& range
   const int64_t total = parts.empty() ? 0 : parts.back().line + parts.back().count;
   run(static_cast<Device>(device),
       FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, table.data(), f32_at(grad_scale),
-                   f32_at(skip)},
+                   f32_at(skip), f32_at(dynamic)},
       stream);
 }
 

@@ -88,7 +88,7 @@ void flat_adam(const FlatAdamArgs& args, Stream) {
   const float grad_scale = args.grad_scale ? *args.grad_scale : 1.0f;
   const bool streaming = args.total * 2 >= stream_bytes;  // of low, were it everywhere
   for_line(args.parts, args.part_count, args.total, [&](const FlatAdamPart& part, int64_t begin, int64_t end) {
-    const FlatAdamGroup& group = args.groups[part.group];
+    const FlatAdamGroup group = args.group(part.group);
     const float scale = group.maximize ? -grad_scale : grad_scale;
     with_float(part.grad_dtype, [&](auto grad) { walk<decltype(grad)>(part, group, scale, streaming, begin, end); });
   });

@@ -114,7 +114,8 @@ void pack(Request& request) {
 }
 
 void flat_adam(Request& request) {
-  const auto *grad_scale = request.pointer<float>(), *skip = request.pointer<float>();
+  const auto *grad_scale = request.pointer<float>(), *skip = request.pointer<float>(),
+             *dynamic = request.pointer<float>();
   std::vector<FlatAdamGroup> groups(request.integer());
   for (FlatAdamGroup& group : groups) {
     for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
@@ -122,6 +123,7 @@ void flat_adam(Request& request) {
       *field = request.real();
     }
     for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = request.integer();
+    group.row = request.integer();
   }
   std::vector<FlatAdamPart> parts;
   int64_t total = 0;
@@ -141,7 +143,8 @@ void flat_adam(Request& request) {
     parts.push_back(part);
   }
   kernels::flat_adam(
-      FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, groups.data(), grad_scale, skip}, 0);
+      FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, groups.data(), grad_scale, skip, dynamic},
+      0);
 }
 
 }  // namespace

@@ -12,6 +12,8 @@
 //
 // The coefficients come from the caller, each computed in f64 from the hyper-parameters and rounded once to f32:
 //   1 - beta1, 1 - beta2, decay, step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step)
+// Those of lr and step may lie on the device instead, for a step that may be skipped, or a captured graph: a group
+// with a row (>= 0) takes step_size, bias2_sqrt and decay from that row of `dynamic`.
 // The formula and its order are torch.optim.Adam's and AdamW's (torch/optim/adam.py, _single_tensor_adam), but that m
 // is written there as a lerp.
 //
@@ -19,6 +21,7 @@
 //   p (master), m (exp_avg), v (exp_avg_sq), max_v: f32[count] of each part, in place; max_v null unless group.amsgrad
 //   grad: f32|bf16|f16[count], read only; low: bf16|f16[count], written only, or null
 //   grad_scale, skip: f32[1] on the device, or null; where *skip != 0 (or is NaN) nothing at all is written
+//   dynamic: f32[rows, 3] on the device, or null where no group has a row
 //   count = 0 and no parts are legal; no two buffers overlap; enqueued on the stream, not awaited
 //   rounding: f32 operations one by one in the order written, no contraction, correctly rounded division and square
 //   root; equal to the reference bit for bit (a NaN's payload aside)
@@ -31,6 +34,7 @@ namespace npuzero {
 struct FlatAdamGroup {
   float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size, bias2_sqrt;
   bool l2, maximize, amsgrad;
+  int64_t row;  // of dynamic, or -1
 };
 
 struct FlatAdamPart {
@@ -48,7 +52,19 @@ struct FlatAdamArgs {
   const FlatAdamPart* parts;
   int64_t part_count, total;
   const FlatAdamGroup* groups;
-  const float *grad_scale, *skip;
+  const float *grad_scale, *skip, *dynamic;
+
+  static constexpr int64_t columns = 3;  // of dynamic
+
+  // Group i with its row's coefficients.
+  FlatAdamGroup group(int64_t i) const {
+    FlatAdamGroup group = groups[i];
+    if (group.row >= 0) {
+      const float* row = dynamic + columns * group.row;
+      group.step_size = row[0], group.bias2_sqrt = row[1], group.decay = row[2];
+    }
+    return group;
+  }
 };
 
 }  // namespace npuzero

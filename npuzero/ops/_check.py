@@ -137,6 +137,20 @@ def flat(
         _refuse_count(f"{op}: {name}", count, value)
 
 
+def table(
+    op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None, columns: int
+) -> None:
+    """`tensor`, and rows of `columns` elements."""
+    tensor(op, name, value, dtypes, device)
+    if value.dim() != 2 or value.shape[1] != columns:
+        raise ContractError(
+            f"{op}: {name}",
+            expected=f"rows of {columns}",
+            got=f"shape {tuple(value.shape)}",
+            do="Give one row for each set of coefficients.",
+        )
+
+
 def _refuse_count(subject: str, count: int, value: torch.Tensor) -> NoReturn:
     raise ContractError(
         subject,

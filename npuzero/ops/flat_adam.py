@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,7 +26,8 @@ from npuzero.ops.reference import flat_adam as reference
 class Segment:
     """A range [begin, end) of the line, in elements, and how it is updated; names as in torch.optim.Adam.
 
-    `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's.
+    `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's. `row`:
+    the row of `dynamic` that has the coefficients of lr and step, which are then not looked at.
     """
 
     begin: int
@@ -40,6 +41,7 @@ class Segment:
     decoupled: bool
     maximize: bool
     amsgrad: bool
+    row: int | None = None
 
 
 class Coefficients(NamedTuple):
@@ -57,10 +59,14 @@ class Coefficients(NamedTuple):
     l2: bool
     maximize: bool
     amsgrad: bool
+    row: int
 
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 SomeTensors = torch.Tensor | Sequence[torch.Tensor | None] | None
+
+#: What a row of `dynamic` holds, see :func:`flat_adam`.
+DYNAMIC = ("step_size", "bias2_sqrt", "decay")
 
 _F32, _LOW = (torch.float32,), (torch.bfloat16, torch.float16)
 # The buffers in the order of a row of csrc/bindings.cpp; all but the last are written.
@@ -78,6 +84,7 @@ def flat_adam(
     max_exp_avg_sq: SomeTensors = None,
     grad_scale: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
+    dynamic: torch.Tensor | None = None,
 ) -> None:
     """Updates the covered ranges of master and moments in place; the rest is neither read nor written.
 
@@ -92,12 +99,17 @@ def flat_adam(
         max_exp_avg_sq: float32, in place; needed where a segment has amsgrad, else as low.
         grad_scale: float32[1] that multiplies the gradient.
         skip: float32[1]; where it is not zero nothing is written.
+        dynamic: float32[rows, 3]: step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step) and decay
+            (1 - lr * weight_decay where decoupled, else 1) of the segments that name a row, for lr and steps that only
+            the device knows; :func:`npuzero.optim.dynamic_rows` makes it.
 
     Raises:
         ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
         KernelUnavailable: no kernel for this device in this build.
     """
-    Line(master, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq).update(grad, segments, grad_scale, skip)
+    Line(master, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq).update(
+        grad, segments, grad_scale, skip, dynamic
+    )
 
 
 class Line:
@@ -150,12 +162,17 @@ class Line:
         segments: Iterable[Segment],
         grad_scale: torch.Tensor | None = None,
         skip: torch.Tensor | None = None,
+        dynamic: torch.Tensor | None = None,
     ) -> None:
         """One launch."""
         grads = _check.line("flat_adam", "grad", grad, _check.FLOATS, self._device, self._counts)
-        scalars = [(name, value) for name, value in (("grad_scale", grad_scale), ("skip", skip)) if value is not None]
+        named = (("grad_scale", grad_scale), ("skip", skip), ("dynamic", dynamic))
+        scalars = [(name, value) for name, value in named if value is not None]
         for name, value in scalars:
-            _check.flat("flat_adam", name, value, _F32, self._device, 1)
+            if value is dynamic:
+                _check.table("flat_adam", name, value, _F32, self._device, len(DYNAMIC))
+            else:
+                _check.flat("flat_adam", name, value, _F32, self._device, 1)
         read = (
             [tensor.data_ptr() for tensor in grads],
             [_native.DTYPES[tensor.dtype] for tensor in grads],
@@ -168,11 +185,11 @@ class Line:
             self._rows = list(zip(*at, self._counts, low, read[1], strict=True))
             self._read = read
         masters, m, v, top, rounded = self._written
-        ranges, groups = prepare(segments, self._counts, top)
+        ranges, groups = prepare(segments, self._counts, top, 0 if dynamic is None else len(dynamic))
         if not ranges:
             return
         if _native.backend() == "reference":
-            reference.flat_adam(masters, m, v, grads, ranges, groups, rounded, top, grad_scale, skip)
+            reference.flat_adam(masters, m, v, grads, ranges, groups, rounded, top, grad_scale, skip, dynamic)
             return
         _native.flat_adam(
             self._rows,
@@ -180,6 +197,7 @@ class Line:
             groups,
             _native.optional_view(grad_scale),
             _native.optional_view(skip),
+            _native.optional_view(dynamic),
             _native.device_kind(masters[0].device),
             _native.stream(masters[0].device),
         )
@@ -207,11 +225,11 @@ def _check_apart(
 
 
 _RANGE = attrgetter("begin", "end")
-_HYPER = attrgetter("lr", "beta1", "beta2", "eps", "weight_decay", "step", "decoupled", "maximize", "amsgrad")
+_HYPER = attrgetter("lr", "beta1", "beta2", "eps", "weight_decay", "step", "decoupled", "maximize", "amsgrad", "row")
 
 
 def prepare(
-    segments: Iterable[Segment], counts: Sequence[int], max_exp_avg_sq: Sequence[torch.Tensor | None]
+    segments: Iterable[Segment], counts: Sequence[int], max_exp_avg_sq: Sequence[torch.Tensor | None], rows: int
 ) -> tuple[list[tuple[int, int, int]], list[Coefficients]]:
     """Checked (begin, end, index of coefficients), neighbours of equal hyper-parameters joined; the coefficients."""
     n = sum(counts)
@@ -235,7 +253,7 @@ def prepare(
         hyper = _HYPER(segment)
         group = index.get(hyper)
         if group is None:
-            _check_hyper(i, segment)
+            _check_hyper(i, segment, rows)
             group = index[hyper] = len(groups)
             groups.append(coefficients(segment))
         if ranges and begin == last and ranges[-1][2] == group:
@@ -248,6 +266,8 @@ def prepare(
 
 def coefficients(segment: Segment) -> Coefficients:
     """The float32 constants of one update."""
+    if segment.row is not None:
+        segment = replace(segment, lr=0.0, step=1)
     decays = segment.weight_decay != 0
     return Coefficients(
         *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
@@ -259,6 +279,7 @@ def coefficients(segment: Segment) -> Coefficients:
         l2=decays and not segment.decoupled,
         maximize=segment.maximize,
         amsgrad=segment.amsgrad,
+        row=-1 if segment.row is None else segment.row,
     )
 
 
@@ -267,15 +288,17 @@ def float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _check_hyper(i: int, segment: Segment) -> None:
+def _check_hyper(i: int, segment: Segment, rows: int) -> None:
     finite = math.isfinite
+    here = segment.row is None
     rules: Sequence[tuple[str, bool, str]] = (
-        ("lr", finite(segment.lr), "a finite number"),
+        ("row", segment.row is None or 0 <= segment.row < rows, f"None or one of dynamic's {rows}"),
+        ("lr", not here or finite(segment.lr), "a finite number"),
         ("beta1", 0 <= segment.beta1 < 1, "in [0, 1)"),
         ("beta2", 0 <= segment.beta2 < 1, "in [0, 1)"),
         ("eps", finite(segment.eps) and segment.eps >= 0, "finite and not negative"),
         ("weight_decay", finite(segment.weight_decay) and segment.weight_decay >= 0, "finite and not negative"),
-        ("step", segment.step >= 1, "at least 1 (it counts this update)"),
+        ("step", not here or segment.step >= 1, "at least 1 (it counts this update)"),
     )
     for name, holds, expected in rules:
         if not holds:

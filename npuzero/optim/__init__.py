@@ -1,5 +1,5 @@
 """Optimizer arithmetic on flat buffers: buffers in, buffers out."""
 
-from npuzero.optim.adam import AdamState, Range, segments
+from npuzero.optim.adam import AdamState, Range, dynamic_rows, segments
 
-__all__ = ["AdamState", "Range", "segments"]
+__all__ = ["AdamState", "Range", "dynamic_rows", "segments"]

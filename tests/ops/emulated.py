@@ -82,11 +82,12 @@ class Driver:
         groups: Sequence[Sequence[float]],
         grad_scale: Any,
         skip: Any,
+        dynamic: Any,
         device: int,
         stream: int,
     ) -> None:
         call = _Call()
-        words = [call.scalar(grad_scale), call.scalar(skip), len(groups)]
+        words = [call.scalar(grad_scale), call.scalar(skip), call.scalar(dynamic), len(groups)]
         for group in groups:
             words += [*map(_bits, group[:9]), *map(int, group[9:])]
         start = 0

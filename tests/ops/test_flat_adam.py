@@ -9,6 +9,7 @@ import torch
 
 from npuzero import _native, ops
 from npuzero.ops import Segment
+from npuzero.optim import dynamic_rows
 from ops import grid
 
 F32, BF16, F16 = grid.FLOATS
@@ -89,6 +90,34 @@ def test_follows_torch_over_twenty_steps(
         pairs.append((top, held["max_exp_avg_sq"]))
     for mine, other in pairs:
         assert (mine - other).abs().max() <= 1e-6 * other.abs().max()
+
+
+def test_a_row_on_the_device_is_as_good_as_lr_and_step(isa: str) -> None:
+    n = 4099
+    grad, results = grid.values(n), []
+    parts = segments(n)
+    options = [{"lr": k.lr, "betas": (k.beta1, k.beta2), "weight_decay": k.weight_decay} for k in parts]
+    options[1]["lr"] = torch.tensor(options[1]["lr"], dtype=torch.float64)
+    steps = torch.tensor([part.step for part in parts])
+    rows = [dynamic_rows(options, steps, decoupled=decoupled) for decoupled in (False, True)]
+    table = torch.cat(rows)
+    there = [replace(k, lr=0.0, step=0, row=i + len(parts) * k.decoupled) for i, k in enumerate(parts)]
+    for backend, chosen in (("native", parts), ("native", there), ("reference", there)):
+        _native.use_backend(backend)
+        torch.manual_seed(n)
+        results.append(state(n, BF16))
+        update(results[-1], grad, chosen, dynamic=table)
+    for other in results[1:]:
+        for name, item in results[0].items():
+            grid.assert_same(other[name].inner, item.inner, name)
+
+
+def test_a_row_is_read_when_the_kernel_runs() -> None:
+    # Two rows of equal hyper-parameters are two sets of coefficients all the same.
+    p, m, v, grad = (torch.ones(8) for _ in range(4))
+    parts = [replace(ADAMW, begin=4 * row, end=4 * row + 4, row=row) for row in (0, 1)]
+    ops.flat_adam(p, m, v, grad, parts, dynamic=torch.tensor([[0.0, 1.0, 0.5], [0.0, 1.0, 0.25]]))
+    assert p.tolist() == [0.5] * 4 + [0.25] * 4
 
 
 def test_uncovered_elements_are_neither_read_nor_written() -> None:
@@ -208,6 +237,11 @@ BAD = {
     "other device": (_call(grad=torch.zeros(8, device="meta")), "grad"),
     "scale of two": (_call(grad_scale=torch.ones(2)), "grad_scale"),
     "integer skip": (_call(skip=torch.zeros(1, dtype=torch.int32)), "skip"),
+    "row of none": (_with(row=0), "segments[0].row"),
+    "row past the end": (_call(segments=[replace(ADAMW, end=8, row=2)], dynamic=torch.ones(2, 3)), "segments[0].row"),
+    "rows of four": (_call(dynamic=torch.ones(2, 4)), "dynamic"),
+    "rows in float64": (_call(dynamic=torch.ones(2, 3).double()), "dynamic"),
+    "rows that are written": (_call(exp_avg=_SHARED[:8], dynamic=_SHARED[6:12].view(2, 3)), "dynamic"),
     "number as scale": (_call(grad_scale=2.0), "grad_scale"),
     "overlap": (_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
     "gradient in place": (_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),

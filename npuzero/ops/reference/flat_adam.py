@@ -21,6 +21,7 @@ def flat_adam(
     max_exp_avg_sq: Sequence[torch.Tensor | None],
     grad_scale: torch.Tensor | None,
     skip: torch.Tensor | None,
+    dynamic: torch.Tensor | None,
 ) -> None:
     """Each range of each tensor in turn, one float32 operation of the formula per torch operation."""
     if skip is not None and skip.item() != 0:
@@ -34,10 +35,18 @@ def flat_adam(
             g = g.float()
             if grad_scale is not None:
                 g = g * grad_scale
-            _update(p, m, v, g, top, groups[group])
+            _update(p, m, v, g, top, _with_row(groups[group], dynamic))
             if rounded is not None:
                 rounded.copy_(p.to(rounded.dtype))
         start += buffers[0].numel()
+
+
+def _with_row(k: Coefficients, dynamic: torch.Tensor | None) -> Coefficients:
+    if k.row < 0:
+        return k
+    assert dynamic is not None
+    step_size, bias2_sqrt, decay = dynamic[k.row].tolist()
+    return k._replace(step_size=step_size, bias2_sqrt=bias2_sqrt, decay=decay)
 
 
 def _update(
