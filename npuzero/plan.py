@@ -459,7 +459,11 @@ def predict_bytes(
     sent["control"] = ring_bytes("all_reduce", 4 * trainable_parameters, mesh.world)
     if clip:
         sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])
-    held["buffers"] = _buffers(flats, plan, mesh, cut, prefetch if overlap else 0, 2 if overlap else 1)
+    wires = 2 if overlap else 1
+    passing = micro_batches == 1 and cut["gradients"] == 1  # one pass a step: its gradients are sent as they come
+    held["buffers"] = _buffers(
+        flats, plan, mesh, cut, prefetch if overlap else 0, wires, boundary_wires=wires if passing else 1
+    )
     return Report(held, sent, plan, mesh.world)
 
 
@@ -488,9 +492,18 @@ def _add_sent(sent: dict[str, int], flat: FlatSize, plan: Plan, mesh: MeshShape,
 
 
 def _buffers(
-    flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, cut: dict[str, int], prefetch: int, wires: int
+    flats: Sequence[FlatSize],
+    plan: Plan,
+    mesh: MeshShape,
+    cut: dict[str, int],
+    prefetch: int,
+    wires: int,
+    boundary_wires: int,
 ) -> int:
-    """High water of gathered units, held copies and wires; the root unit (0) spans the others."""
+    """High water of gathered units, held copies and wires; the root unit (0) spans the others.
+
+    ``wires``, ``boundary_wires``: how many are lent at a time for R2, and for R3's first collective.
+    """
     units = max((flat.unit for flat in flats), default=-1) + 1
     whole, kept = [0] * units, [0] * units
     # In the order of reduction: the wires of R2, and of the one or two collectives of R3.
@@ -512,8 +525,9 @@ def _buffers(
     gathered = sum(kept)
     if cut["held"] > 1:  # else all is kept whole until backward, and nothing is gathered beyond that
         gathered += sum(whole[:1]) + _window(whole[1:], 1 + prefetch)
-    # A wire that was lent stays in the pool for its size; R3 has one at a time of each.
-    return gathered + _pooled(wire, wires) + _pooled(deeper, 1) + _pooled(beyond, 1)
+    # A wire that was lent stays in the pool for its size; R3 has one at a time of what it makes itself.
+    first, second = (deeper, beyond) if goes_deeper else (beyond, deeper)
+    return gathered + _pooled(wire, wires) + _pooled(first, boundary_wires) + _pooled(second, 1)
 
 
 def _pooled(sizes: Sequence[int], width: int) -> int:
