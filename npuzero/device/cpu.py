@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from npuzero.device.device import Availability, Device, Event, MemoryFigures
+from npuzero.errors import ConfigError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -52,6 +53,16 @@ class Cpu(Device):
 
     def make_event(self) -> Event:
         return DoneEvent()
+
+    def set_matmul(self, matmul: str) -> None:
+        """oneDNN has a mode called tf32, which few processors have and the others pass over in silence: refused."""
+        if matmul != "ieee":
+            raise ConfigError(
+                "precision.matmul on cpu",
+                expected="'ieee': a CPU has no such units, and its results would say nothing about a device that has",
+                got=repr(matmul),
+                do="Leave it out on the CPU; train with it on cuda (TF32) or npu (HF32).",
+            )
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -34,5 +34,10 @@ class Cuda(Accelerator):
         facts = torch.cuda.get_device_properties(self.device)
         return f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} SMs"
 
+    def set_matmul(self, matmul: str) -> None:
+        """By the switches that torch had first: with its newer ones, torch.compile cannot read what is set."""
+        torch.backends.cuda.matmul.allow_tf32 = matmul == "tf32"
+        torch.backends.cudnn.allow_tf32 = matmul == "tf32"
+
     def current_stream_int(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream

@@ -82,6 +82,14 @@ class Device(ABC):
         """A new event, not recorded yet; without timing."""
 
     @abstractmethod
+    def set_matmul(self, matmul: str) -> None:
+        """Has this process compute float32 matrix products and convolutions so: ``"ieee"``, or ``"tf32"``.
+
+        Raises:
+            ConfigError: the device has no such mode.
+        """
+
+    @abstractmethod
     def synchronize(self) -> None:
         """The host waits for all work of the device."""
 

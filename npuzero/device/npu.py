@@ -67,5 +67,10 @@ class Npu(Accelerator):
     def capability(self) -> str:
         return str(self.module().get_device_name(self.device))
 
+    def set_matmul(self, matmul: str) -> None:
+        """HF32 is what the cube units have for TF32."""
+        module: Any = self.module()
+        module.matmul.allow_hf32 = module.conv.allow_hf32 = matmul == "tf32"
+
     def current_stream_int(self) -> int:
         return int(self.module().current_stream(self.device).npu_stream)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from npuzero import device
 from npuzero.comm import World
 from npuzero.config import Settings
 from npuzero.errors import ConfigError, StateError
@@ -40,6 +41,7 @@ def agree(
     problem: ConfigError | StateError | None = None
     try:
         _check_supported(plan.precision)
+        device.get(world.device).set_matmul(plan.precision.matmul)
         shape = plan.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         _check_model(model, specs, world)
@@ -145,7 +147,7 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 def _check_supported(precision: Precision) -> None:
     """What the table foretells and the engine cannot do yet."""
-    for name, done in {"masters": ("fp32",), "moments": ("fp32",), "matmul": ("ieee",)}.items():
+    for name, done in {"masters": ("fp32",), "moments": ("fp32",)}.items():
         if getattr(precision, name) not in done:
             raise ConfigError(
                 f"precision.{name}",

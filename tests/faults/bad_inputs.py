@@ -159,11 +159,15 @@ def _(world: World) -> None:
 for _name, _precision in {
     "masters": Precision(torch.bfloat16, masters="split"),
     "moments": Precision(moments="int8"),
-    "matmul": Precision(matmul="tf32"),
 }.items():
     bad(f"{_name} that are only foretold", ConfigError, f"precision.{_name}", "not run in this version", ranks=2)(
         lambda world, precision=_precision: cut(world, 3, precision=precision)
     )
+
+
+@bad("tf32 on the CPU", ConfigError, "precision.matmul on cpu", "ieee", "'tf32'", ranks=2)
+def _(world: World) -> None:
+    cut(world, 3, precision="tf32")
 
 
 @bad("Plan and precision together", ConfigError, "precision")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,3 +87,28 @@ def test_torch_npu_that_cannot_load_is_a_config_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", None)  # makes the import fail as a missing package does
     with pytest.raises(ConfigError, match="CANN"):
         Npu.module()
+
+
+def test_one_setting_switches_the_matrix_units(monkeypatch):
+    """The switches are torch's, and are there without the device."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    cuda = device.cuda.Cuda(torch.device("cpu"))
+    for matmul in ("tf32", "ieee"):
+        cuda.set_matmul(matmul)
+        assert all(switch.allow_tf32 is (matmul == "tf32") for switch in switches)
+        assert torch.get_float32_matmul_precision() == ("high" if matmul == "tf32" else "highest")  # for torch.compile
+    for switch, allowed in zip(switches, before, strict=True):
+        switch.allow_tf32 = allowed
+
+    module = SimpleNamespace(matmul=SimpleNamespace(allow_hf32=None), conv=SimpleNamespace(allow_hf32=None))
+    monkeypatch.setattr(Npu, "module", lambda _: module)
+    for matmul in ("tf32", "ieee"):
+        Npu(torch.device("cpu")).set_matmul(matmul)
+        assert module.matmul.allow_hf32 is module.conv.allow_hf32 is (matmul == "tf32")
+
+
+def test_a_cpu_refuses_modes_it_has_not():
+    device.get("cpu").set_matmul("ieee")
+    with pytest.raises(ConfigError, match="ieee"):
+        device.get("cpu").set_matmul("tf32")

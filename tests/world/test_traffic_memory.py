@@ -29,7 +29,7 @@ RECIPES = {
 }
 
 
-QUICK = (("fp32", "plain"), ("bf16", "two micro-batches, clipped"))
+QUICK = (("fp32", "plain"), ("bf16", "plain"), ("bf16", "two micro-batches, clipped"))
 CASES = [
     pytest.param(
         precision, recipe, marks=() if (precision, name) in QUICK else pytest.mark.slow, id=f"{precision} {name}"
