@@ -47,6 +47,18 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
     return specs
 
 
+def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
+    """The modules below ``model`` that reach parameters of the root unit when they are called.
+
+    They are inside the root's forward as a rule; called on their own (an encoder, before generating) they need the
+    root's parameters all the same.
+    """
+    owned = {id(parameter) for _, parameter in root.parameters}
+    registered = model.named_parameters(remove_duplicate=False)
+    paths = {path for name, parameter in registered if id(parameter) in owned for path in _around(name)}
+    return [module for name, module in model.named_modules() if name in paths]
+
+
 def _repeated(model: nn.Module) -> list[str]:
     found: list[str] = []
 
@@ -129,6 +141,10 @@ def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.
 
 def _unit_chain(name: str, units: set[str]) -> list[str]:
     """The units around a parameter, outermost (the root, "") first."""
+    return ["", *(path for path in _around(name) if path in units)]
+
+
+def _around(name: str) -> list[str]:
+    """The modules below the root that a parameter lies in, outermost first."""
     parts = name.split(".")[:-1]
-    prefixes = (".".join(parts[:i]) for i in range(1, len(parts) + 1))
-    return ["", *(prefix for prefix in prefixes if prefix in units)]
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]

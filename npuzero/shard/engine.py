@@ -20,7 +20,7 @@ from npuzero.plan import AXES, VERBS, Plan, Report
 from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.discover import UnitRule
+from npuzero.shard.discover import UnitRule, doors
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.guard import in_backward
 from npuzero.shard.hooks import Hooks
@@ -72,7 +72,7 @@ class Engine:
         self._step_begun = False
         self._last: Report | None = None
         self._take_over(model)
-        self._hooks = Hooks(self, self.units, plan.precision.parameters)
+        self._hooks = Hooks(self, self.units, doors(model, specs[0]), plan.precision.parameters)
 
     @torch.no_grad()
     def _take_over(self, model: nn.Module) -> None:

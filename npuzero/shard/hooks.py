@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from npuzero.shard.guard import CutGradient
-from npuzero.shard.unit import Flat, Unit
+from npuzero.shard.unit import Flat, ParameterState, Unit
 
 
 class Events(Protocol):
@@ -42,13 +42,17 @@ class Events(Protocol):
 class Hooks:
     """All hooks of one model; :meth:`remove` takes them off."""
 
-    def __init__(self, events: Events, units: list[Unit], input_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, events: Events, units: list[Unit], doors: list[nn.Module], input_dtype: torch.dtype | None
+    ) -> None:
         self._events = events
         self._input_dtype = input_dtype
         self._handles: list[RemovableHandle] = []
         self._end_queued = False
         for unit in units:
             self._watch(unit)
+            for door in doors if unit.index == 0 and unit.cut else ():
+                self._watch_door(unit, door)
             for flat in unit.trainable:
                 for i, parameter in enumerate(flat.parameters):
                     self._handles.append(
@@ -82,6 +86,23 @@ class Hooks:
             module.register_forward_pre_hook(self._pre_forward(unit, is_root), prepend=True, with_kwargs=True)
         )
         self._handles.append(module.register_forward_hook(self._post_forward(unit, is_root)))
+
+    def _watch_door(self, unit: Unit, door: nn.Module) -> None:
+        """Have ``unit`` whole while ``door``, a module inside of it, is called from outside."""
+        pre, post = self._pre_forward(unit, is_root=True), self._post_forward(unit, is_root=True)
+        entered = False
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal entered
+            entered = unit.parameter_state is not ParameterState.WHOLE
+            return pre(module, args, kwargs) if entered else None
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if entered:
+                post(module, args, output)
+
+        self._handles.append(door.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+        self._handles.append(door.register_forward_hook(leave))
 
     def _pre_forward(self, unit: Unit, is_root: bool) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

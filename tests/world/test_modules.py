@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from world.toy import Block, Recipe, ToyGPT
+from npuzero import comm
+from npuzero.comm import World
+from world.toy import Block, Recipe, ToyGPT, build, tokens_of
 from world.train import Make, Session, State, check, train
 
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
@@ -260,3 +262,65 @@ MODELS: tuple[Make, ...] = (
 @pytest.mark.parametrize("make", MODELS, ids=[*PACK, *(make.__name__ for make in MODELS[len(PACK) :])])
 def test_models(make: Make, plan: str) -> None:
     check(train_a_little, 4, make, plan=plan, local_size=2)
+
+
+# -- what is called without the root -----------------------------------------------------------------------------------
+
+
+class InPartsGPT(ToyGPT):
+    """What it owns itself lies in modules, which its user may call one by one."""
+
+    class Body(nn.Module):
+        def __init__(self, tokens: nn.Module, blocks: nn.Module) -> None:
+            super().__init__()
+            self.tokens, self.blocks = tokens, blocks
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.tokens(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self.Body(self.tokens, self.blocks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(tokens)))
+
+
+def train_by_parts(session: Session) -> State:
+    """The forward of some steps is the user's own, and so is every evaluation: parts of the model, one by one."""
+    model = session.model
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    seen = []
+
+    def loss_by_parts(step: int, rank: int) -> Tensor:
+        tokens = tokens_of(step, 0, rank)
+        logits = model.head(model.norm(model.body(tokens[:, :-1])))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    for step in range(4):
+        loss = session.loss(step) if step % 2 else session.mean(lambda rank, step=step: loss_by_parts(step, rank))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(model.body(tokens_of(step, 1, 0)).mean())
+    return {"what the body said": torch.stack(seen)}
+
+
+@every_plan
+def test_parts_called_by_themselves(plan: str) -> None:
+    check(train_by_parts, 4, InPartsGPT, plan=plan, local_size=2)
+
+
+def test_after_a_part_has_raised_the_next_call_is_whole() -> None:
+    def rank(world: World) -> bool:
+        model = npuzero.zero(build(make=InPartsGPT), plan="zero3", world=world)
+        with pytest.raises(TypeError):
+            model.body(None)
+        with torch.no_grad():
+            return bool(model.body(tokens_of(0, 0, 0)[:, :-1]).isfinite().all())
+
+    assert comm.run_threads(2, rank) == [True, True]

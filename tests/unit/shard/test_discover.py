@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from npuzero.errors import ConfigError
-from npuzero.shard.discover import ROOT, discover
+from npuzero.shard.discover import ROOT, discover, doors
 
 
 class Block(nn.Module):
@@ -137,3 +137,11 @@ def test_rules() -> None:
 def test_a_rule_that_cannot_be_kept_is_an_error(rule) -> None:
     with pytest.raises(ConfigError, match="units"):
         discover(Stack(nn.ModuleList(blocks())), rule)
+
+
+def test_doors_are_what_reaches_the_roots_parameters() -> None:
+    model = Stack(nn.ModuleList(blocks()))
+    model.body = nn.Sequential(model.embed)
+    model.blocks[2].a.weight = model.blocks[0].b.weight  # tied: the root's
+    found = {name for name, module in model.named_modules() if module in doors(model, discover(model)[0])}
+    assert found == {"embed", "body", "head", "blocks", "blocks.0", "blocks.0.b", "blocks.2", "blocks.2.a"}
