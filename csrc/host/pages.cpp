@@ -12,9 +12,11 @@
 namespace npuzero::host {
 namespace {
 
-constexpr size_t granules_per_slab = 16;
+constexpr size_t pieces_per_slab = 16;
 
-size_t rounded(size_t bytes) { return (bytes + granule_bytes - 1) / granule_bytes * granule_bytes; }
+static_assert(granule_bytes >> (piece_sizes - 1) == part_bytes);
+
+size_t rounded(size_t bytes) { return (bytes + part_bytes - 1) / part_bytes * part_bytes; }
 
 // Address space, aligned to granules; memory comes with the first touch.
 std::byte* reserve(size_t bytes) {
@@ -32,10 +34,10 @@ std::byte* reserve(size_t bytes) {
 }
 
 // The old range stays mapped, without pages.
-bool move(std::byte* from, std::byte* to) {
+bool move(std::byte* from, std::byte* to, size_t bytes) {
 #ifdef MREMAP_DONTUNMAP
   constexpr int flags = MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP;
-  return mremap(from, granule_bytes, granule_bytes, flags, to) != MAP_FAILED;
+  return mremap(from, bytes, bytes, flags, to) != MAP_FAILED;
 #else
   return from == to;
 #endif
@@ -44,24 +46,28 @@ bool move(std::byte* from, std::byte* to) {
 }  // namespace
 
 Stock::~Stock() {
-  for (std::byte* slab : slabs_) munmap(slab, granules_per_slab * granule_bytes);
+  for (const auto& [slab, bytes] : slabs_) munmap(slab, bytes);
 }
 
-std::byte* Stock::take() {
+std::byte* Stock::take(size_t halvings) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (idle_.empty()) {
-    slabs_.push_back(reserve(granules_per_slab * granule_bytes));
-    madvise(slabs_.back(), granules_per_slab * granule_bytes, MADV_HUGEPAGE);
-    for (size_t i = granules_per_slab; i > 0; --i) idle_.push_back(slabs_.back() + (i - 1) * granule_bytes);
+  std::vector<std::byte*>& idle = idle_[halvings];
+  if (idle.empty()) {
+    const size_t piece = granule_bytes >> halvings, bytes = pieces_per_slab * piece;
+    std::byte* slab = reserve(bytes);
+    slabs_.emplace_back(slab, bytes);
+    // A part must stay one: where huge pages are for all, the first touch would make a whole one of it.
+    madvise(slab, bytes, halvings == 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    for (size_t i = pieces_per_slab; i > 0; --i) idle.push_back(slab + (i - 1) * piece);
   }
-  std::byte* home = idle_.back();
-  idle_.pop_back();
+  std::byte* home = idle.back();
+  idle.pop_back();
   return home;
 }
 
-void Stock::put(std::byte* home) {
+void Stock::put(std::byte* home, size_t halvings) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  idle_.push_back(home);
+  idle_[halvings].push_back(home);
 }
 
 Pages::Pages(std::shared_ptr<Stock> stock, size_t bytes) : stock_(std::move(stock)), bytes_(bytes) {
@@ -74,19 +80,26 @@ Pages::~Pages() {
 }
 
 void Pages::restore() {
-  while (homes_.size() * granule_bytes < bytes_) {
-    std::byte* home = stock_->take();
-    move(home, base_ + homes_.size() * granule_bytes);  // else the range takes fresh pages when it is touched
-    homes_.push_back(home);
+  size_t left = rounded(bytes_) - here_bytes_;
+  for (size_t halvings = 0; left != 0; ++halvings) {
+    for (const size_t piece = granule_bytes >> halvings; piece <= left; left -= piece) {
+      std::byte* home = stock_->take(halvings);
+      move(home, base_ + here_bytes_, piece);  // else the range takes fresh pages when it is touched
+      pieces_.push_back({home, halvings});
+      here_bytes_ += piece;
+    }
   }
 }
 
 void Pages::release() {
-  while (!homes_.empty()) {
-    std::byte* here = base_ + (homes_.size() - 1) * granule_bytes;
-    if (!move(here, homes_.back())) madvise(here, granule_bytes, MADV_DONTNEED);
-    stock_->put(homes_.back());
-    homes_.pop_back();
+  while (!pieces_.empty()) {
+    const auto [home, halvings] = pieces_.back();
+    const size_t piece = granule_bytes >> halvings;
+    here_bytes_ -= piece;
+    std::byte* here = base_ + here_bytes_;
+    if (!move(here, home, piece)) madvise(here, piece, MADV_DONTNEED);
+    stock_->put(home, halvings);
+    pieces_.pop_back();
   }
 }
 

@@ -6,20 +6,26 @@
 // again: a unit that is gathered anew in each step must not pay for that.
 //
 // Invariants:
-//   - a range takes pages in granules; each granule has a home in the stock, empty while its pages are lent
+//   - a range takes its pages in pieces: granules, and for what is left at its end halves, quarters... of one; each
+//   piece
+//     has a home in the stock, empty while its pages are lent
 //   - the contents of a restored range are undefined
 //   - where pages cannot be moved (an older kernel, too many mappings) they go back to the kernel instead
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace npuzero::host {
 
-// A huge page: it moves as one entry of a page table. The end of a range wastes half of it on average.
-constexpr size_t granule_bytes = 2 * 1024 * 1024;
+// A huge page: it moves as one entry of a page table. Parts of one are small pages, of which the smallest part is one
+// or some on every system (they have 4, 16 or 64 KiB); half of that is wasted at the end of a range on average.
+constexpr size_t granule_bytes = 2 * 1024 * 1024, part_bytes = 64 * 1024;
+constexpr size_t piece_sizes = 6;  // granule_bytes, a half of it, ... part_bytes
 
 class Stock {
  public:
@@ -27,12 +33,14 @@ class Stock {
   Stock(const Stock&) = delete;
   ~Stock();
 
-  std::byte* take();  // an idle granule's home
-  void put(std::byte* home);
+  // The home of an idle piece of granule_bytes >> halvings.
+  std::byte* take(size_t halvings);
+  void put(std::byte* home, size_t halvings);
 
  private:
   mutable std::mutex mutex_;
-  std::vector<std::byte*> slabs_, idle_;
+  std::vector<std::pair<std::byte*, size_t>> slabs_;  // and their bytes
+  std::array<std::vector<std::byte*>, piece_sizes> idle_;
 };
 
 class Pages {
@@ -48,10 +56,16 @@ class Pages {
   void release();
 
  private:
+  struct Piece {
+    std::byte* home;
+    size_t halvings;
+  };
+
   const std::shared_ptr<Stock> stock_;
   const size_t bytes_;
   std::byte* base_ = nullptr;
-  std::vector<std::byte*> homes_;  // of the pages that are here
+  size_t here_bytes_ = 0;      // at the base, in pieces
+  std::vector<Piece> pieces_;  // whose pages are here
 };
 
 }  // namespace npuzero::host

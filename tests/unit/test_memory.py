@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,9 +62,10 @@ def test_pages_move_from_one_transient_to_the_next():
     assert second.tensor.eq(torch.arange(N)).float().mean() > 0.6
 
 
-def test_two_transients_do_not_share_memory_while_both_are_there():
+@pytest.mark.parametrize("numel", [N, 3 * 2**17 + 2**14 + 1])  # the second: a granule, a half, and the smallest part
+def test_two_transients_do_not_share_memory_while_both_are_there(numel):
     space = Space(CPU)
-    buffers = [space.transient(N, torch.int64, "buffers") for _ in range(3)]
+    buffers = [space.transient(numel, torch.int64, "buffers") for _ in range(3)]
     for _ in range(3):
         for i, buffer in enumerate(buffers):
             buffer.restore()
@@ -71,6 +74,24 @@ def test_two_transients_do_not_share_memory_while_both_are_there():
         buffers = buffers[1:] + buffers[:1]
         for buffer in buffers:
             buffer.release()
+
+
+def test_the_end_of_a_transient_wastes_little():
+    many, numel = 64, 2**20 // 4 + 2**14 // 4  # 1 MiB and 16 KiB, floats
+    space = Space(CPU)
+    buffers = [space.transient(numel, torch.float32, "buffers") for _ in range(many)]
+    torch.ones(2**20).fill_(1.0)  # the thread pool, if any
+    before_bytes = resident_bytes()
+    for buffer in buffers:
+        buffer.restore()
+        buffer.tensor.fill_(1.0)
+    held_bytes = resident_bytes() - before_bytes
+    assert many * numel * 4 <= held_bytes < 1.1 * many * numel * 4
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def test_a_transient_outlives_its_space():
