@@ -52,9 +52,10 @@ bench: $(VENV)/.installed-bench  ## measure ops, collectives, installation and t
 	$(PY) -m benchmarks.step --precision fp32 --out $(RESULTS)/step-fp32-batch4.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
-bench-peers: $(VENV)/.installed-bench  ## measure the training step beside its peers, batch 4 and 1, into RESULTS
+bench-peers: $(VENV)/.installed-bench  ## measure the training step, batch 4 and 1, and kernels beside their peers', into RESULTS
 	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/peers-bf16-batch4.json
 	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --batch 1 --out $(RESULTS)/peers-bf16-batch1.json
+	$(PY) -m benchmarks.peers.kernels --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/deepspeed.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast anything is

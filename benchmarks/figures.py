@@ -26,6 +26,8 @@ Results = Mapping[str, Result]
 
 _OWN, _FLATS, _IN_PLACE = "npuzero", "npuzero, in flats", "npuzero, read in place"
 _COMPUTE = "compute only"
+_DEEPSPEED_ADAM, _DEEPSPEED_SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
+_HOW = {_OWN: "", _IN_PLACE: ", read in place"}
 _LARGE_KIB = (16384, 32768, 65536)
 _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
 
@@ -63,8 +65,9 @@ class Figure:
         return worst <= self.goal if self.at_most else worst >= self.goal
 
 
-def _faster(*contenders: str, against: str | None = None) -> Callable[[Result], list[float]]:
-    return lambda result: [result.speedup(name, against).median for name in contenders if name in result.seconds]
+def _faster(contender: str, against: str | None = None) -> Callable[[Result], list[float]]:
+    needed = {contender, against or contender}
+    return lambda result: [result.speedup(contender, against).median] if needed <= result.seconds.keys() else []
 
 
 def _share(probe: str) -> Callable[[Result], list[float]]:
@@ -96,13 +99,18 @@ def _share_of(name: str, probe: str, benchmark: str) -> Figure:
 
 def _collective(verb: str, ranks: int, goal: float, contender: str) -> Figure:
     benchmarks = tuple(f"{verb}/fp32/{kib}/{ranks}" for kib in _LARGE_KIB)
-    in_place = ", read in place" if contender == _IN_PLACE else ""
-    return Figure("comm", f"{verb}, {ranks} ranks{in_place}", "gloo", goal, benchmarks, _faster(contender))
+    name = f"{verb}, {ranks} ranks{_HOW[contender]}"
+    return Figure("comm", name, "gloo", goal, benchmarks, _faster(contender))
+
+
+def _all_reduce_beside_deepspeed(contender: str) -> Figure:
+    benchmarks = tuple(f"deepspeed/all_reduce/fp32/{kib}/2" for kib in _LARGE_KIB)
+    name = f"all_reduce beside DeepSpeed's, 2 ranks{_HOW[contender]}"
+    return Figure("comm", name, _DEEPSPEED_SHM, 2.5, benchmarks, _faster(contender, _DEEPSPEED_SHM))
 
 
 def _update(dtype: str, contender: str) -> Figure:
-    in_place = ", read in place" if contender == _IN_PLACE else ""
-    name = f"gradients to new parameters, {dtype}, 2 ranks{in_place}"
+    name = f"gradients to new parameters, {dtype}, 2 ranks{_HOW[contender]}"
     return Figure("comm", name, "gloo + torch fused", 9.0, (f"update/{dtype}/65536/2",), _faster(contender))
 
 
@@ -116,6 +124,14 @@ FIGURES = (
     _op("AdamW fp32, 400 tensors of a GPT", "torch fused", 1.2, "flat_adam/400"),
     _op("the same tensors in flats, as zero() lays them", "torch fused", 1.2, "flat_adam/400", _FLATS),
     _op("mixed step: bf16 gradients to bf16 parameters", "torch's passes", 2.0, "mixed_step"),
+    Figure(
+        "ops",
+        "the mixed step beside DeepSpeed's",
+        _DEEPSPEED_ADAM,
+        2.0,
+        ("deepspeed/mixed_step",),
+        _faster(_OWN, _DEEPSPEED_ADAM),
+    ),
     _op("pack 400 fp32 tensors to flat bf16, scaled", "loop of copy_ and mul_", 1.8, "pack"),
     _op("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
     _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
@@ -127,6 +143,7 @@ FIGURES = (
         for verb, goal in zip(("reduce_scatter", "all_gather", "all_reduce", "all_to_all"), goals, strict=True)
         for contender in (_OWN, _IN_PLACE)
     ),
+    *(_all_reduce_beside_deepspeed(contender) for contender in (_OWN, _IN_PLACE)),
     *(_update(dtype, contender) for dtype in ("fp32", "bf16") for contender in (_OWN, _IN_PLACE)),
     _step("bf16, batch 4, stages 0–2", "step/bf16-batch4", 1.04, _CUT_LESS),
     _step("bf16, batch 4, stage 3", "step/bf16-batch4", 1.06, _CUT_MORE),

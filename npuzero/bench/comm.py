@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -90,15 +91,25 @@ def make(rank: int, size: int, options: Mapping[str, Any]) -> Ranks:
     return Ranks(options["device"])
 
 
-class Ranks:
-    """One rank's part of the suite; all ranks call the same methods in the same order."""
+Call = Callable[[Tensor, Tensor], object]  # out, inp; an all_reduce is of inp, in place
 
-    def __init__(self, device: torch.device | str) -> None:
+
+class Ranks:
+    """One rank's part of the suite; all ranks call the same methods in the same order.
+
+    Args:
+        others: further contenders, by verb and name; each as good on plain tensors as on any.
+    """
+
+    def __init__(
+        self, device: torch.device | str, others: Mapping[str, Mapping[str, Call]] = MappingProxyType({})
+    ) -> None:
         self.world = process_world(device, _TIMEOUT_S)
         self.device = self.world.device
         self.size, self.rank = self.world.size, self.world.rank
         self.communicator = self.world.communicator(range(self.size), "benchmark")
         self.backend = devices.get(self.device).backend
+        self.others = others
 
     def measure(self, name: str, effort: Mapping[str, Any]) -> dict[str, Any]:
         """The result as a record has it."""
@@ -151,13 +162,13 @@ class Ranks:
             "all_reduce": (whole, whole),
         }[verb]
         door = self.communicator
-        own: dict[str, Callable[[Tensor, Tensor], object]] = {
+        own: dict[str, Call] = {
             "reduce_scatter": lambda out, inp: door.reduce_scatter(out, inp).wait(),
             "all_gather": lambda out, inp: door.all_gather(out, inp).wait(),
             "all_to_all": lambda out, inp: door.all_to_all(out, inp).wait(),
             "all_reduce": lambda out, inp: door.all_reduce(inp).wait(),
         }
-        theirs: dict[str, Callable[[Tensor, Tensor], object]] = {
+        theirs: dict[str, Call] = {
             "reduce_scatter": reduce_scatter_single,
             "all_gather": all_gather_single,
             "all_to_all": dist.all_to_all_single,
@@ -166,6 +177,7 @@ class Ranks:
         plain = torch.zeros(brings, dtype=dtype, device=self.device)
         ways = {
             self.backend: (theirs[verb], plain),
+            **{name: (call, plain) for name, call in self.others.get(verb, {}).items()},
             OWN: (own[verb], plain),
             IN_PLACE: (own[verb], door.buffer(brings, dtype)),
         }

@@ -8,8 +8,10 @@ the op's contract cannot avoid; probes measure in the same rounds what the machi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +89,21 @@ class Adam:
         return decayed.sub_(gradient.div(gradient.abs().add_(_EPS)).mul_(_LR))
 
 
-def torch_adam(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.AdamW:
-    """torch's fused AdamW over leaves whose gradients are ``gradients``."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    return torch.optim.AdamW(parameters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True)
+MakeAdam = Callable[[Sequence[Tensor], Sequence[Tensor]], torch.optim.Optimizer]
 
+
+def adam_of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeAdam:
+    """Makes optimizers of this kind, of the benchmarks' hyper-parameters, over leaves whose gradients are given."""
+
+    def make(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.Optimizer:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return kind(parameters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, **options)
+
+    return make
+
+
+torch_adam = adam_of(torch.optim.AdamW, fused=True)
 
 # Of the largest parameter: some units in the last place. torch's norm in float32 takes part of it; updates are 1e-3.
 ADAM_TOLERANCE = 1e-6
@@ -178,8 +189,44 @@ def flat_adam_tensors(setting: Setting) -> Benchmark:
     )
 
 
-def mixed_step(setting: Setting) -> Benchmark:
-    """bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters."""
+class Passes:
+    """The mixed step by an optimizer that knows of float32 alone: a pass over the gradients for each thing besides.
+
+    Args:
+        adam: makes the optimizer of leaves whose gradients are the second tensors.
+    """
+
+    def __init__(self, start: Tensor, gradient: Tensor, adam: MakeAdam) -> None:
+        self.master, self.gradient = nn.Parameter(start.clone()), gradient
+        self.wide, self.low = torch.empty_like(start), torch.empty_like(gradient)
+        self.adam = adam([self.master], [self.wide])
+
+    def step(self) -> None:
+        self.wide.copy_(self.gradient)
+        self.clip()
+        self.adam.step()
+        self.low.copy_(self.master.detach())
+
+    def clip(self) -> None:
+        """Unscales and clips in one pass."""
+        total = torch.linalg.vector_norm(self.wide) / _LOSS_SCALE
+        self.wide.mul_((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
+
+
+class PlainPasses(Passes):
+    """The same with torch's function for clipping, and unscaling before it."""
+
+    def clip(self) -> None:
+        self.wide.mul_(1 / _LOSS_SCALE)
+        nn.utils.clip_grad_norm_([self.master], _MAX_NORM)
+
+
+def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyType({})) -> Benchmark:
+    """bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters.
+
+    Args:
+        others: optimizers that take part as torch's lean passes do, by the name of the contender.
+    """
     n = setting.elements
     start = setting.random(n)
     gradient = setting.random(n, dtype=torch.bfloat16)
@@ -192,46 +239,31 @@ def mixed_step(setting: Setting) -> Benchmark:
         torch.div((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0), _LOSS_SCALE, out=scale[0])
         own.update(scale)
 
-    master, low, wide = nn.Parameter(start.clone()), torch.empty_like(gradient), torch.empty_like(start)
-    passes = torch_adam([master], [wide])
-
-    def torch_step() -> None:
-        wide.copy_(gradient)
-        wide.mul_(1 / _LOSS_SCALE)
-        nn.utils.clip_grad_norm_([master], _MAX_NORM)
-        passes.step()
-        low.copy_(master.detach())
-
-    lean_master, lean_low = nn.Parameter(start.clone()), torch.empty_like(gradient)
-    lean = torch_adam([lean_master], [wide])
-
-    def lean_step() -> None:
-        wide.copy_(gradient)
-        total = torch.linalg.vector_norm(wide) / _LOSS_SCALE
-        wide.mul_((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
-        lean.step()
-        lean_low.copy_(lean_master.detach())
+    passes = {
+        "torch passes": PlainPasses(start, gradient, torch_adam),
+        "torch passes, unscale and clip in one": Passes(start, gradient, torch_adam),
+        **{name: Passes(start, gradient, adam) for name, adam in others.items()},
+    }
 
     def check() -> str:
         total = gradient.double().square().sum().sqrt() / _LOSS_SCALE
         want = own.expected((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
-        for name, call, result, rounded in (
-            (OWN, step, own.master, own.low),
-            ("torch's passes", torch_step, master, low),
-            ("torch's passes, lean", lean_step, lean_master, lean_low),
-        ):
-            call()
+        assert own.low is not None
+        step()
+        results = {OWN: (own.master, own.low)}
+        for name, way in passes.items():
+            way.step()
+            results[name] = (way.master.detach(), way.low)
+        for name, (result, rounded) in results.items():
             check_close(f"the mixed step of {name}", result, want, tolerance=ADAM_TOLERANCE)
-            assert rounded is not None
-            check_equal(f"the rounded parameters of {name}", rounded, result.detach().bfloat16())
+            check_equal(f"the rounded parameters of {name}", rounded, result.bfloat16())
         return "all masters after the first step against float64; their rounded copies to the bit"
 
     return Benchmark(
         "mixed_step",
         "mixed step: bf16 gradients to bf16 parameters",
         [
-            setting.contender("torch passes", torch_step, 30, n),
-            setting.contender("torch passes, unscale and clip in one", lean_step, 30, n),
+            *(setting.contender(name, way.step, 30, n) for name, way in passes.items()),
             setting.contender(OWN, step, 30, n),
             *setting.probes("in place"),
         ],

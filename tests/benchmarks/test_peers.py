@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
+import torch
 
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers import environments
+from benchmarks.peers import environments, kernels
 from benchmarks.peers.environments import Environment, NotInstalled
+from npuzero.bench import Effort
+from npuzero.bench.ops import adam_of
+from npuzero.errors import BenchmarkError
 
 
 def test_every_peer_has_an_environment_of_its_kind():
@@ -23,6 +29,27 @@ def test_an_unknown_contender_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         peers.main()
     assert "horovod" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_not_there_is_missing_with_the_reason(monkeypatch):
+    def refuses():
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(kernels, "cpu_adam", refuses)
+    told = kernels.MixedStep().measure(1000, asdict(Effort.quick()))
+    assert told["parameters"]["missing"] == {kernels.ADAM: "RuntimeError: no compiler"}
+    assert kernels.ADAM not in told["contenders"]
+
+
+def test_a_peers_adam_takes_part_in_the_mixed_step(monkeypatch):
+    monkeypatch.setattr(kernels, "cpu_adam", lambda: adam_of(torch.optim.AdamW, foreach=True))
+    told = kernels.MixedStep().measure(1000, asdict(Effort.quick()))
+    assert not told["parameters"]["missing"]
+    assert "to the bit" in told["checked"] and kernels.ADAM in told["contenders"]
+    wrong = adam_of(torch.optim.Adam, fused=True)  # decays by the gradient
+    monkeypatch.setattr(kernels, "cpu_adam", lambda: wrong)
+    with pytest.raises(BenchmarkError, match=kernels.ADAM):
+        kernels.MixedStep().measure(1000, asdict(Effort.quick()))
 
 
 @pytest.mark.slow

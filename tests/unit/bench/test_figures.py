@@ -29,6 +29,7 @@ def test_readme_says_what_the_committed_records_say():
 
 def test_every_figure_names_benchmarks_of_its_suite():
     known = {*ops.names(False), *(f"{name}/{ranks}" for name in comm.names(False) for ranks in comm.RANKS)}
+    known |= {f"deepspeed/{name}" for name in known if name.startswith(("mixed_step", "all_reduce/"))}
     for figure in figures.FIGURES:
         assert figure.group in figures.GROUPS
         for benchmark in figure.benchmarks:
@@ -43,6 +44,13 @@ def test_the_worst_of_a_range_is_held_against_the_goal():
     assert figures.shown(figure, values) == "2.00–3.00 ✓"
     assert figures.shown(figure, [1.994, 3.0]) == "1.99–3.00 ✗"
     assert figures.shown(figure, [1.996]) == "2.00 ✓"  # as it is shown
+
+
+def test_a_peer_that_was_missing_is_no_figure():
+    figure = next(figure for figure in figures.FIGURES if figure.benchmarks == ("deepspeed/mixed_step",))
+    there = {figure.against: [6.0, 6.0], "npuzero": [2.0, 3.0]}
+    assert figure.measured({"deepspeed/mixed_step": result(**there)}) == [2.5]
+    assert figure.measured({"deepspeed/mixed_step": result(npuzero=[2.0, 3.0])}) == []
 
 
 def test_some_goals_are_upper_bounds():

@@ -1,0 +1,139 @@
+"""DeepSpeed's kernels beside npuzero's and torch's. From the repository's root, or installed:
+
+    python -m benchmarks.peers.kernels --out build/deepspeed.json        # about two minutes on two cores
+
+The mixed step of ``npuzero bench ops`` with DeepSpeed's CPU Adam as a further contender, and the all_reduce of
+``npuzero bench comm`` with DeepSpeed's in shared memory. All contenders run in the same processes, in DeepSpeed's
+environment, which is made as for benchmarks.peers (see there for ``--pip``); what DeepSpeed compiles is compiled before
+anything is measured. What cannot be installed, built or loaded is missing, with the reason in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers.environments import DEEPSPEED, NotInstalled
+from benchmarks.step.compare import ROOT
+from npuzero.bench import Effort, Record, Result, Team, fingerprint, python_worker, run
+from npuzero.bench import comm as collectives
+from npuzero.bench import ops as kernels
+from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
+from npuzero.cli.bench import render
+
+SUITE = "deepspeed"
+ADAM, SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
+
+T = TypeVar("T")
+
+
+def available(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str, str]]:
+    """What ``load`` returns, by ``name``; or, by ``name``, why there is nothing."""
+    try:
+        return {name: load()}, {}
+    except Exception as error:  # of a build there may be any
+        return {}, {name: f"{type(error).__name__}: {error}"}
+
+
+def cpu_adam() -> kernels.MakeAdam:
+    """Makes DeepSpeed's optimizer as ``kernels.torch_adam`` makes torch's."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return kernels.adam_of(DeepSpeedCPUAdam, adamw_mode=True)
+
+
+def shared_memory(rank: int, size: int) -> collectives.Call:
+    """DeepSpeed's all_reduce in shared memory, as its communication backend calls it.
+
+    Its files would outlive the run: they lose their names once every rank has them.
+    """
+    from deepspeed.ops.op_builder import ShareMemCommBuilder
+
+    os.environ["LOCAL_SIZE"] = str(size)  # how it knows that all ranks are on this host
+    ShareMemCommBuilder().load().initialize(size, rank)
+    dist.barrier()
+    words = ("deepspeed_allreduce_buffer", os.getuid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank)
+    Path("/dev/shm", "_".join(map(str, words))).unlink()
+    all_reduce = torch.ops.deepspeed.inference_all_reduce_
+    return lambda out, inp: all_reduce(inp)
+
+
+class MixedStep:
+    """The work of a team of one rank."""
+
+    def measure(self, elements: int, effort: Mapping[str, Any]) -> dict[str, Any]:
+        others, missing = available(ADAM, cpu_adam)
+        result = run(kernels.mixed_step(kernels.Setting(elements), others), Effort(**effort))
+        result.parameters["missing"] = missing
+        return benchmark_as_dict(result)
+
+
+class AllReduce(collectives.Ranks):
+    """The work of one rank of several."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("cpu")
+        found, self.missing = available(SHM, lambda: shared_memory(rank, size))
+        self.others = {"all_reduce": found}
+
+    def result(self, name: str, effort: Effort) -> Result:
+        result = super().result(name, effort)
+        result.parameters["missing"] = self.missing
+        return result
+
+
+def make(rank: int, size: int, options: Mapping[str, Any]) -> MixedStep | AllReduce:
+    """For npuzero.bench.worker."""
+    return MixedStep() if size == 1 else AllReduce(rank, size)
+
+
+def results(python: str, quick: bool) -> Iterator[Result]:
+    """Measures everything in processes of ``python``; two threads, or two ranks of one."""
+    variables = DEEPSPEED.variables | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    worker = python_worker("benchmarks.peers.kernels", python)
+    cores = len(os.sched_getaffinity(0))
+    with Team("mixed step", worker, 1, threads=cores, variables=variables) as team:
+        elements = kernels.QUICK_ELEMENTS if quick else kernels.ELEMENTS
+        yield benchmark_from_dict(team.ask("measure", elements=elements, effort=asdict(kernels.effort(quick)))[0])
+    with Team("2 ranks", worker, 2, threads=max(1, cores // 2), variables=variables) as team:
+        for name in collectives.names(quick):
+            if name.startswith("all_reduce/"):
+                told = team.ask("measure", name=name, effort=asdict(collectives.effort(quick)))
+                yield benchmark_from_dict(told[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pip", type=shlex.split, default=[], help="further arguments of pip install")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: a smoke run")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/deepspeed.json"), metavar="FILE", help="for JSON")
+    options = parser.parse_args()
+    python, made, reason = str(DEEPSPEED.python), {}, ""
+    try:
+        made = DEEPSPEED.ensure(options.pip)
+    except NotInstalled as error:
+        python, reason = sys.executable, str(error)
+    record = Record.begin(SUITE, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint(), quick=options.quick)
+    for result in results(python, options.quick):
+        result.name = f"{SUITE}/{result.name}"
+        result.parameters["environment"] = made
+        if reason:
+            result.parameters["missing"] = dict.fromkeys(result.parameters["missing"], reason)
+        record.results.append(result)
+    record.write(options.out)
+    print(render(record))
+    missing = {name: why for result in record.results for name, why in result.parameters["missing"].items()}
+    print("".join(f"{name} is missing: {why}\n" for name, why in missing.items()))
+
+
+if __name__ == "__main__":
+    main()
