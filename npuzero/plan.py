@@ -205,6 +205,14 @@ class MeshShape:
             size *= self.node if axis == NODE else self.local
         return size
 
+    def index(self, axes: Axes, rank: int) -> int:
+        """Which shard of something cut over ``axes`` is global rank ``rank``'s: the first axis is outermost."""
+        place = {NODE: rank // self.local, LOCAL: rank % self.local}
+        index = 0
+        for axis in axes:
+            index = index * (self.node if axis == NODE else self.local) + place[axis]
+        return index
+
 
 @dataclass(frozen=True)
 class Plan:

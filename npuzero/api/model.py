@@ -15,7 +15,7 @@ from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import Plan, PrecisionLike, Report
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
-from npuzero.shard.engine import Engine
+from npuzero.shard.engine import Engine, engine_of
 
 PlanLike = Plan | str | int | float
 
@@ -248,23 +248,6 @@ def _misfit(named: Mapping[str, Tensor], state: object) -> CheckpointError | Non
             got = f"shape {tuple(value.shape)} on {value.device}"
             return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=got, do=do)
     return None
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model made by :func:`zero`.
-
-    Raises:
-        StateError: there is none.
-    """
-    engine = getattr(model, "_npuzero", None)
-    if engine is None:
-        raise StateError(
-            type(model).__name__,
-            expected="a model made by npuzero.zero()",
-            got="a plain module",
-            do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
-        )
-    return engine  # type: ignore[no-any-return]
 
 
 def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None) -> Plan:

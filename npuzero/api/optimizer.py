@@ -232,16 +232,40 @@ class ZeroOptimizer(torch.optim.Optimizer):
         order = [number for group in groups for number in group["params"]]
         with torch.no_grad():
             for number, (_, parameter) in zip(order, self._parameters(), strict=True):
-                state = state_dict["state"].get(number)
-                if state is None:
-                    continue
-                _check_state(number, parameter, state, self._needs(parameter))
+                state = state_dict["state"].get(number, {})
+                if state:
+                    self._check_state(number, parameter, state)
                 engine = engine_behind(parameter)
                 place = engine.place(parameter) if engine else None
                 if engine is None:
                     self._restore_plain(parameter, state)
                 elif place is not None:
-                    self._restore(engine, *place, state)
+                    flat, i = place
+                    own = {k: flat.cut_like_own(i, v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
+                    self._restore(engine, flat, i, own)
+
+    def cut_state(self, flat: Flat) -> tuple[dict[str, Tensor], list[dict[str, float | None]]]:
+        """This rank's states of ``flat``, as every storage of them gives them.
+
+        Returns:
+            [n/S] float32 buffers by name, and per slot its numbers by name: None where it has a part of the buffer of
+            that name. The numbers are the same on all ranks.
+        """
+        return self._flat_state(flat), [self._described(flat, i) for i in flat.slots]
+
+    def load_cut_state(
+        self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: Sequence[Mapping[str, float | None]]
+    ) -> None:
+        """Take what :meth:`cut_state` gave, on whatever ranks; a slot without anything loses its state.
+
+        Raises:
+            CheckpointError: a slot lacks what the optimizer class needs.
+        """
+        for i, (parameter, state) in enumerate(zip(flat.parameters, slots, strict=True)):
+            if state:
+                self._check_names(flat.layout.slots[i].name, parameter, state)
+            own = flat.own_slots[i]
+            self._restore(engine, flat, i, {k: buffers[k][own] if v is None else v for k, v in state.items()})
 
     def _needs(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Names that a parameter's state must have; the others are the class's own business."""
@@ -252,7 +276,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         inner = self._inner or self._make_inner()
-        inner.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+        inner.state.pop(parameter, None)
+        if state:
+            inner.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
 
     def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
         """This rank's [n/S] buffers by name, put together from the ranges of the parameters."""
@@ -270,12 +296,42 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {} if stand_in is None or self._inner is None else dict(self._inner.state.get(stand_in, {}))
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
+        """Slot ``i``'s state: 1-D tensors of this rank's part of the slot, and numbers; nothing if it has none."""
         inner = self._inner or self._make_inner()
-        shape = flat.layout.slots[i].shape
-        inner.state[self._stand_ins[id(flat.parameters[i])]] = {
-            name: flat.cut_like_own(i, value).clone() if isinstance(value, Tensor) and value.shape == shape else value
-            for name, value in state.items()
-        }
+        stand_in = self._stand_ins.get(id(flat.parameters[i]))
+        if stand_in is not None:
+            inner.state.pop(stand_in, None)
+            if state:
+                inner.state[stand_in] = {
+                    k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()
+                }
+
+    def _check_state(self, number: int, parameter: nn.Parameter, state: object) -> None:
+        subject = f"optimizer state {number}"
+        if not isinstance(state, Mapping):
+            raise CheckpointError(
+                subject, expected="a mapping", got=type(state).__name__, do="Load a state of the same optimizer class."
+            )
+        self._check_names(subject, parameter, state)
+        for name, value in state.items():
+            shaped = name in self._needs(parameter) and name != "step"
+            if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{subject}.{name}",
+                    expected=f"shape {tuple(parameter.shape)}",
+                    got=str(tuple(value.shape)),
+                    do="Load a state of the same model.",
+                )
+
+    def _check_names(self, subject: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        needs = self._needs(parameter)
+        if any(name not in state for name in needs):
+            raise CheckpointError(
+                subject,
+                expected=f"a mapping with {', '.join(needs)}",
+                got=str(sorted(state)),
+                do="Load a state of the same optimizer class.",
+            )
 
     def _make_inner(self) -> torch.optim.Optimizer:
         """The optimizer that does the work, over this rank's ranges of the masters."""
@@ -308,25 +364,6 @@ def _as_config_error(subject: str, expected: str) -> Iterator[None]:
         raise ConfigError(
             subject, expected=expected, got=str(error), do="Correct the argument; torch's page of the class says more."
         ) from error
-
-
-def _check_state(number: int, parameter: nn.Parameter, state: Mapping[str, Any], needs: tuple[str, ...]) -> None:
-    if not isinstance(state, Mapping) or any(name not in state for name in needs):
-        raise CheckpointError(
-            f"optimizer state {number}",
-            expected=f"a mapping with {', '.join(needs)}",
-            got=str(sorted(state)) if isinstance(state, Mapping) else type(state).__name__,
-            do="Load a state of the same optimizer class.",
-        )
-    for name, value in state.items():
-        shaped = name in needs and name != "step"
-        if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {number}.{name}",
-                expected=f"shape {tuple(parameter.shape)}",
-                got=str(tuple(value.shape)),
-                do="Load a state of the same model.",
-            )
 
 
 class Adam(ZeroOptimizer):
@@ -479,9 +516,12 @@ class Adam(ZeroOptimizer):
         return {**state, "step": state["step"].clone()} if state else state  # its own memory, as torch's has
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        self._lines.clear()  # else the moments of before stay until the next step
+        self.state.pop(parameter, None)
+        if not state:
+            return
         self.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
         self.state[parameter]["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
-        self._lines.clear()  # else the moments of before stay until the next step
         if parameter.dtype != torch.float32 or not parameter.is_contiguous():
             like = torch.contiguous_format
             self.state[parameter].setdefault(
@@ -500,10 +540,10 @@ class Adam(ZeroOptimizer):
         return {"step": step, **self._flat_state(flat)} if step else {}
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
-        self._steps_of(flat)[i] = int(state["step"])
-        for name, buffer in self._moments_of(engine, flat).tensors().items():
-            own = flat.own_slots[i]
-            buffer[own].copy_(flat.cut_like_own(i, state[name]))
+        self._steps_of(flat)[i] = int(state.get("step", 0))
+        if state or flat in self._moments:
+            for name, buffer in self._moments_of(engine, flat).tensors().items():
+                buffer[flat.own_slots[i]].copy_(state[name] if state else torch.zeros(()))
 
 
 class AdamW(Adam):
@@ -551,6 +591,11 @@ def _ranges(plain: list[tuple[Options, nn.Parameter]], steps: list[float]) -> li
             ranges.append(Range(begin, end, group, int(step)))
             begin = end
     return ranges
+
+
+def _is_whole(name: str, value: object, parameter: nn.Parameter) -> bool:
+    """Whether ``value`` is a state of the parameter's shape, of which a rank keeps its part: a scalar's step is not."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name != "step")
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ class _Meeting:
         self.size = size
         self.changed = threading.Condition()
         self.regions: dict[tuple[tuple[int, ...], str], Any] = {}
-        self.exchanges: dict[int, dict[int, str]] = {}
+        self.exchanges: dict[tuple[str, int], dict[int, str]] = {}
         self.aborted: tuple[int, str] | None = None  # by which rank, and why
         self.left: set[int] = set()
         self.first_error: BaseException | None = None
@@ -68,15 +69,16 @@ class ThreadWorld(World):
     def __init__(self, rank: int, meeting: _Meeting, timeout_s: float) -> None:
         super().__init__(rank, meeting.size, torch.device("cpu"), range(meeting.size), timeout_s)
         self._meeting = meeting
-        self._exchanges = 0
+        self._exchanges: Counter[str] = Counter()
 
-    def exchange(self, value: object) -> list[Any]:
+    def exchange(self, value: object, channel: str = "") -> list[Any]:
         meeting = self._meeting
-        self._exchanges += 1
+        self._exchanges[channel] += 1
+        number = self._exchanges[channel]
         with meeting.changed:
-            values = meeting.exchanges.setdefault(self._exchanges, {})
+            values = meeting.exchanges.setdefault((channel, number), {})
             values[self.rank] = json.dumps(value)
-            meeting.exchanges.pop(self._exchanges - 2, None)
+            meeting.exchanges.pop((channel, number - 2), None)
             meeting.changed.notify_all()
             met = meeting.changed.wait_for(
                 lambda: len(values) == self.size or meeting.aborted or meeting.left - values.keys(), self.timeout_s
@@ -84,7 +86,7 @@ class ThreadWorld(World):
             if len(values) < self.size:
                 why = "rank {} aborted: {}".format(*meeting.aborted) if meeting.aborted else "the others ended"
                 raise CollectiveError(
-                    f"exchange #{self._exchanges} on rank {self.rank}",
+                    f"exchange #{number}{channel and f' of {channel}'} on rank {self.rank}",
                     expected=f"all {self.size} ranks within {self.timeout_s} s",
                     got=f"ranks {sorted(values)} alone" + (f": {why}" if met else ""),
                     do="See the error of the first rank that failed, or what the others do.",

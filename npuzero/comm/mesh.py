@@ -47,7 +47,8 @@ class Mesh:
 
     def index(self, axes: Axes) -> int:
         """This rank's place in ``ranks(axes)``."""
-        return self.ranks(axes).index(self.world.rank)
+        self._check(axes)
+        return self.shape.index(axes, self.world.rank)
 
     def size(self, axes: Axes) -> int:
         """How many ranks ``ranks(axes)`` has."""

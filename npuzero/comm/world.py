@@ -14,8 +14,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -84,8 +86,10 @@ class World(ABC):
             return self._communicators[key]
 
     @abstractmethod
-    def exchange(self, value: object) -> list[Any]:
+    def exchange(self, value: object, channel: str = "") -> list[Any]:
         """The values of all ranks, by rank; small and made of what JSON knows. All ranks call it.
+
+        Exchanges on different channels do not disturb each other, so a thread beside the main one takes its own.
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
@@ -127,11 +131,30 @@ class SingleWorld(World):
     def __init__(self, device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(0, 1, torch.device(device), (0,), timeout_s)
 
-    def exchange(self, value: object) -> list[Any]:
+    def exchange(self, value: object, channel: str = "") -> list[Any]:
         return [json.loads(json.dumps(value))]
 
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
         raise AssertionError("a world of one rank has groups of one rank only")
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One meeting of all ranks on a channel."""
+
+    channel: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"exchange #{self.number}" + (f" of {self.channel}" if self.channel else "")
+
+    @property
+    def before(self) -> _Exchange:
+        return _Exchange(self.channel, self.number - 1)
+
+    def key(self, rank: int) -> str:
+        """Where a rank's value lies in the store."""
+        return f"exchange/{self.channel}/{self.number}/{rank}"
 
 
 class Store(shared_memory.Store, Protocol):
@@ -169,16 +192,17 @@ class ProcessWorld(World):
         self._store = store
         self._backend = backend
         self._buffer_mb = buffer_mb
-        self._exchanges = 0
+        self._exchanges: Counter[str] = Counter()
         self._pulses: dict[int, Any] = {}
         self._meet()
 
-    def exchange(self, value: object) -> list[Any]:
-        self._exchanges += 1
-        self._store.set(self._exchange_key(self._exchanges, self.rank), json.dumps(value))
-        values = [json.loads(self._await(rank)) for rank in range(self.size)]
+    def exchange(self, value: object, channel: str = "") -> list[Any]:
+        self._exchanges[channel] += 1
+        exchange = _Exchange(channel, self._exchanges[channel])
+        self._store.set(exchange.key(self.rank), json.dumps(value))
+        values = [json.loads(self._await(exchange, rank)) for rank in range(self.size)]
         # Everybody is here, so everybody has left the exchange before.
-        self._store.delete_key(self._exchange_key(self._exchanges - 1, self.rank))
+        self._store.delete_key(exchange.before.key(self.rank))
         return values
 
     def abort(self, reason: str) -> None:
@@ -238,30 +262,26 @@ class ProcessWorld(World):
         opened = all(_can_open(met[rank][2], rank) for rank in self.local)
         self._named = not all(self.exchange(opened))
 
-    def _exchange_key(self, number: int, rank: int) -> str:
-        return f"exchange/{number}/{rank}"
-
-    def _await(self, rank: int) -> bytes:
+    def _await(self, exchange: _Exchange, rank: int) -> bytes:
         """What ``rank`` set in this exchange; while it is not there, looks for reasons that it never will be."""
-        key = self._exchange_key(self._exchanges, rank)
+        key = exchange.key(rank)
         begin = time.monotonic()
         pause_s = 0.0005
+
+        def give_up(expected: str, got: str, do: str) -> None:
+            raise CollectiveError(f"{exchange} on rank {self.rank}", expected=expected, got=got, do=do)
+
         while not self._store.check([key]):
             waited_s = time.monotonic() - begin
             if self._store.check(["abort"]):
-                self._give_up("every rank to go on", self._store.get("abort").decode(), "See the error of that rank.")
+                give_up("every rank to go on", self._store.get("abort").decode(), "See the error of that rank.")
             if rank in self._pulses and self._pulses[rank].dead() and not self._store.check([key]):
-                self._give_up(f"rank {rank}", f"rank {rank} is dead", f"Look at the last output of rank {rank}.")
+                give_up(f"rank {rank}", f"rank {rank} is dead", f"Look at the last output of rank {rank}.")
             if waited_s > self.timeout_s:
-                self._give_up(
-                    f"rank {rank} within {self.timeout_s} s", "nothing", "See what it does, or raise timeout_s."
-                )
+                give_up(f"rank {rank} within {self.timeout_s} s", "nothing", "See what it does, or raise timeout_s.")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S)
         return self._store.get(key)
-
-    def _give_up(self, expected: str, got: str, do: str) -> None:
-        raise CollectiveError(f"exchange #{self._exchanges} on rank {self.rank}", expected=expected, got=got, do=do)
 
 
 def process_world(

@@ -410,11 +410,22 @@ class Engine:
 
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Replace parameters by whole tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
+        self.settle()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
+
+    def settle(self) -> None:
+        """Waits for what is under way, so that masters and resting parameters may be read and written. Collective."""
         for unit in self.units:
             self._restorer.finish(unit)
             self._gatherer.release(unit)
-            for flat in unit.flats:
-                flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
+
+    def restore_parameters(self) -> None:
+        """R4, at once: masters were written, and every rank's resting parameters follow. Collective."""
+        for unit in self.units:
+            self._restorer.start(unit)
+            self._restorer.finish(unit)
 
     def __deepcopy__(self, memo: object) -> Engine:
         raise self.uncopied("copied")
@@ -429,6 +440,23 @@ class Engine:
             got="copy or pickle of the module",
             do="Use npuzero.full_state_dict(model) and load it into a plain model.",
         )
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a model made by :func:`npuzero.zero`.
+
+    Raises:
+        StateError: there is none.
+    """
+    engine = getattr(model, "_npuzero", None)
+    if engine is None:
+        raise StateError(
+            type(model).__name__,
+            expected="a model made by npuzero.zero()",
+            got="a plain module",
+            do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
+        )
+    return engine  # type: ignore[no-any-return]
 
 
 def _any(flags: Mapping[Flat, list[bool]]) -> bool:
@@ -454,10 +482,10 @@ class EngineReference(weakref.ref[Engine]):
 
 
 def _opener(engine: Engine, unit: Unit, name: str) -> Callable[[], None]:
-    engine_of, unit_of = weakref.ref(engine), weakref.ref(unit)
+    its_engine, its_unit = weakref.ref(engine), weakref.ref(unit)
 
     def open_() -> None:
-        engine, unit = engine_of(), unit_of()
+        engine, unit = its_engine(), its_unit()
         if engine is None or unit is None:
             raise deleted(f"parameter {name}")
         engine.open(unit, name)

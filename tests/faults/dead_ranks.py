@@ -160,5 +160,5 @@ def dies_before_zero(world: World, stage: str) -> None:
 
 def dies_in_zero(world: World, stage: str) -> None:
     if world.rank == CULPRIT:
-        world.exchange = lambda value: kill_me()  # type: ignore[assignment,method-assign]
+        world.exchange = lambda *_: kill_me()  # type: ignore[assignment,method-assign]
     train(world, stage, 1, lambda *_: None)

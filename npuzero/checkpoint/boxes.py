@@ -1,0 +1,66 @@
+"""Boxes: which n-dimensional parts of a tensor a contiguous range of its elements covers. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned part of a tensor: its offset and its size in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes_of(shape: Sequence[int], begin: int, end: int, limit: int | None = None) -> list[Box]:
+    """The elements ``[begin, end)`` of a contiguous tensor of ``shape``, as boxes in the order of the elements.
+
+    Each box is itself a contiguous range. There are at most ``2 * dimensions - 1`` of them, one more for each time
+    that a box is cut further to keep within ``limit`` elements.
+    """
+    shape = tuple(shape)
+    return [part for box in _cover(shape, begin, end) for part in _within(box, limit)]
+
+
+def _cover(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # inside one row
+        yield from _row(shape, last, begin - last * row, end - last * row)
+        return
+    yield from _row(shape, first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _row(shape, last, 0, end - last * row)
+
+
+def _row(shape: tuple[int, ...], index: int, begin: int, end: int) -> Iterator[Box]:
+    """The elements ``[begin, end)`` of row ``index``; a whole row is left to the caller."""
+    if 0 < end - begin < math.prod(shape[1:]):
+        for box in _cover(shape[1:], begin, end):
+            yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def _within(box: Box, limit: int | None) -> Iterator[Box]:
+    if limit is None or box.numel <= limit:
+        yield box
+        return
+    axis = next(i for i, size in enumerate(box.sizes) if size > 1)
+    size = box.sizes[axis]
+    step = max(1, limit * size // box.numel)
+    for start in range(0, size, step):
+        offsets = (*box.offsets[:axis], box.offsets[axis] + start, *box.offsets[axis + 1 :])
+        sizes = (*box.sizes[:axis], min(step, size - start), *box.sizes[axis + 1 :])
+        yield from _within(Box(offsets, sizes), limit)
