@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,34 @@ def test_full_slots() -> None:
         comm_cases.check_all_to_all(group, torch.float32, 300_001)
 
     comm.run_threads(3, large)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a policy of Linux")
+def test_what_a_rank_says_is_there_is_there() -> None:
+    """Both ranks are on one core, and rank 0 gives way as soon as it wakes the other: it has posted, and no more."""
+    kib_64 = 2**14
+    numels = (1, kib_64 - 1, kib_64, kib_64 + 1, kib_64, 2 * kib_64)
+
+    def body(world: World) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        group = world.communicator((0, 1), "uneven")
+        brought = [[torch.full((numel,), float(3 * i + rank)) for rank in (0, 1)] for i, numel in enumerate(numels)]
+        sums = [both[world.rank].clone() for both in brought]
+
+        def reduce() -> None:
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread
+            if world.rank == 0:
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # any other thread goes first
+            for buffer in sums:
+                group.all_reduce(buffer).wait()
+
+        thread = threading.Thread(target=reduce)
+        thread.start()
+        thread.join()
+        return sums, [both[0] + both[1] for both in brought]
+
+    for sums, expected in comm.run_threads(2, body):
+        for got, want in zip(sums, expected, strict=True):
+            comm_cases.assert_bits(got, want, f"all_reduce of {want.numel()}")
 
 
 @pytest.mark.parametrize("size", (4, 8))
