@@ -266,14 +266,20 @@ def _batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(6, 24, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def _ordered_gradients(size: int) -> list[torch.Tensor]:
-    """What DDP's first step must give: each rank's gradient times one over their number, summed in their order."""
+def _ordered_gradients(kind: str, size: int) -> list[torch.Tensor]:
+    """What the first step must give. DDP scales each rank's gradient, and sums in the ranks' order; FSDP2 asks for an
+    average: the sum in the ranks' order (of bf16 in f32, rounded once), divided."""
     per_rank = []
     for rank in range(size):
-        model = _model()
-        model(_batch(rank, 0)).square().mean().backward()
-        per_rank.append([parameter.grad * (1 / size) for parameter in model.parameters()])  # type: ignore[operator]
-    return [summed(list(gradients)) for gradients in zip(*per_rank, strict=True)]
+        model, batch = _model(), _batch(rank, 0)
+        if kind == "fsdp bf16":
+            model, batch = model.bfloat16(), batch.bfloat16()
+        model(batch).float().square().mean().backward()
+        per_rank.append([parameter.grad for parameter in model.parameters()])
+    if kind == "ddp":
+        per_rank = [[gradient * (1 / size) for gradient in gradients] for gradients in per_rank]
+    sums = [summed(list(gradients)).to(gradients[0].dtype) for gradients in zip(*per_rank, strict=True)]
+    return sums if kind == "ddp" else [total.div(size).float() for total in sums]
 
 
 def _train(kind: str, group: Any, mesh: Any, rank: int) -> tuple[list[float], list[torch.Tensor]]:
@@ -282,17 +288,18 @@ def _train(kind: str, group: Any, mesh: Any, rank: int) -> tuple[list[float], li
     if kind == "ddp":
         trained: Any = nn.parallel.DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
     else:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh, reshard_after_forward=kind == "fsdp reshard")
-        trained = fully_shard(model, mesh=mesh, reshard_after_forward=kind == "fsdp reshard")
+        low = torch.bfloat16 if kind == "fsdp bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
+        for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=kind != "fsdp keep")
+        trained = model
         whole = lambda tensor: tensor.full_tensor()  # noqa: E731
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, foreach=False)
     losses, first = [], []
     for step in range(4):
-        loss = trained(_batch(rank, step)).square().mean()
+        loss = trained(_batch(rank, step)).float().square().mean()
         loss.backward()
         first = first or [whole(parameter.grad).clone() for parameter in model.parameters()]
         optimizer.step()
@@ -305,20 +312,17 @@ def _parity(world: World, folder: Path, kind: str) -> None:
     with shm(world, folder):
         group, mesh = None, dist.init_device_mesh("cpu", (world.size,))
         losses, gradients = _train(kind, group, mesh, world.rank)
-        for gradient, expected in zip(gradients, _ordered_gradients(world.size), strict=True):
-            if kind == "ddp":
-                assert_bits(gradient.view(-1), expected.view(-1), "gradient of DDP")
-            else:  # FSDP2 divides the sum
-                torch.testing.assert_close(gradient, expected)
+        for gradient, expected in zip(gradients, _ordered_gradients(kind, world.size), strict=True):
+            assert_bits(gradient.view(-1), expected.view(-1), f"gradient of {kind}")
         gloo = dist.new_group(backend="gloo")
         theirs, _ = _train(kind, gloo, dist.DeviceMesh.from_group(gloo, "cpu"), world.rank)
         if world.size == 2:  # a + b is b + a
             assert losses == theirs
-        assert losses == pytest.approx(theirs, rel=1e-5)
+        assert losses == pytest.approx(theirs, rel=2**-8 if "bf16" in kind else 1e-5)  # gloo sums in bf16
 
 
 @pytest.mark.parametrize("size", (2, 3))
-@pytest.mark.parametrize("kind", ("ddp", "fsdp keep", "fsdp reshard"))
+@pytest.mark.parametrize("kind", ("ddp", "fsdp keep", "fsdp reshard", "fsdp bf16"))
 def test_parity(kind: str, size: int, tmp_path: Path) -> None:
     values(run_ranks(size, _parity, tmp_path, kind, folder=tmp_path))
 
