@@ -11,6 +11,7 @@ Importing touches no device and starts no compiler.
 from npuzero.api import (
     Adam,
     AdamW,
+    LossScaler,
     ZeroOptimizer,
     clip_grad_norm_,
     full_state_dict,
@@ -53,6 +54,7 @@ __all__ = [
     "ContractError",
     "CoreMissing",
     "KernelUnavailable",
+    "LossScaler",
     "Memory",
     "NpuZeroError",
     "OutOfSpace",

@@ -12,10 +12,12 @@ from npuzero.api.model import (
     zero,
 )
 from npuzero.api.optimizer import Adam, AdamW, ZeroOptimizer
+from npuzero.api.scaler import LossScaler
 
 __all__ = [
     "Adam",
     "AdamW",
+    "LossScaler",
     "ZeroOptimizer",
     "clip_grad_norm_",
     "full_state_dict",

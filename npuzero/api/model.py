@@ -130,24 +130,33 @@ def report(model: nn.Module) -> Report:
     return engine_of(model).report()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
-    """Clip the gradients of a cut model by their global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` would.
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the gradients of a cut model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
 
     The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
-    optimizer's update. Collective: call it on every rank.
+    optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before.
+
+    Args:
+        model: made by :func:`zero`.
+        max_norm: positive.
+        norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
+        error_if_nonfinite: raise where the norm is inf or NaN.
 
     Returns:
         The norm before clipping, a float32 scalar on the device.
 
     Raises:
         StateError: the model is not cut; with ``error_if_nonfinite``, gradients that are inf or nan.
-        ConfigError: ``max_norm`` is no positive number.
+        ConfigError: ``max_norm`` or ``norm_type`` is no positive number.
     """
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm > 0:
-        raise ConfigError(
-            "clip_grad_norm_: max_norm", expected="a positive number", got=repr(max_norm), do="Give e.g. 1.0."
-        )
-    return engine_of(model).clip(float(max_norm), error_if_nonfinite)
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigError(
+                f"clip_grad_norm_: {name}", expected="a positive number", got=repr(value), do="Give e.g. 1.0."
+            )
+    return engine_of(model).clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from npuzero import ops
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.optim import AdamState, Range, segments
+from npuzero.optim import AdamState, Range, TakenSteps, dynamic_rows, segments
 from npuzero.shard.engine import Engine, deleted
 from npuzero.shard.unit import Flat
 
@@ -134,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner = self._inner or self._make_inner()
         for group, mirror in zip(self.param_groups, inner.param_groups, strict=True):
             mirror.update((key, value) for key, value in group.items() if key != "params")
+        ready = [engine for engine in ready if engine.skip is None or not engine.skip.item()]
         for engine in ready:
             for flat in engine.flats():
                 flat.own_gradient.mul_(engine.gradient_scale)
@@ -386,6 +388,8 @@ class Adam(ZeroOptimizer):
         super().__init__(kind, params, **options)
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
+        # Once a loss scaler has a say only the device knows whether a step is taken: then it counts.
+        self._taken: weakref.WeakKeyDictionary[Engine, TakenSteps] = weakref.WeakKeyDictionary()
         self._lines: dict[torch.device, ops.Line] = {}
         self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
@@ -400,25 +404,50 @@ class Adam(ZeroOptimizer):
 
     def _update_cut(self, engine: Engine, members: Mapping[int, Options]) -> None:
         """One launch for all flats of a model: this rank's shards laid end to end."""
+        taken = self._counted_on_device(engine)
+        updated = [
+            [
+                used and id(parameter) in members
+                for parameter, used in zip(flat.parameters, engine.used(flat), strict=True)
+            ]
+            for flat in engine.flats()
+        ]
+        attempts = taken.attempt(list(itertools.chain(*updated))) if taken else []
+        rows: dict[tuple[int, int], int] = {}  # group of options and count of steps: the row of the table for them
         shards: list[Flat] = []
         ranges: list[Range] = []
-        start = 0
-        for flat in engine.flats():
-            steps = self._steps_of(flat)
-            counts = False
-            for i, (parameter, used) in enumerate(zip(flat.parameters, engine.used(flat), strict=True)):
-                group = members.get(id(parameter))
-                if used and group is not None:
-                    counts = True
-                    steps[i] += 1
-                    own = flat.own_slots[i]
-                    if own.start < own.stop:
-                        ranges.append(Range(start + own.start, start + own.stop, group, steps[i]))
-            if counts:  # also on a rank whose shard is all padding, so that every rank holds the same
+        start = slots = 0
+        for flat, used in zip(engine.flats(), updated, strict=True):
+            steps = None if taken else self._steps_of(flat)
+            for i in itertools.compress(flat.slots, used):
+                group, own = members[id(flat.parameters[i])], flat.own_slots[i]
+                step, row = 0, None
+                if steps is not None:
+                    steps[i] = step = steps[i] + 1
+                elif taken is not None:
+                    row = rows.setdefault((id(group), taken.group[slots + i]), len(rows))
+                if own.start < own.stop:
+                    ranges.append(Range(start + own.start, start + own.stop, group, step, row))
+            slots += len(used)
+            if any(used):  # also on a rank whose shard is all padding, so that every rank holds the same
                 shards.append(flat)
                 start += flat.master.numel()
+        dynamic = None
+        if taken is not None and rows:
+            options = {id(group): group for group in self.param_groups}
+            counts = torch.stack([attempts[count] for _, count in rows])
+            dynamic = dynamic_rows([options[group] for group, _ in rows], counts, self._decoupled)
+            taken.take(list(itertools.chain(*updated)), engine.skip)
         line = self._cut_line(engine, shards)
-        line.update([flat.own_gradient for flat in shards], segments(ranges, self._decoupled), engine.gradient_scale)
+        gradients = [flat.own_gradient for flat in shards]
+        line.update(gradients, segments(ranges, self._decoupled), engine.gradient_scale, engine.skip, dynamic)
+
+    def _counted_on_device(self, engine: Engine) -> TakenSteps | None:
+        """The counts of steps, by slot, once a step may have been skipped without the host's knowledge."""
+        if engine.skip is not None and engine not in self._taken:
+            steps = [step for flat in engine.flats() for step in self._steps_of(flat)]
+            self._taken[engine] = TakenSteps(steps, engine.space.device)
+        return self._taken.get(engine)
 
     def _cut_line(self, engine: Engine, shards: list[Flat]) -> ops.Line:
         """What the update of ``shards`` writes; an engine's buffers stay where they are."""
@@ -436,7 +465,13 @@ class Adam(ZeroOptimizer):
         return line
 
     def _steps_of(self, flat: Flat) -> list[int]:
-        """Per slot: how often it was updated."""
+        """Per slot: how often it was updated; waits for the device where only that knows."""
+        engine = engine_behind(flat.parameters[0])
+        taken = self._taken.pop(engine, None) if engine else None
+        if engine and taken:
+            steps = iter(taken.settled())
+            for each in engine.flats():
+                self._steps[each] = [next(steps) for _ in each.slots]
         return self._steps.setdefault(flat, [0] * len(flat.parameters))
 
     def _moments_of(self, engine: Engine, flat: Flat) -> AdamState:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 
 from npuzero import observe
 from npuzero.comm import Mesh, World
@@ -36,7 +37,8 @@ class Engine:
     Attributes:
         units: the root unit first, then the others in the order they are registered.
         plan, world, settings, mesh, space: what it was made with.
-        gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping).
+        gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
+        skip: [1] float32 on the device, or None: where it is not zero, the present step changes nothing.
 
     Raises:
         ConfigError: the model cannot be cut, or the ranks disagree on it.
@@ -52,6 +54,7 @@ class Engine:
         self.space = Space(world.device)
         self.units = build_units(specs, plan, settings, self.mesh)
         self.gradient_scale = torch.ones(1, device=world.device)
+        self.skip: Tensor | None = None
         self._gatherer = Gatherer(self.mesh)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
         self._restorer = Restorer(self.mesh, plan)
@@ -63,7 +66,8 @@ class Engine:
         self._census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
         self._parts = torch.zeros(len(self._flats), 2, dtype=torch.float64, device=world.device)
         self._used: dict[Flat, list[bool]] | None = None  # per slot, once agreed on for the present gradients
-        self._clipped = False
+        self._sums: Tensor | None = None  # of the present gradients, over all ranks: squares, non-finite elements
+        self._scaled = False  # gradient_scale is not 1
         self._reducing = False
         self._no_sync = False
         # Backward passes of this step so far, and of the last step: R3 overlaps with the last one, if it is foreseen.
@@ -175,13 +179,13 @@ class Engine:
         present = self._present()
         if not _any(present):  # whoever zeroed the gradients, and however
             self._forget_gradients()
-        elif self._clipped:  # more gradients come after clipping: scale what there is, as torch's clipping would have
+        elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             for flat in self.flats():
                 flat.own_gradient.mul_(self.gradient_scale)
             self.gradient_scale.fill_(1.0)
-            self._clipped = False
+            self._scaled = False
         self._clear_dropped(present)
-        self._used = None
+        self._used = self._sums = None
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
         for unit in self.units:
@@ -293,7 +297,8 @@ class Engine:
     def _forget_gradients(self) -> None:
         self._reducer.reset()
         self.gradient_scale.fill_(1.0)
-        self._clipped = False
+        self._scaled = False
+        self.skip = None
 
     def _agree(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
         """True where any rank says True."""
@@ -305,35 +310,64 @@ class Engine:
         agreed = iter(votes.tolist())
         return {flat: [next(agreed) > 0 for _ in flat.slots] for flat in self._flats}
 
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
-        """Global L2 norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Global norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
 
-        Squares are summed in float64, where the order of the sum moves less than float32 can hold: however the plan
+        Powers are summed in float64, where the order of the sum moves less than float32 can hold: however the plan
         cuts the gradients, the norm has the same bits, but for sums within 1e-15 of a rounding boundary.
         """
         total = torch.zeros((), device=self.space.device)
         if self.finish_gradients():
-            squares, nonfinite = self._sum_squares()
-            total = squares.sqrt() * self.gradient_scale[0]
-            if error_if_nonfinite and not (nonfinite == 0).item():
+            total = (self._norm(norm_type) * self.gradient_scale[0]).float()
+            if error_if_nonfinite and not total.isfinite().item():
                 raise StateError(
                     "clip_grad_norm_",
                     expected="finite gradients",
-                    got=f"{int(nonfinite)} elements that are inf or nan, here in units {self._nonfinite_units()}",
+                    got=f"a norm of {total.item()}, here from units {self._nonfinite_units()}",
                     do="Lower the learning rate or look at the loss; zero_grad() drops these gradients.",
                 )
-            self.gradient_scale.mul_((max_norm / (total + 1e-6)).clamp(max=1.0))
-            self._clipped = True
+            self._scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
-    def _sum_squares(self) -> tuple[Tensor, Tensor]:
-        """Sum of squares (float32) and number of non-finite elements, over unique elements of all gradients."""
-        for flat, part in zip(self._flats, self._parts, strict=True):
-            norm_unchecked(flat.own_gradient, part)
-        sums = self._parts.sum(0)
+    def unscale(self, inverse: Tensor) -> Tensor | None:
+        """Have gradients multiplied by ``inverse`` (float32, one element) at the update. Collective.
+
+        Returns:
+            () float32 on the device, not zero where an element of the gradients is inf or NaN, on any rank; None where
+            no rank has any gradient.
+        """
+        if not self.finish_gradients():
+            return None
+        self._scale_gradients(inverse)
+        return (self._sum()[1] != 0).float()
+
+    def _scale_gradients(self, by: Tensor) -> None:
+        self.gradient_scale.mul_(by)
+        self._scaled = True
+
+    def _norm(self, p: float) -> Tensor:
+        """() float64: the p-norm over unique elements of all gradients."""
+        if p == 2.0:
+            return self._sum()[0].sqrt()
+        axes, wide = self.plan.states.axes, torch.float64
+        shards = [flat.own_gradient for flat in self._flats if flat.own_gradient.numel()]
+        norms = torch.zeros(self.mesh.size(axes), dtype=wide, device=self.space.device)  # a rank's at its place
+        norms[self.mesh.index(axes)] = vector_norm(torch.stack([vector_norm(own, p, dtype=wide) for own in shards]), p)
+        return cast(Tensor, vector_norm(self._over_states(norms), p))
+
+    def _sum(self) -> Tensor:
+        """[2] float64: sum of squares and number of non-finite elements, over unique elements of all gradients."""
+        if self._sums is None:
+            for flat, part in zip(self._flats, self._parts, strict=True):
+                norm_unchecked(flat.own_gradient, part)
+            self._sums = self._over_states(self._parts.sum(0))
+        return self._sums
+
+    def _over_states(self, sums: Tensor) -> Tensor:
+        """``sums`` added up, in place, over the ranks that the states are cut over."""
         if self.mesh.size(self.plan.states.axes) > 1:
             self.mesh.communicator(self.plan.states.axes, "control").all_reduce(sums, tag="gradient norm").wait()
-        return sums[0].float(), sums[1]
+        return sums
 
     def _nonfinite_units(self) -> list[str]:
         return [u.name for u in self.units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
@@ -357,7 +391,7 @@ class Engine:
         sent["control"] = sum(self.mesh.control.values())
         self._last = Report(dict(self.space.peak), sent, self.plan, self.mesh.shape.world)
         self._step_begun = False
-        self._used = None
+        self._used = self._sums = self.skip = None
 
     def _begin_step(self) -> None:
         if not self._step_begun:

@@ -90,6 +90,10 @@ _REPR = (Tensor.__repr__, Tensor.__format__)
 _READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
 
 
+# What torch.amp.GradScaler does to gradients.
+_UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_SCALER = "npuzero.LossScaler(), which has the calls of torch.amp.GradScaler"
+_INSTEAD = "npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n)"
 # With create_graph=True autograd does not add in place.
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -195,7 +199,7 @@ class CutGradient(Tensor):
         if func in _ADDITIONS and in_backward() and isinstance(args[0], cls):
             args[0]._added = args[1]
             return args[0]
-        raise cls._unreadable(str(func))
+        raise cls._unreadable(str(func), _SCALER if func is _UNSCALING else _INSTEAD)
 
     def take_added(self) -> Tensor | None:
         """What autograd added to it since this was asked last."""
@@ -203,12 +207,12 @@ class CutGradient(Tensor):
         return added
 
     @staticmethod
-    def _unreadable(operation: str) -> StateError:
+    def _unreadable(operation: str, instead: str = _INSTEAD) -> StateError:
         return StateError(
             f"{operation} on a cut gradient",
             expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",
             got="a plain torch operation: no rank holds this gradient whole",
-            do="Use npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n).",
+            do=f"Use {instead}.",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -56,8 +56,12 @@ class Session(ABC):
         """``kind`` over ``params``, all parameters by default; ``fused``: in npuzero's own form where there is one."""
 
     @abstractmethod
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients; their norm before."""
+
+    @abstractmethod
+    def scaler(self, **options: Any) -> Any:
+        """A loss scaler."""
 
     @abstractmethod
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
@@ -78,8 +82,11 @@ class PlainSession(Session):
     ) -> torch.optim.Optimizer:
         return kind(self.model.parameters() if params is None else params, **options)
 
-    def clip(self, max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def scaler(self, **options: Any) -> Any:
+        return torch.amp.GradScaler("cpu", **options)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -104,8 +111,11 @@ class CutSession(Session):
         own = {torch.optim.AdamW: npuzero.AdamW, torch.optim.Adam: npuzero.Adam}
         return own[kind](params, **options) if fused and kind in own else npuzero.ZeroOptimizer(kind, params, **options)
 
-    def clip(self, max_norm: float) -> Tensor:
-        return npuzero.clip_grad_norm_(self.model, max_norm)
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return npuzero.clip_grad_norm_(self.model, max_norm, norm_type)
+
+    def scaler(self, **options: Any) -> Any:
+        return npuzero.LossScaler("cpu", **options)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return npuzero.no_sync(self.model)

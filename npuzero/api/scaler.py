@@ -1,0 +1,308 @@
+"""Loss scaling with the calls of ``torch.amp.GradScaler``, over cut models and plain ones."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuzero.api.optimizer import engine_behind
+from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.optim import LossScale
+from npuzero.shard.engine import Engine
+
+
+class _Stage(enum.Enum):
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
+
+
+class LossScaler:
+    """Multiplies the loss, so that small float16 gradients do not vanish, and skips steps that overflow.
+
+    In the place of ``torch.amp.GradScaler``, which cannot read cut gradients::
+
+        scaler = npuzero.LossScaler()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                  # where gradients are clipped or looked at
+        npuzero.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Every rank decides alike: a gradient that is inf or NaN anywhere skips the step everywhere, and parameters, masters
+    and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over a cut model the host waits for nothing:
+    whether a step was taken, and how many were (for the bias correction), is known on the device alone. Other
+    optimizers, and plain parameters, wait for the decision, as under torch's scaler.
+
+    Args:
+        device: accepted for torch's sake; the scale lives where the first loss does.
+        init_scale: to begin with.
+        growth_factor, growth_interval: after so many steps without an overflow the scale is multiplied so.
+        backoff_factor: and at an overflow so.
+        enabled: False makes every call what it is without a scaler.
+        hysteresis: overflows, since the scale last grew, from which on it goes down; 1 is torch's rule.
+        floor: the scale does not go below.
+
+    Raises:
+        ConfigError: arguments out of range.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        init_scale: float = 2.0**24,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        hysteresis: int = 1,
+        floor: float = 1.0,
+    ) -> None:
+        rules = {
+            "floor": (floor, math.isfinite(floor) and floor > 0, "a positive number"),
+            "init_scale": (init_scale, math.isfinite(init_scale) and init_scale >= floor, f"at least floor={floor}"),
+            "growth_factor": (growth_factor, 1 < growth_factor < math.inf, "more than 1"),
+            "backoff_factor": (backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
+            "growth_interval": (growth_interval, growth_interval >= 1, "at least 1"),
+            "hysteresis": (hysteresis, hysteresis >= 1, "at least 1"),
+        }
+        for name, (value, holds, expected) in rules.items():
+            if not holds:
+                raise ConfigError(f"LossScaler: {name}", expected=expected, got=repr(value), do="Correct it.")
+        self._enabled = enabled
+        self._settings: dict[str, Any] = {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "floor": floor,
+        }
+        self._begins = {"scale": float(init_scale), "window": 0, "patience": hysteresis, "skipped": 0}
+        self._state: LossScale | None = None
+        # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
+        self._stages: dict[int, _Stage] = {}
+        self._found: dict[int, Tensor] = {}
+
+    # -- a training step -------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or an iterable of tensors, multiplied by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self._state_on(outputs.device).scale
+        if isinstance(outputs, Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ConfigError(
+            "LossScaler.scale", expected="a tensor or an iterable of tensors", got=repr(outputs), do="Pass the loss."
+        )
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the optimizer's gradients by the scale. Collective over a cut model; once a step.
+
+        Raises:
+            StateError: called out of turn, or there is no gradient.
+        """
+        if not self._enabled:
+            return
+        self._expect(optimizer, "unscale_", None)
+        state = self._begun("unscale_")
+        inverse = state.inverse()
+        engines, plain = _split(optimizer)
+        found = [engine.unscale(inverse) for engine in engines]
+        found += [_unscale(gradient, inverse) for gradient in plain]
+        present = [part.to(state.scale.device) for part in found if part is not None]
+        if not present:
+            raise StateError(
+                "LossScaler.unscale_",
+                expected="gradients",
+                got="none on any rank",
+                do="Call it after scaler.scale(loss).backward().",
+            )
+        overflow = torch.stack([part.view(()) for part in present]).amax()
+        for engine in engines:
+            engine.skip = overflow.view(1).to(engine.space.device)
+        self._found[id(optimizer)] = overflow
+        self._stages[id(optimizer)] = _Stage.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()`` on unscaled gradients, without effect where they overflowed; collective as that is.
+
+        Raises:
+            StateError: called out of turn, or with a closure.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or "closure" in kwargs:
+            raise StateError(
+                "LossScaler.step",
+                expected="a step without closure: the gradients are there already",
+                got="one",
+                do="Run backward on the scaled loss first, then scaler.step(optimizer).",
+            )
+        if self._stages.get(id(optimizer)) is not _Stage.UNSCALED:
+            self._expect(optimizer, "step", None)
+            self.unscale_(optimizer)
+        self._stages[id(optimizer)] = _Stage.STEPPED
+        if _split(optimizer)[1] and self._found[id(optimizer)].item():
+            return None
+        return optimizer.step(**kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale by what the steps since the last call found, or sets it.
+
+        Raises:
+            StateError: no step since.
+        """
+        if not self._enabled:
+            return
+        state = self._begun("update")
+        if new_scale is not None:
+            state.scale.copy_(torch.as_tensor(new_scale).view(()))
+        elif not self._found:
+            raise self._out_of_turn("update", "a step before it", "none since the last update")
+        else:
+            state.update(torch.stack(list(self._found.values())).amax())
+        self._found.clear()
+        self._stages.clear()
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The scale now, 1 where disabled; waits for the device."""
+        return float(self._now()["scale"]) if self._enabled else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped so far; waits for the device."""
+        return int(self._now()["skipped"])
+
+    def get_growth_factor(self) -> float:
+        return float(self._settings["growth_factor"])
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._set("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        return float(self._settings["backoff_factor"])
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._set("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        return int(self._settings["growth_interval"])
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._set("growth_interval", new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's shape, with what torch's has not beside it; ``{}`` where disabled. Waits for the device."""
+        if not self._enabled:
+            return {}
+        now = self._now()
+        return {
+            "scale": now["scale"],
+            **self._settings,
+            "_growth_tracker": now["window"],
+            "_patience": now["patience"],
+            "_skipped": now["skipped"],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave, or that of torch's scaler; nothing where disabled.
+
+        Raises:
+            CheckpointError: no such state.
+        """
+        if not self._enabled:
+            return
+        needs = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        if not isinstance(state_dict, Mapping) or any(name not in state_dict for name in needs):
+            raise CheckpointError(
+                "loss scaler state",
+                expected=f"a mapping with {', '.join(needs)}",
+                got=str(sorted(state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__,
+                do="Load what a scaler's state_dict() gave; a disabled one gives nothing.",
+            )
+        self._settings.update((name, state_dict[name]) for name in self._settings if name in state_dict)
+        self._begins = {
+            "scale": state_dict["scale"],
+            "window": state_dict["_growth_tracker"],
+            "patience": state_dict.get("_patience", self._settings["hysteresis"]),
+            "skipped": state_dict.get("_skipped", 0),
+        }
+        if self._state is not None:
+            self._state = self._made(self._state.scale.device)
+
+    def _set(self, name: str, value: float) -> None:
+        self._settings[name] = value
+        if self._state is not None:
+            setattr(self._state, name, value)
+
+    def _made(self, device: torch.device) -> LossScale:
+        state = LossScale(device, self._begins["scale"], **self._settings)
+        for name in ("window", "patience", "skipped"):
+            getattr(state, name).fill_(self._begins[name])
+        return state
+
+    def _state_on(self, device: torch.device) -> LossScale:
+        if self._state is None:
+            self._state = self._made(device)
+        return self._state
+
+    def _now(self) -> dict[str, Any]:
+        if self._state is None:
+            return self._begins
+        return {name: getattr(self._state, name).item() for name in self._begins}
+
+    def _begun(self, call: str) -> LossScale:
+        if self._state is None:
+            raise self._out_of_turn(call, "a loss scaled before", "none yet")
+        return self._state
+
+    def _expect(self, optimizer: torch.optim.Optimizer, call: str, stage: _Stage | None) -> None:
+        now = self._stages.get(id(optimizer))
+        if now is not stage:
+            raise self._out_of_turn(
+                call, "once per optimizer between updates", f"gradients that are {now and now.value}"
+            )
+
+    @staticmethod
+    def _out_of_turn(call: str, expected: str, got: str) -> StateError:
+        do = "Call scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), update(), in this order."
+        return StateError(f"LossScaler.{call}", expected=expected, got=got, do=do)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As ``torch.amp.GradScaler``: between steps, and without tensors."""
+        if self._stages:
+            raise self._out_of_turn("pickle", "no step under way", "gradients that update() has not seen")
+        return {**self.__dict__, "_begins": self._now(), "_state": None}
+
+
+def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
+    """The engines of the optimizer's cut parameters, and the gradients of its plain ones."""
+    engines: dict[int, Engine] = {}
+    plain = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            engine = engine_behind(parameter)
+            if engine is not None:
+                engines[id(engine)] = engine
+            elif parameter.grad is not None:
+                plain.append(parameter.grad)
+    return list(engines.values()), plain
+
+
+def _unscale(gradient: Tensor, inverse: Tensor) -> Tensor:
+    """Unscales a plain gradient in place; () float32, not zero where an element is inf or NaN."""
+    gradient.mul_(inverse.to(gradient.device))
+    return (~gradient.isfinite()).any().float()

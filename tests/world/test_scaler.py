@@ -1,0 +1,328 @@
+"""Loss scaling: every decision is that of torch's scaler, and a skipped step leaves no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import npuzero
+from npuzero import LossScaler, comm
+from npuzero.comm import World
+from npuzero.optim import TakenSteps
+from world.toy import ToyGPT, build, loss_of, tokens_of
+from world.train import CutSession, Session, State, assert_same_bits, check, run_cut
+
+PLANS = ("zero1", "zero3", "hsdp")
+every_plan = pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
+)
+#: By step: which of the ranks overflow, modulo their number.
+OVERFLOWS: dict[int, tuple[int, ...]] = {1: (0,), 2: (3,), 6: (1, 2), 7: (0, 1, 2, 3)}
+STEPS = 10
+
+
+def poisoned(session: Session, step: int, micro_batch: int = 0) -> Tensor:
+    """The loss, of which some ranks' part is infinite."""
+
+    def of(rank: int) -> Tensor:
+        bad = any(rank == other % session.world for other in OVERFLOWS.get(step, ()))
+        loss = loss_of(session.model, tokens_of(step, micro_batch, rank))
+        return loss * math.inf if bad and micro_batch == 0 else loss
+
+    return session.mean(of)
+
+
+def decisions(
+    optimizer: Callable[[Session], torch.optim.Optimizer], clip: float | None = None, micro_batches: int = 1
+) -> Callable[[Session], State]:
+    """A loop whose scaler overflows as the table says; what the scaler was after each step."""
+
+    def scenario(session: Session) -> State:
+        updates = optimizer(session)
+        scaler = session.scaler(init_scale=2.0**12, growth_interval=3)
+        seen = []
+        for step in range(STEPS):
+            for micro_batch in range(micro_batches):
+                scaler.scale(poisoned(session, step, micro_batch)).backward()
+            if clip is not None:
+                scaler.unscale_(updates)
+                session.clip(clip)
+            looks = step in OVERFLOWS
+            before = (session.state(), updates.state_dict()["state"]) if looks else ({}, {})
+            scaler.step(updates)
+            scaler.update()
+            updates.zero_grad()
+            if looks:
+                assert_same_bits(session.state(), before[0])
+                assert_same_states(updates.state_dict()["state"], before[1])
+            state = scaler.state_dict()
+            seen.append([state["scale"], state["_growth_tracker"]])
+        return {"decisions": torch.tensor(seen)}
+
+    return scenario
+
+
+def assert_same_states(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for number, state in expected.items():
+        assert_same_bits(found[number], {name: torch.as_tensor(value) for name, value in state.items()})
+
+
+def adamw(session: Session) -> torch.optim.Optimizer:
+    return session.optimizer(torch.optim.AdamW, lr=3e-3)
+
+
+def momentum(session: Session) -> torch.optim.Optimizer:
+    return session.optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9)
+
+
+ADAMW, CLIPPED = decisions(adamw), decisions(adamw, clip=0.5, micro_batches=2)
+MOMENTUM = decisions(momentum)
+
+
+@every_plan
+@pytest.mark.parametrize("scenario", [ADAMW, CLIPPED, MOMENTUM], ids=["AdamW", "clipped", "momentum"])
+def test_decisions_are_torchs(plan: str, scenario: Callable[[Session], State]) -> None:
+    found = check(scenario, 4, plan=plan, local_size=2)["decisions"]
+    assert found[:3, 0].tolist() == [2.0**12, 2.0**11, 2.0**10]
+    assert found[-1].tolist() == [2.0**9, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_decisions_are_torchs_on_fewer_ranks(plan: str, size: int) -> None:
+    check(CLIPPED, size, plan=plan)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@every_plan
+def test_a_skipped_step_leaves_no_trace(plan: str, precision: str) -> None:
+    """With a scaler and overflows: bit for bit what the other steps alone give, bias correction and all."""
+
+    def scaled(session: Session) -> None:
+        optimizer, scaler = adamw(session), session.scaler(init_scale=2.0**12, growth_interval=3)
+        for step in range(STEPS):
+            scaler.scale(poisoned(session, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {STEPS - 4.0}
+        assert scaler.skipped == 4
+
+    def plain(session: Session) -> None:
+        optimizer = adamw(session)
+        for step in set(range(STEPS)) - set(OVERFLOWS):
+            session.loss(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found, expected = (
+        run_cut(scenario, 4, plan=plan, local_size=2, precision=precision) for scenario in (scaled, plain)
+    )
+    assert_same_bits(found[0], expected[0])
+
+
+def test_float16_overflows_by_itself_and_learns() -> None:
+    """From 2^24 down to where gradients fit, alike under every stage; then the loss falls."""
+
+    def scenario(session: Session) -> State:
+        optimizer, scaler = session.optimizer(torch.optim.AdamW, lr=3e-3), session.scaler(init_scale=2.0**24)
+        losses = []
+        for _ in range(40):
+            loss = session.loss()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            session.clip(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        assert 0 < scaler.skipped < 20 and losses[-1] < 0.5 * losses[0]
+        return {"scale": torch.tensor(scaler.get_scale())}
+
+    first, *others = (run_cut(scenario, 2, plan=f"zero{stage}", precision="fp16")[0] for stage in range(4))
+    for other in others:
+        assert_same_bits(other, first)
+
+
+def test_parameters_that_come_and_go_have_steps_of_their_own() -> None:
+    """A block that some steps leave out, some of them skipped; its bias correction counts what it really took."""
+
+    class Sometimes(ToyGPT):
+        def run_blocks(self, x: Tensor) -> Tensor:
+            for i, block in enumerate(self.blocks):
+                if i != 1 or self.used:
+                    x = block(x)
+            return x
+
+    def scenario(session: Session) -> State:
+        optimizer, scaler = adamw(session), session.scaler(init_scale=2.0**12)
+        for step in range(STEPS):
+            session.model.used = step % 3 != 0
+            scaler.scale(poisoned(session, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        steps = [float(state["step"]) for _, state in sorted(optimizer.state_dict()["state"].items())]
+        return {"steps": torch.tensor(steps)}
+
+    assert set(check(scenario, 2, Sometimes, plan="zero3")["steps"].tolist()) == {3.0, 6.0}
+
+
+def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From unscaling to the new scale no value comes back to the host."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a value was asked for")
+
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(), 3, world=world)
+        optimizer, scaler = npuzero.AdamW(model.parameters()), LossScaler()
+        for _ in range(2):
+            scaler.scale(loss_of(model, tokens_of(0, 0, 0))).backward()
+            with monkeypatch.context() as patch:
+                for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy"):
+                    patch.setattr(Tensor, name, refuse)
+                scaler.unscale_(optimizer)
+                npuzero.clip_grad_norm_(model, 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+    comm.run_threads(1, rank)
+
+
+# -- the calls, over plain parameters ----------------------------------------------------------------------------------
+
+GRADIENTS = st.sampled_from([0.5, -3.0, 0.0, math.inf, -math.inf, math.nan])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    gradients=st.lists(st.tuples(GRADIENTS, GRADIENTS), min_size=1, max_size=30),
+    growth=st.sampled_from([1.5, 2.0, 3.0, 2.0**40]),
+    backoff=st.sampled_from([0.5, 0.75, 0.1]),
+    interval=st.integers(1, 5),
+    scale=st.sampled_from([1.0, 2.0**16, 3.0e38]),
+)
+def test_any_sequence_of_overflows_decides_as_torch(
+    gradients: list[tuple[float, float]], growth: float, backoff: float, interval: int, scale: float
+) -> None:
+    options = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval, "init_scale": scale}
+    contenders = [
+        (torch.amp.GradScaler("cpu", **options), [nn.Parameter(torch.ones(2)) for _ in range(2)]),
+        (LossScaler("cpu", **options, floor=2.0**-140), [nn.Parameter(torch.ones(2)) for _ in range(2)]),
+    ]
+    for pair in gradients:
+        seen = []
+        for scaler, parameters in contenders:
+            optimizer = torch.optim.SGD(parameters, lr=0.125)
+            scaler.scale(sum(parameter.sum() for parameter in parameters))  # the scale is made
+            for parameter, value in zip(parameters, pair, strict=True):
+                parameter.grad = torch.tensor([1.0, value])
+            scaler.step(optimizer)
+            scaler.update()
+            state = scaler.state_dict()
+            seen.append(([state["scale"], state["_growth_tracker"]], [p.tolist() for p in parameters]))
+        assert seen[0] == seen[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    overflows=st.lists(st.booleans(), min_size=1, max_size=60),
+    hysteresis=st.integers(1, 4),
+    interval=st.integers(1, 6),
+    floor=st.sampled_from([1.0, 2.0**9, 2.0**10]),
+)
+def test_hysteresis_and_floor(overflows: list[bool], hysteresis: int, interval: int, floor: float) -> None:
+    scaler = LossScaler(init_scale=2.0**10, growth_interval=interval, hysteresis=hysteresis, floor=floor)
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scale, window, patience = 2.0**10, 0, hysteresis
+    for overflow in overflows:
+        scaler.scale(parameter.sum())
+        parameter.grad = torch.tensor([math.nan if overflow else 0.0])
+        scaler.step(optimizer)
+        scaler.update()
+        window = 0 if overflow else window + 1
+        if overflow:
+            patience = max(patience - 1, 0)
+            scale = max(scale / 2, floor) if patience == 0 else scale
+        elif window == interval:
+            scale, window, patience = scale * 2, 0, hysteresis
+        assert scaler.get_scale() == scale
+    assert scaler.skipped == sum(overflows) and parameter.item() == 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    first=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    steps=st.lists(st.tuples(st.integers(0, 63), st.sampled_from([None, 0.0, 1.0])), max_size=20),
+)
+def test_steps_counted_on_the_device(first: list[int], steps: list[tuple[int, float | None]]) -> None:
+    """Of slots that begin with counts of their own; each step is taken by some, and may be skipped."""
+    taken, expected = TakenSteps(first, torch.device("cpu")), list(first)
+    for mask, skip in steps:
+        used = [bool(mask >> i & 1) for i in range(len(first))]
+        attempts = taken.attempt(used)
+        for i in range(len(first)):
+            if used[i]:
+                assert attempts[taken.group[i]].item() == expected[i] + 1
+                expected[i] += not skip
+        taken.take(used, None if skip is None else torch.tensor([skip]))
+        assert taken.settled() == expected
+
+
+def test_state_goes_both_ways_between_torchs_scaler_and_ours() -> None:
+    ours, theirs = LossScaler(init_scale=2.0**7, hysteresis=3), torch.amp.GradScaler("cpu", growth_interval=17)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.get_scale() == 2.0**7 and theirs.get_growth_interval() == 2000
+    theirs.scale(torch.ones(()))
+    theirs._growth_tracker.fill_(5)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state_dict()["_growth_tracker"] == 5 and ours.state_dict()["hysteresis"] == 3
+    assert not LossScaler(enabled=False).state_dict() and LossScaler(enabled=False).get_scale() == 1.0
+
+
+def test_settings_can_change_between_steps() -> None:
+    scaler, parameter = LossScaler(init_scale=8.0), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+
+    def step(value: float) -> float:
+        scaler.scale(parameter.sum())
+        parameter.grad = torch.tensor([value])
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    scaler.set_backoff_factor(0.25)
+    assert step(math.inf) == 2.0 and scaler.get_backoff_factor() == 0.25
+    scaler.set_growth_interval(1)
+    scaler.set_growth_factor(4.0)
+    assert step(1.0) == 8.0 and (scaler.get_growth_interval(), scaler.get_growth_factor()) == (1, 4.0)
+    scaler.update(64.0)
+    assert scaler.get_scale() == 64.0
+    losses = scaler.scale([torch.ones(()), (torch.ones(2),)])
+    assert losses[0] == 64.0 and losses[1][0].tolist() == [64.0, 64.0]
+
+
+def test_a_disabled_scaler_does_nothing() -> None:
+    def rank(world: World) -> None:
+        session = CutSession(build(), world)
+        optimizer, scaler = adamw(session), session.scaler(enabled=False)
+        loss = session.loss()
+        assert scaler.scale(loss) is loss and not scaler.is_enabled()
+        loss.backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(state["step"] == 1 for state in optimizer.state_dict()["state"].values())
+
+    comm.run_threads(1, rank)
