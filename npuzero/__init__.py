@@ -8,6 +8,9 @@
 Importing touches no device and starts no compiler.
 """
 
+from importlib import import_module
+from typing import Any
+
 from npuzero.api import (
     Adam,
     AdamW,
@@ -41,6 +44,14 @@ from npuzero.info import info
 from npuzero.plan import PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``npuzero.checkpoint``, when it is asked for: torch.distributed.checkpoint takes most of a second to import."""
+    if name == "checkpoint":
+        return import_module("npuzero.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "PRECISIONS",

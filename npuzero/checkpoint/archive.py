@@ -1,0 +1,151 @@
+"""One tensor as torch.save writes it, with its elements in a known place; and the arithmetic of its checksum.
+
+An item of a checkpoint's file is ``HEAD`` bytes, the elements, ``TAIL`` bytes: together a zip archive that torch.load
+(and DCP, and unzip) reads. So lengths follow from the number of bytes alone, and nobody has to write an item to know
+where the next one begins.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+#: Bytes of an item before and after its elements.
+HEAD = TAIL = 512
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_DATA = b"archive/data/0"
+
+
+def item_bytes(nbytes: int) -> int:
+    """Length of the item of a tensor of ``nbytes``."""
+    return HEAD + nbytes + TAIL
+
+
+def head_and_tail(dtype: torch.dtype, sizes: Sequence[int], crc: int) -> tuple[bytes, bytes]:
+    """What stands around the elements of a contiguous tensor whose bytes have the CRC-32 ``crc``."""
+    head, tail, places = _template(dtype, tuple(sizes))
+    summed = struct.pack("<I", crc)
+    head, tail = (part[:place] + summed + part[place + 4 :] for part, place in zip((head, tail), places, strict=True))
+    return head, tail
+
+
+@lru_cache(maxsize=4096)
+def _template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int]]:
+    """Head, tail, and where in each the checksum of the elements goes."""
+    nbytes = math.prod(sizes) * dtype.itemsize
+    pickled = _pickled(dtype, sizes)
+    first = _local(b"archive/data.pkl", pickled) + pickled
+    local = _LOCAL.size + len(_DATA)
+    padding = HEAD - len(first) - local
+    if padding < 4:
+        raise ValueError(f"a tensor of {len(sizes)} dimensions does not fit into a header of {HEAD} bytes")
+    data = _fields(_DATA, 0, nbytes, padding)
+    head = first + _LOCAL.pack(b"PK\3\4", *data) + _DATA + struct.pack("<2sH", b"FB", padding - 4) + bytes(padding - 4)
+    names = {b"archive/version": b"3\n", b"archive/byteorder": b"little"}
+    starts, tail = [], b""
+    for name, content in names.items():
+        starts.append(HEAD + nbytes + len(tail))
+        tail += _local(name, content) + content
+    directory = HEAD + nbytes + len(tail)
+    tail += _central(b"archive/data.pkl", _fields(b"archive/data.pkl", zlib.crc32(pickled), len(pickled)), 0)
+    place = len(tail) + 16  # of the checksum in a central record
+    tail += _central(_DATA, _fields(_DATA, 0, nbytes), len(first))
+    for start, (name, content) in zip(starts, names.items(), strict=True):
+        tail += _central(name, _fields(name, zlib.crc32(content), len(content)), start)
+    comment = TAIL - len(tail) - _END.size
+    size = HEAD + nbytes + len(tail) - directory
+    tail += _END.pack(b"PK\5\6", 0, 0, 4, 4, size, directory, comment) + bytes(comment)
+    return head, tail, (len(first) + 14, place)
+
+
+def _fields(name: bytes, crc: int, nbytes: int, extra: int = 0) -> tuple[int, ...]:
+    """Fields that a local and a central record share: stored, no date, checksum, sizes, lengths of name and extra."""
+    return 20, 0, 0, 0, 33, crc, nbytes, nbytes, len(name), extra
+
+
+def _local(name: bytes, content: bytes) -> bytes:
+    return _LOCAL.pack(b"PK\3\4", *_fields(name, zlib.crc32(content), len(content))) + name
+
+
+def _central(name: bytes, fields: tuple[int, ...], start: int) -> bytes:
+    return _CENTRAL.pack(b"PK\1\2", 20, *fields, 0, 0, 0, 0, start) + name
+
+
+class _Storage:
+    """Stands in the pickle for the elements, which lie in a record of their own."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.key = ("storage", torch.UntypedStorage, "0", "cpu", nbytes)
+
+
+class _Tensor:
+    """Pickles as a contiguous tensor does in torch.save."""
+
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+        strides = [math.prod(max(1, size) for size in sizes[i + 1 :]) for i in range(len(sizes))]
+        storage = _Storage(math.prod(sizes) * dtype.itemsize)
+        hooks: OrderedDict[str, object] = OrderedDict()
+        self.parts = storage, 0, sizes, tuple(strides), False, hooks, dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch._utils._rebuild_tensor_v3, self.parts
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.key if isinstance(obj, _Storage) else None
+
+
+def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+    written = io.BytesIO()
+    _Pickler(written, protocol=2).dump(_Tensor(dtype, sizes))
+    return written.getvalue()
+
+
+# -- CRC-32 of what is put together from parts (the polynomial of zlib, bits reflected: x^0 is the highest) ------------
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def chain(crc: int, crc_after: int, nbytes_after: int) -> int:
+    """The CRC-32 of ``a + b`` from that of ``a``, and that and the length of ``b``."""
+    return _times(_power(nbytes_after), crc) ^ crc_after
+
+
+def _times(a: int, b: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _power(nbytes: int) -> int:
+    """x to the number of bits."""
+    power = 1 << 31
+    for square in _squares(nbytes):
+        power = _times(square, power)
+    return power
+
+
+def _squares(nbytes: int) -> Iterator[int]:
+    square = 1 << 23  # x^8
+    while nbytes:
+        if nbytes & 1:
+            yield square
+        square = _times(square, square)
+        nbytes >>= 1

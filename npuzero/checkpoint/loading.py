@@ -1,0 +1,305 @@
+"""Loading: every rank reads the elements it keeps, whoever wrote them and however they were cut."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.checkpoint import parts, rng
+from npuzero.checkpoint.boxes import boxes_of
+from npuzero.checkpoint.metadata import Tensors
+from npuzero.checkpoint.parts import CutOptimizer, Part
+from npuzero.checkpoint.source import Source, Wanted
+from npuzero.errors import CheckpointError
+from npuzero.shard.engine import Engine
+from npuzero.shard.layout import Slot, overlap
+from npuzero.shard.unit import Flat
+
+_DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
+
+
+class Names:
+    """Which keys of a checkpoint are whose, whatever they begin with: torch's users choose that.
+
+    Attributes:
+        parameters: key by name, for parameters and buffers.
+        states: for each parameter's name the keys of its optimizer states, by name.
+        groups: for each of the optimizer's groups, its options.
+    """
+
+    def __init__(self, source: Source, model: nn.Module, optimizer: CutOptimizer | None) -> None:
+        """Find them.
+
+        Raises:
+            CheckpointError: something is missing, or not known to the model or optimizer.
+        """
+        self._source = source
+        self.parameters = self._find_model(model)
+        self.states: dict[str, dict[str, str]] = {}
+        self.groups: list[dict[str, Any]] = []
+        if optimizer is not None:
+            self._find_optimizer(model, optimizer)
+
+    def _find_model(self, model: nn.Module) -> dict[str, str]:
+        aliases = defaultdict(list)
+        named = model.state_dict(keep_vars=True)
+        for name, value in named.items():
+            aliases[id(value)].append(name)
+        keys = self._source.tensors
+        some = next(iter(named))
+        tied = aliases[id(named[some])]
+        prefixes = {key[: len(key) - len(name)] for name in tied for key in keys if key.endswith(name)}
+        fitting = [
+            prefix
+            for prefix in sorted(prefixes)
+            if all(any(prefix + other in keys for other in aliases[id(value)]) for value in named.values())
+        ]
+        if len(fitting) > 1 and f"{parts.MODEL}." in fitting:
+            fitting = [f"{parts.MODEL}."]
+        if len(fitting) != 1:
+            likely = fitting or [max(prefixes, key=lambda p: sum(p + n in keys for n in named), default="model.")]
+            missing = [name for name in named if likely[0] + name not in keys]
+            raise self._misfit("the tensors of the model, once", f"{fitting or 'none'}; missing {missing[:5]}")
+        prefix = fitting[0]
+        unknown = [key for key in keys if prefix and key.startswith(prefix) and key[len(prefix) :] not in named]
+        if unknown:
+            raise self._misfit("no tensors that the model does not have", str(unknown[:5]))
+        return {
+            name: next(prefix + other for other in (name, *aliases[id(value)]) if prefix + other in keys)
+            for name, value in named.items()
+        }
+
+    def _find_optimizer(self, model: nn.Module, optimizer: CutOptimizer) -> None:
+        keys = self._source.tensors
+        prefixes = {key[: key.index("param_groups.")] for key in keys if "param_groups." in key}
+        if len(prefixes) > 1 and f"{parts.OPTIMIZER}." in prefixes:
+            prefixes = {f"{parts.OPTIMIZER}."}
+        if len(prefixes) != 1:
+            raise self._misfit("one optimizer's state", f"{sorted(prefixes) or 'none'}")
+        prefix = prefixes.pop()
+        own = parts.group_names(model, optimizer)
+        ids = self._find_groups(f"{prefix}param_groups.", own)
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for key in keys:
+            if key.startswith(f"{prefix}state."):
+                owner, _, state = key.removeprefix(f"{prefix}state.").rpartition(".")
+                found[owner][state] = key
+        for name, saved in ids.items():
+            self.states[name] = found.get(saved, {})
+
+    def _find_groups(self, prefix: str, own: Sequence[Sequence[str]]) -> dict[str, str]:
+        """Options of each group; and by which name or number each parameter was saved."""
+        options: dict[str, dict[str, str]] = defaultdict(dict)
+        for key in self._source.tensors:
+            if key.startswith(prefix):
+                owner, _, option = key.removeprefix(prefix).rpartition(".")
+                options[owner][option] = key
+        if not any("params" in group for group in options.values()):  # flattened: options by parameter
+            if any(name not in options for names in own for name in names):
+                raise self._misfit("options for every parameter of the optimizer", f"those of {sorted(options)[:5]}")
+            self.groups = [self._read(options[names[0]]) if names else {} for names in own]
+            return {name: name for names in own for name in names}
+        saved = [self._read(options[str(g)]) for g in range(len(options))]
+        ids: dict[str, str] = {}
+        for names in own:
+            group = next((s for s in saved if _same(s["params"], names)), None)
+            if group is None:
+                described = [s["params"][:3] for s in saved]
+                raise self._misfit(
+                    f"a group of the {len(names)} parameters {names[:3]}...", f"groups of {described}..."
+                )
+            saved.remove(group)
+            self.groups.append({key: value for key, value in group.items() if key != "params"})
+            numbered = not all(isinstance(one, str) for one in group["params"])
+            ids.update(zip(names, map(str, group["params"]) if numbered else names, strict=True))
+        return ids
+
+    def _read(self, keys: Mapping[str, str]) -> dict[str, Any]:
+        return {option: self._source.read_object(key) for option, key in keys.items()}
+
+    def _misfit(self, expected: str, got: str) -> CheckpointError:
+        return CheckpointError(f"load {self._source.path}", expected=expected, got=got, do=_DO)
+
+
+def _same(saved: Sequence[object], names: Sequence[str]) -> bool:
+    """Whether a saved group, of names or (by plain torch) of numbers, is the group of ``names``."""
+    if all(isinstance(one, str) for one in saved):
+        return set(saved) == set(names)
+    return len(saved) == len(names)
+
+
+class Loader:
+    """One load, as one rank does it."""
+
+    def __init__(self, source: Source, model: nn.Module, engine: Engine, optimizer: CutOptimizer | None) -> None:
+        self._source = source
+        self._model = model
+        self._engine = engine
+        self._optimizer = optimizer
+        self._names = Names(source, model, optimizer)
+        for part in parts.model_parts(model, engine):
+            for cut in part.cuts:
+                self._check(self._names.parameters[str(cut.paths[0][1])], cut.slot.shape)
+
+    def load(self) -> None:
+        """Masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
+        for part in parts.model_parts(self._model, self._engine):
+            self._load_parameters(part)
+        for entry in parts.model_entries(self._model):
+            self._load_entry(str(entry.path[1]), entry.value)
+        if self._optimizer is not None:
+            for group, options in zip(self._optimizer.param_groups, self._names.groups, strict=True):
+                group.update(options)
+            for flat in self._engine.flats():
+                self._load_states(flat)
+
+    def _load_parameters(self, part: Part) -> None:
+        flat = part.flat
+        begin, end = flat.shard(part.placed)
+        values = torch.zeros(end - begin, dtype=part.dtype)
+        self._source.fill(
+            [
+                want
+                for cut in part.cuts
+                for want in _wanted(self._names.parameters[str(cut.paths[0][1])], cut.slot, begin, values)
+            ]
+        )
+        if flat.trainable:
+            parts.write_master(flat, slice(0, end - begin), values)
+        else:
+            flat.resting.copy_(values)
+
+    def _load_entry(self, name: str, value: object) -> None:
+        loaded = self._source.read_object(self._names.parameters[name])
+        if isinstance(value, Tensor):
+            value.copy_(loaded)
+        else:
+            self._model.get_submodule(name.rpartition(".")[0]).set_extra_state(loaded)
+
+    def _load_states(self, flat: Flat) -> None:
+        begin, end = flat.shard("states")
+        buffers: dict[str, Tensor] = {}
+        slots: parts.SlotStates = []
+        wanted: list[Wanted] = []
+        for slot in flat.layout.slots:
+            state: dict[str, float | None] = {}
+            for name, key in self._names.states.get(slot.name, {}).items():
+                described = self._source.tensors[key]
+                if type(described) is Tensors and described.size == slot.shape and (slot.shape or name != "step"):
+                    state[name] = None
+                    buffer = buffers.setdefault(name, torch.zeros(end - begin))
+                    wanted.extend(_wanted(key, slot, begin, buffer))
+                else:
+                    state[name] = self._number(key)
+            slots.append(state)
+        self._source.fill(wanted)
+        assert self._optimizer is not None
+        self._optimizer.load_cut_state(self._engine, flat, buffers, slots)
+
+    def _number(self, key: str) -> float:
+        value = self._source.read_object(key)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return float(value)
+        if isinstance(value, (int, float)):
+            return float(value)
+        raise CheckpointError(
+            f"load {key}", expected="a number, or a tensor of the parameter's shape", got=str(value)[:80], do=_DO
+        )
+
+    def _check(self, key: str, shape: torch.Size) -> None:
+        described = self._source.tensors[key]
+        if type(described) is not Tensors or described.size != shape:
+            got = f"shape {tuple(described.size)}" if type(described) is Tensors else "no tensor"
+            raise CheckpointError(f"load {key}", expected=f"shape {tuple(shape)}", got=got, do=_DO)
+
+
+def _wanted(key: str, slot: Slot, begin: int, buffer: Tensor) -> Iterator[Wanted]:
+    """Of the tensor ``key``, what ``buffer`` has of it: a shard of its flat that begins at ``begin``."""
+    first, last = overlap((slot.begin, slot.end), (begin, begin + buffer.numel()))
+    for box in boxes_of(slot.shape, first - slot.begin, last - slot.begin):
+        yield Wanted(key, box, buffer[first - begin : first - begin + box.numel].view(box.sizes))
+        first += box.numel
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load gives beside what it writes into.
+
+    Attributes:
+        path: the checkpoint.
+        step: after which it was saved; None where torch or somebody else wrote it.
+        extra: what its user added.
+    """
+
+    path: Path
+    step: int | None
+    extra: Any
+
+
+def shared_state(source: Source, name: str) -> Any:
+    """What was saved as ``name`` for all ranks.
+
+    Raises:
+        CheckpointError: nothing was.
+    """
+    if name not in source.tensors:
+        raise _lacks(source, name)
+    return source.read_object(name)
+
+
+def _lacks(source: Source, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"load {source.path}: {name}", expected="a state of it", got="none", do="Leave it out, or save it too."
+    )
+
+
+def own_state(source: Source, name: str, rank: int, world: int) -> tuple[list[Any], int]:
+    """The states of ``name`` that ranks saved for themselves, and whose is for ``rank``: one for all if all are alike.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    saved = world if source.manifest is None else int(source.manifest.content["world"])
+    if source.manifest is not None and name in source.manifest.content["alike"]:
+        saved = 1
+    keys = [f"{name}.{other}" for other in range(saved)]
+    if any(key not in source.tensors for key in keys):
+        raise _lacks(source, name)
+    if saved == 1 or saved == world:
+        return [source.read_object(keys[rank % saved])], 0
+    return [source.read_object(key) for key in keys], rank % saved
+
+
+def restore_rng(source: Source, rank: int, world: int, device: torch.device) -> None:
+    """Random numbers go on where they were; ranks beyond those saved get numbers of their own."""
+    states, mine = own_state(source, "rng", rank, world)
+    if len(states) > 1 and rank >= len(states):
+        rng.advance(states[mine], device, rank // len(states))
+    else:
+        rng.restore(states[mine], device)
+
+
+def restore_data(source: Source, data: Any, rank: int, world: int) -> None:
+    """A data position goes on where it was.
+
+    Raises:
+        CheckpointError: other ranks had other positions, and ``data`` cannot take those of all.
+    """
+    states, mine = own_state(source, "data", rank, world)
+    if len(states) == 1:
+        data.load_state_dict(states[mine])
+    elif hasattr(data, "load_state_dicts"):
+        data.load_state_dicts(states)
+    else:
+        raise CheckpointError(
+            f"load {source.path}: data",
+            expected=f"{world} positions, one for each rank, or one for all",
+            got=f"{len(states)} that differ",
+            do="Keep a position that does not depend on the rank, or give the object a load_state_dicts(states).",
+        )

@@ -1,0 +1,172 @@
+"""DCP's ``.metadata``: made without asking anybody, and read without trusting anybody."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+from npuzero.checkpoint import files, safe_pickle
+from npuzero.checkpoint.boxes import Box
+from npuzero.checkpoint.parts import Cut, key_of
+from npuzero.checkpoint.parts import Path as StatePath
+from npuzero.errors import CheckpointError
+
+Tensors, Bytes, Chunk, Index = (
+    dcp.TensorStorageMetadata,
+    dcp.BytesStorageMetadata,
+    dcp.ChunkStorageMetadata,
+    dcp.MetadataIndex,
+)
+
+DTYPES = {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **DTYPES,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "getattr"): safe_pickle.member,
+    ("pathlib", "Path"): PurePosixPath,
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    **{
+        ("torch.distributed.checkpoint.metadata", kind.__name__): kind
+        for kind in (
+            *(Tensors, Bytes, Chunk, Index),
+            *(dcp.Metadata, dcp.TensorProperties, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING),
+        )
+    },
+}
+
+
+@dataclass
+class Draft:
+    """A ``.metadata`` in the making."""
+
+    tensors: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, StatePath] = field(default_factory=dict)
+    stored: dict[Any, _StorageInfo] = field(default_factory=dict)
+
+    def add_cut(self, cut: Cut) -> None:
+        """A tensor whose boxes are to come."""
+        for path in cut.paths:
+            self._add_tensor(path, cut.dtype, cut.slot.shape)
+
+    def add_box(self, cut: Cut, box: Box, file: str, offset: int, nbytes: int) -> None:
+        """Where a box of it lies; all its names share it."""
+        chunk = Chunk(torch.Size(box.offsets), torch.Size(box.sizes))
+        for key in cut.keys:
+            self._add_chunk(key, chunk, _StorageInfo(file, offset, nbytes))
+
+    def add_object(self, path: StatePath, value: object, file: str, offset: int, nbytes: int) -> None:
+        """Where anything else lies; a tensor is one box."""
+        key = key_of(path)
+        if isinstance(value, torch.Tensor):
+            self._add_tensor(path, value.dtype, value.shape)
+            chunk = Chunk(torch.Size([0] * value.dim()), value.shape)
+            self._add_chunk(key, chunk, _StorageInfo(file, offset, nbytes))
+        else:
+            self.tensors[key] = Bytes()
+            self.paths[key] = path
+            self.stored[Index(key)] = _StorageInfo(file, offset, nbytes)
+
+    def dump(self) -> bytes:
+        """The content of the file."""
+        made = dcp.Metadata(self.tensors, self.paths, self.stored, dcp.StorageMeta(), CURRENT_DCP_VERSION)
+        return pickle.dumps(made, protocol=4)
+
+    def _add_tensor(self, path: StatePath, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.tensors[key_of(path)] = Tensors(dcp.TensorProperties(dtype), shape, [])
+        self.paths[key_of(path)] = path
+
+    def _add_chunk(self, key: str, chunk: Any, info: _StorageInfo) -> None:
+        chunks = self.tensors[key].chunks
+        self.stored[Index(key, chunk.offsets, len(chunks))] = info
+        chunks.append(chunk)
+
+
+def load(raw: bytes, path: Path) -> Any:
+    """The ``Metadata`` in ``raw``, known to be one: types, shapes, boxes, and where they lie.
+
+    Raises:
+        CheckpointError: it is something else, or contradicts itself or the files beside it.
+    """
+    try:
+        found = safe_pickle.loads(raw, _ALLOWED)
+    except safe_pickle.Refused as error:
+        raise _broken(path, str(error)) from error
+    try:
+        _check(found, path)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise _broken(path, f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def _broken(path: Path, got: str, item: str | None = None) -> CheckpointError:
+    return files.damaged(path, "the metadata of a checkpoint written by torch.distributed.checkpoint", got, item)
+
+
+def _check(found: Any, path: Path) -> None:
+    if type(found) is not dcp.Metadata:
+        raise _broken(path, type(found).__name__)
+    if found.planner_data is not None and type(found.planner_data) is not dict:
+        raise _broken(path, f"planner data that is a {type(found.planner_data).__name__}")
+    where: Mapping[Any, Any] = found.storage_data
+    for key, described in found.state_dict_metadata.items():
+        if type(key) is not str:
+            raise _broken(path, f"a name that is a {type(key).__name__}")
+        if type(described) is Tensors:
+            _check_tensor(key, described, path)
+            wanted: Iterable[Any] = (Index(key, chunk.offsets) for chunk in described.chunks)
+        elif type(described) is Bytes:
+            wanted = (Index(key),)
+        else:
+            raise _broken(path, type(described).__name__, key)
+        if any(type(where.get(index)) is not _StorageInfo for index in wanted):
+            raise _broken(path, "a part that lies nowhere", key)
+    sizes: dict[str, int] = {}
+    for index, info in where.items():
+        name = info.relative_path
+        if type(index) is not Index or type(name) is not str or name != Path(name).name or name in ("", ".", ".."):
+            raise _broken(path, f"{index} in {name!r}")
+        if name not in sizes:
+            sizes[name] = files.size_of(path.with_name(name))
+        if not (_is_count(info.offset) and _is_count(info.length)) or info.offset + info.length > sizes[name]:
+            raise _broken(path, f"bytes {info.offset} + {info.length} of {name}, which has {sizes[name]}", index.fqn)
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                str(path),
+                expected="items as they are",
+                got=f"transformed by {info.transform_descriptors}",
+                do="Save it without extensions.",
+            )
+
+
+def _check_tensor(key: str, described: Any, path: Path) -> None:
+    shape = described.size
+    if type(shape) is not torch.Size or type(described.properties.dtype) is not torch.dtype:
+        raise _broken(path, f"shape {shape}, {described.properties}", key)
+    covered = 0
+    for chunk in described.chunks:
+        if type(chunk) is not Chunk or type(chunk.offsets) is not torch.Size or type(chunk.sizes) is not torch.Size:
+            raise _broken(path, f"a part {chunk}", key)
+        if not len(shape) == len(chunk.offsets) == len(chunk.sizes) or any(
+            begin < 0 or size < 0 or begin + size > limit
+            for begin, size, limit in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        ):
+            raise _broken(path, f"a part {chunk} of shape {tuple(shape)}", key)
+        covered += math.prod(chunk.sizes)
+    if covered != math.prod(shape):
+        raise _broken(path, f"parts of {covered} elements in all for shape {tuple(shape)}", key)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0

@@ -1,0 +1,219 @@
+"""What a cut model's checkpoint consists of, and which rank writes which part of it: the same answer on every rank.
+
+A flat's shard lies on as many ranks as there are replicas of it; each writes an equal part of it. So with N ranks each
+writes one N-th of every flat, whatever the plan, and where everything goes follows from the plan by arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.checkpoint.boxes import Box, boxes_of
+from npuzero.errors import ConfigError
+from npuzero.plan import MeshShape, axes_beyond
+from npuzero.shard.engine import Engine
+from npuzero.shard.layout import Slot, overlap
+from npuzero.shard.unit import Flat
+
+#: What names begin with, as in PyTorch's own recipes.
+MODEL, OPTIMIZER = "model", "optim"
+
+#: An item of a file has at most so many bytes of elements, so that reading one takes little memory.
+ITEM_BYTES = 64 << 20
+
+Path = tuple["str | int", ...]
+#: Per slot of a flat: the optimizer's numbers by name, None for each tensor that is cut like the parameter.
+SlotStates = list[dict[str, "float | None"]]
+
+
+class CutOptimizer(Protocol):
+    """What is needed of an npuzero optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+    def cut_state(self, flat: Flat) -> tuple[dict[str, Tensor], SlotStates]:
+        """This rank's [n/S] buffers by name, and what each slot has of them."""
+
+    def load_cut_state(
+        self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: list[dict[str, float | None]]
+    ) -> None:
+        """The way back."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a checkpoint that is no cut tensor: its path in the nested state, and itself."""
+
+    path: Path
+    value: Any
+
+    @property
+    def key(self) -> str:
+        return key_of(self.path)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor that is cut: one slot of a flat, or one of the optimizer's states for it."""
+
+    paths: tuple[Path, ...]  # several for a parameter that has several names
+    slot: Slot
+    dtype: torch.dtype
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(map(key_of, self.paths))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One buffer of a flat: the tensors in it, and how this rank reads a range of its shard (a slice of it)."""
+
+    flat: Flat
+    placed: str  # the part of the plan it is cut as
+    cuts: tuple[Cut, ...]
+    read: Callable[[slice], Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cuts[0].dtype
+
+    def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
+        """The range of the flat that ``rank`` writes."""
+        axes = getattr(self.flat.ranks.plan, self.placed).axes
+        return self.flat.layout.shard(shape.index(axes + axes_beyond(axes), rank), shape.world)
+
+    def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
+        """What ``rank`` writes of it, in order."""
+        written = self.written_by(rank, shape)
+        for cut in self.cuts:
+            begin, end = overlap((cut.slot.begin, cut.slot.end), written)
+            start = begin
+            limit = ITEM_BYTES // cut.dtype.itemsize
+            for box in boxes_of(cut.slot.shape, begin - cut.slot.begin, end - cut.slot.begin, limit):
+                yield Item(cut, box, start)
+                start += box.numel
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box of a cut tensor: the elements from ``begin`` of its flat."""
+
+    cut: Cut
+    box: Box
+    begin: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.cut.dtype.itemsize
+
+
+def key_of(path: Path) -> str:
+    """The flat name of a value in a nested state, as DCP makes it."""
+    return ".".join(map(str, path))
+
+
+def read_master(flat: Flat, own: slice) -> Tensor:
+    """Masters in float32, of a range of this rank's states shard."""
+    return flat.master[own]
+
+
+def write_master(flat: Flat, own: slice, values: Tensor) -> None:
+    """The way back: masters, and the parameters that follow from them."""
+    flat.master[own].copy_(values)
+    if flat.dtype != torch.float32:
+        flat.own_parameters[own].copy_(values)
+
+
+def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
+    """The parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    parts = []
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        dtype = torch.float32 if flat.trainable else flat.dtype
+        cuts = tuple(
+            Cut(tuple((MODEL, name) for name in names[id(parameter)]), slot, dtype)
+            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
+        )
+        if flat.trainable:
+            parts.append(Part(flat, "states", cuts, lambda own, flat=flat: read_master(flat, own)))  # type: ignore[misc]
+        else:
+            parts.append(Part(flat, "parameters", cuts, flat.resting.__getitem__))
+    return parts
+
+
+def model_entries(model: nn.Module) -> list[Entry]:
+    """Buffers, and whatever modules give as their extra state."""
+    named = model.state_dict(keep_vars=True)
+    return [Entry((MODEL, name), value) for name, value in named.items() if not isinstance(value, nn.Parameter)]
+
+
+def optimizer_parts(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
+    """The states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
+    parts, entries = [], []
+    for flat in engine.flats():
+        buffers, slots = optimizer.cut_state(flat)
+        for name, buffer in sorted(buffers.items()):
+            cuts = tuple(
+                Cut(((OPTIMIZER, "state", slot.name, name),), slot, torch.float32)
+                for slot, state in zip(flat.layout.slots, slots, strict=True)
+                if name in state and state[name] is None
+            )
+            if cuts:
+                parts.append(Part(flat, "states", cuts, buffer.__getitem__))
+        for slot, state in zip(flat.layout.slots, slots, strict=True):
+            for name, number in state.items():
+                if number is not None:
+                    entries.append(Entry((OPTIMIZER, "state", slot.name, name), torch.tensor(number)))
+    return parts, entries
+
+
+def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:
+    """The optimizer's groups, their parameters by name."""
+    return [
+        Entry((OPTIMIZER, "param_groups", g, key), names if key == "params" else group[key])
+        for g, (group, names) in enumerate(zip(optimizer.param_groups, group_names(model, optimizer), strict=True))
+        for key in group
+    ]
+
+
+def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:
+    """Names of the parameters of each group.
+
+    Raises:
+        ConfigError: a parameter that the model does not have.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        foreign = sum(id(parameter) not in names for parameter in group["params"])
+        if foreign:
+            raise ConfigError(
+                f"checkpoint: optimizer.param_groups[{g}]",
+                expected="parameters of the model it is saved or loaded with",
+                got=f"{foreign} others",
+                do="Save each model with an optimizer of its own.",
+            )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def as_cut_optimizer(optimizer: object) -> CutOptimizer:
+    """``optimizer``, if it is one of npuzero's.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not hasattr(optimizer, "cut_state"):
+        raise ConfigError(
+            "checkpoint: optimizer",
+            expected="an npuzero optimizer (AdamW, Adam, ZeroOptimizer)",
+            got=type(optimizer).__name__,
+            do="Build it by npuzero, which any torch optimizer's state can be loaded into.",
+        )
+    return cast(CutOptimizer, optimizer)

@@ -1,0 +1,263 @@
+"""What a training program calls: save, load, latest, verify, and a Checkpointer that does it every so many steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from npuzero.checkpoint import files, loading, parts
+from npuzero.checkpoint import folder as folders
+from npuzero.checkpoint import rng as generators
+from npuzero.checkpoint.loading import Loaded, Loader
+from npuzero.checkpoint.parts import Entry
+from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
+from npuzero.checkpoint.source import Source
+from npuzero.errors import CheckpointError, ConfigError
+from npuzero.shard.engine import Engine, engine_of
+
+PathLike = str | os.PathLike[str]
+
+
+class Stateful(Protocol):
+    """A scheduler, loss scaler or data loader: anything that gives and takes its state."""
+
+    def state_dict(self) -> Any:
+        """Tensors, numbers, texts, and containers of them."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """The way back."""
+
+
+@torch.no_grad()
+def save(
+    folder: PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | None = None,
+    rng: bool = True,
+    extra: Any = None,
+    keep_last: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Write the checkpoint ``folder/step-<step>``, which any plan on any number of ranks can load. Collective.
+
+    It appears under its name when it is complete and durable on all ranks; if anything fails before, the last one
+    stays the last. ``torch.distributed.checkpoint`` reads it.
+
+    Args:
+        folder: of the run, the same for all ranks, in a file system that their hosts share.
+        model: made by :func:`npuzero.zero`.
+        optimizer: an npuzero optimizer over its parameters.
+        step: optimizer steps taken.
+        scheduler, scaler: their state is rank 0's.
+        data: the position in the data, one for each rank.
+        rng: whether to keep the random number generators, each rank's own.
+        extra: whatever else, rank 0's.
+        keep_last: remove all complete checkpoints but the last so many, once this one is complete; None keeps all.
+        asynchronous: return once the state is copied to host memory; a thread writes it while training goes on. What
+            goes wrong then is raised by ``wait()`` and by the next save or load of this model.
+
+    Raises:
+        CheckpointError: on every rank, if one cannot write its part.
+        ConfigError: ``step`` or ``keep_last`` is no such number, or an optimizer of another model.
+    """
+    _check_count("step", step, 0)
+    if keep_last is not None:
+        _check_count("keep_last", keep_last, 1)
+    engine = engine_of(model)
+    saver = saver_of(engine)
+    saver.finish()
+    engine.settle()
+    tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
+    if optimizer is not None:
+        cut_optimizer = parts.as_cut_optimizer(optimizer)
+        states, numbers = parts.optimizer_parts(engine, cut_optimizer)
+        tensors += states
+        entries += numbers + parts.group_entries(model, cut_optimizer)
+    shared = {"scheduler": scheduler and scheduler.state_dict(), "scaler": scaler and scaler.state_dict()}
+    shared |= {"extra": extra, "step": step}
+    entries += [Entry((name,), value) for name, value in shared.items() if value is not None]
+    own = {} if data is None else {"data": data.state_dict()}
+    if rng:
+        own["rng"] = generators.state_of(engine.world.device)
+    facts = {"plan": engine.plan.name, "torch": torch.__version__}
+    job = Job(Path(folder), step, tensors, entries, own, facts, keep_last)
+    return saver.save(job, asynchronous=asynchronous)
+
+
+@torch.no_grad()
+def load(
+    folder: PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    data: Stateful | None = None,
+    rng: bool = True,
+) -> Loaded:
+    """Go on from a checkpoint, whatever plan, precision and number of ranks wrote it. Collective.
+
+    Reads what :func:`save` wrote, and what ``torch.distributed.checkpoint`` wrote of a model and its optimizer (FSDP2
+    and plain torch). Nothing in a checkpoint is run, and nothing of ours is used before its checksum was verified.
+
+    Args:
+        folder: a checkpoint, or the folder of a run, of which the last complete one is taken.
+        model, optimizer: as for :func:`save`; without an optimizer only the weights are read.
+        scheduler, scaler: they get the state that was saved for them.
+        data: gets this rank's position. Where another number of ranks had positions that differ, its
+            ``load_state_dicts(positions)`` gets those of all.
+        rng: whether random numbers go on, where the checkpoint has them. Ranks beyond those that were saved get
+            numbers of their own.
+
+    Returns:
+        The checkpoint, its step, and what was saved as ``extra``.
+
+    Raises:
+        CheckpointError: on every rank: there is none, it is damaged, or it does not fit. If it is found to be damaged
+            while it is read, the model has a part of it: load another one.
+    """
+    engine = engine_of(model)
+    saver_of(engine).finish()
+    world = engine.world
+    path = _agreed_path(Path(folder), engine)
+    problem: Exception | None = None
+    try:
+        source = Source(path)
+        cut_optimizer = None if optimizer is None else parts.as_cut_optimizer(optimizer)
+        loader = Loader(source, model, engine, cut_optimizer)
+    except (CheckpointError, ConfigError) as error:
+        problem = error
+    agree(world, f"load {path}", problem)
+    engine.settle()
+    try:
+        loader.load()
+        for name, kept in {"scheduler": scheduler, "scaler": scaler}.items():
+            if kept is not None:
+                kept.load_state_dict(loading.shared_state(source, name))
+        if data is not None:
+            loading.restore_data(source, data, world.rank, world.size)
+        if rng and source.manifest is not None and "rng.0" in source.tensors:
+            loading.restore_rng(source, world.rank, world.size, world.device)
+        extra = source.read_object("extra") if "extra" in source.tensors else None
+    except Exception as error:
+        problem = error
+    agree(world, f"load {path}", problem)
+    engine.restore_parameters()
+    return Loaded(path, None if source.manifest is None else source.manifest.content["step"], extra)
+
+
+def latest(folder: PathLike) -> Path | None:
+    """The last complete checkpoint in the folder of a run; None where there is none."""
+    return folders.latest(folder)
+
+
+def verify(folder: PathLike) -> None:
+    """Read all of a checkpoint, or of the last one of a run. Not collective; needs no model.
+
+    Raises:
+        CheckpointError: it is damaged; names the file and the item.
+    """
+    Source(_resolved(Path(folder))).verify()
+
+
+class Checkpointer:
+    """Saves every so many steps, and resumes from the last save.
+
+    Args:
+        folder: of the run.
+        every: steps between saves.
+        keep_last, asynchronous: as for :func:`save`.
+        kept: what to save and load: ``model``, and any of ``optimizer``, ``scheduler``, ``scaler``, ``data``.
+
+    Use it in a ``with`` block, at whose end the last save is complete::
+
+        with Checkpointer("runs/a", every=100, keep_last=3, model=model, optimizer=optimizer) as checkpoints:
+            for step in range(checkpoints.resume(), steps):
+                train_step()
+                checkpoints.after(step + 1)
+    """
+
+    def __init__(
+        self,
+        folder: PathLike,
+        *,
+        every: int,
+        keep_last: int | None = None,
+        asynchronous: bool = True,
+        **kept: Any,
+    ) -> None:
+        _check_count("Checkpointer: every", every, 1)
+        self._folder = Path(folder)
+        self._every = every
+        self._options: Mapping[str, Any] = {"keep_last": keep_last, "asynchronous": asynchronous}
+        self._kept = kept
+        self._last: Saving | None = None
+
+    def resume(self) -> int:
+        """Load the last complete checkpoint, if there is one; the steps that were taken then. Collective."""
+        engine = engine_of(self._kept["model"])
+        found = agree(engine.world, f"resume {self._folder}", None, bool(latest(self._folder)))
+        return (load(self._folder, **self._kept).step or 0) if found[0] else 0
+
+    def after(self, step: int, *, extra: Any = None) -> None:
+        """Save, if ``step`` is one of those. Collective.
+
+        Raises:
+            CheckpointError: this save failed, or the one before, which ran beside training.
+        """
+        if step % self._every == 0:
+            self._last = save(self._folder, **self._kept, **self._options, step=step, extra=extra)
+
+    def close(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _agreed_path(folder: Path, engine: Engine) -> Path:
+    """The checkpoint that rank 0 finds: others may see another one that is just becoming complete. Collective."""
+    problem, name = None, ""
+    try:
+        if engine.world.rank == 0:
+            name = str(_resolved(folder).relative_to(folder))
+    except CheckpointError as error:
+        problem = error
+    return folder / str(agree(engine.world, f"load {folder}", problem, name)[0])
+
+
+def _resolved(folder: Path) -> Path:
+    """``folder`` itself if it is a checkpoint, else its last complete one."""
+    if (folder / files.METADATA).exists() or (folder / files.MANIFEST).exists():
+        return folder
+    found = folders.latest(folder)
+    if found is None:
+        raise CheckpointError(
+            f"load {folder}", expected="a complete checkpoint", got="none", do="Name a checkpoint, or a run's folder."
+        )
+    return found
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"save: {name}", expected=f"an integer from {least}", got=repr(value), do="Give such a one.")

@@ -1,0 +1,43 @@
+"""Random number generators of a rank: torch's, the device's, numpy's and Python's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+
+def state_of(device: torch.device) -> State:
+    """What they are in, in forms that load safely: tensors and numbers."""
+    kind, keys, *rest = np.random.get_state()
+    state: State = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+    }
+    if device.type != "cpu":
+        state["device"] = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def restore(state: State, device: torch.device) -> None:
+    """Go on from ``state``; the device's is left alone where it was saved on another kind of device."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if device.type != "cpu" and "device" in state:
+        getattr(torch, device.type).set_rng_state(state["device"], device)
+
+
+def advance(state: State, device: torch.device, turn: int) -> None:
+    """Go on with numbers of one's own, which follow from ``state`` and ``turn``: for ranks there were none of."""
+    restore(state, device)
+    seeds = torch.randint(2**31, (turn,)).tolist()
+    torch.manual_seed(seeds[-1])
+    random.seed(seeds[-1])
+    np.random.seed(seeds[-1])

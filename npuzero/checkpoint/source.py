@@ -1,0 +1,281 @@
+"""A checkpoint to read from: ours by its checksums, anybody's by a reader that runs none of its code."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from npuzero.checkpoint import metadata, safe_pickle
+from npuzero.checkpoint.archive import HEAD, TAIL
+from npuzero.checkpoint.boxes import Box
+from npuzero.checkpoint.files import MANIFEST, METADATA, Manifest, as_bytes, damaged, decode, missing, read
+from npuzero.checkpoint.metadata import Chunk, Index, Tensors
+from npuzero.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box of a tensor, and where its elements go: contiguous, of the box's sizes, any dtype."""
+
+    key: str
+    box: Box
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What one stored item gives to one target."""
+
+    item: Any  # DCP's index: name and offset
+    sizes: torch.Size
+    source: tuple[slice, ...]
+    target: Tensor
+
+
+class Source:
+    """An open checkpoint.
+
+    Attributes:
+        path: its folder.
+        tensors: what it has, by key: DCP's descriptions.
+        manifest: ours; None where torch or somebody else wrote it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = Manifest(path) if (path / MANIFEST).exists() else None
+        raw = self.manifest.read(METADATA) if self.manifest else read(path / METADATA)
+        found = metadata.load(raw, path / METADATA)
+        self.tensors: dict[str, Any] = found.state_dict_metadata
+        self._stored: dict[Any, Any] = found.storage_data
+        self._checksums: dict[str, dict[int, int]] = {}
+        self._begins: dict[str, set[int]] = defaultdict(set)
+        self._objects: dict[tuple[str, int], Any] = {}
+
+    def read_object(self, key: str) -> Any:
+        """What is stored as ``key`` whole: anything but a cut tensor."""
+        described = self.tensors[key]
+        if type(described) is Tensors:
+            whole = torch.empty(described.size, dtype=described.properties.dtype)
+            self.fill([Wanted(key, Box((0,) * whole.dim(), tuple(whole.shape)), whole)])
+            return whole
+        info = self._stored[Index(key)]
+        place = info.relative_path, info.offset
+        if place not in self._objects:
+            with self._open(info.relative_path) as file:
+                raw = self._raw(file, Index(key))
+            try:
+                self._objects[place] = decode(raw)
+            except Exception as error:  # whatever broken bytes lead to
+                raise self._damaged(Index(key), "what torch.load takes with weights_only=True", str(error)) from error
+        return self._objects[place]
+
+    def fill(self, wanted: Sequence[Wanted]) -> None:
+        """Read what is wanted, each item of a file once and in order.
+
+        Raises:
+            CheckpointError: an item is damaged, or elements are missing.
+        """
+        copies: dict[tuple[str, int], list[_Copy]] = defaultdict(list)
+        for copy in self._copies(wanted):
+            info = self._stored[copy.item]
+            copies[info.relative_path, info.offset].append(copy)
+        file: BinaryIO | None = None
+        try:
+            for (name, _), some in sorted(copies.items()):
+                if file is None or Path(file.name).name != name:
+                    if file is not None:
+                        file.close()
+                    file = self._open(name)
+                self._read_item(file, some)
+        finally:
+            if file is not None:
+                file.close()
+
+    def verify(self) -> None:
+        """Read every item.
+
+        Raises:
+            CheckpointError: one is damaged.
+        """
+        for key, described in self.tensors.items():
+            if type(described) is Tensors:
+                for chunk in described.chunks:
+                    target = torch.empty(chunk.sizes, dtype=described.properties.dtype)
+                    self.fill([Wanted(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), target)])
+            else:
+                self.read_object(key)
+
+    def _copies(self, wanted: Sequence[Wanted]) -> Iterator[_Copy]:
+        by_key: dict[str, list[Wanted]] = defaultdict(list)
+        for want in wanted:
+            if want.target.numel():
+                by_key[want.key].append(want)
+        for key, wants in by_key.items():
+            described = self.tensors[key]
+            sizes = {chunk.offsets: chunk.sizes for chunk in described.chunks}
+            chunks = [Chunk(torch.Size(want.box.offsets), torch.Size(want.box.sizes)) for want in wants]
+            found = [0] * len(wants)
+            for item in create_read_items_for_chunk_list(key, described, chunks):
+                i = item.dest_index.index
+                assert i is not None
+                place = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                there = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
+                found[i] += math.prod(item.lengths)
+                stored = item.storage_index
+                yield _Copy(stored, sizes[stored.offset], place, wants[i].target[there])
+            if any(n != want.box.numel for n, want in zip(found, wants, strict=True)):
+                raise self._damaged(
+                    Index(key), "every element of it, once", f"parts that leave gaps or overlap: {sizes}"
+                )
+
+    def _read_item(self, file: BinaryIO, copies: Sequence[_Copy]) -> None:
+        first = copies[0]
+        described = self.tensors[first.item.fqn]
+        if self.manifest is None:
+            tensor = self._foreign(file, first.item, described.properties.dtype, first.sizes)
+        else:
+            # An item that is wanted whole goes straight to where it belongs.
+            whole = first.target.shape == first.sizes and first.target.is_contiguous() and first.target.is_cpu
+            direct = whole and len(copies) == 1 and first.target.dtype == described.properties.dtype
+            tensor = first.target if direct else torch.empty(first.sizes, dtype=described.properties.dtype)
+            self._read_ours(file, first.item, tensor)
+            if direct:
+                return
+        for copy in copies:
+            copy.target.copy_(tensor[copy.source])
+
+    def _read_ours(self, file: BinaryIO, index: Any, tensor: Tensor) -> None:
+        """An item of ours into ``tensor``, whose length says where its elements begin and end."""
+        info = self._stored[index]
+        if info.length != HEAD + tensor.nbytes + TAIL:
+            raise self._damaged(index, f"{HEAD + tensor.nbytes + TAIL} bytes", str(info.length))
+        head, elements, tail = bytearray(HEAD), as_bytes(tensor), bytearray(TAIL)
+        self._read_into(file, index, [head, elements, tail])
+        self._check(index, zlib.crc32(tail, zlib.crc32(elements, zlib.crc32(head))))
+
+    def _raw(self, file: BinaryIO, index: Any) -> bytes:
+        """All bytes of an item."""
+        raw = bytearray(self._stored[index].length)
+        self._read_into(file, index, [raw])
+        if self.manifest is not None:
+            self._check(index, zlib.crc32(raw))
+        else:
+            self._check_archive(index, bytes(raw))
+        return bytes(raw)
+
+    def _read_into(self, file: BinaryIO, index: Any, buffers: list[Any]) -> None:
+        info = self._stored[index]
+        pieces = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        offset = info.offset
+        while pieces:
+            try:
+                count = os.preadv(file.fileno(), pieces, offset)
+            except OSError as error:
+                raise self._damaged(index, "a readable item", str(error)) from error
+            if not count:
+                raise self._damaged(index, f"{info.length} bytes", f"the file's end at {offset}")
+            offset += count
+            while pieces and count >= len(pieces[0]):
+                count -= len(pieces.pop(0))
+            if pieces:
+                pieces[0] = pieces[0][count:]
+
+    def _check(self, index: Any, crc: int) -> None:
+        assert self.manifest is not None
+        info = self._stored[index]
+        name = info.relative_path
+        if name not in self._checksums:
+            offsets = sorted(self._offsets()[name])
+            table = self.manifest.checksums(name)
+            if len(table) != len(offsets):
+                raise self._damaged(index, f"{len(offsets)} checksums in the table of {name}", str(len(table)))
+            self._checksums[name] = dict(zip(offsets, table, strict=True))
+        expected = self._checksums[name][info.offset]
+        if crc != expected:
+            raise self._damaged(index, f"CRC-32 {expected:08x}", f"{crc:08x}")
+
+    def _offsets(self) -> dict[str, set[int]]:
+        """Where items begin, by file."""
+        if not self._begins:
+            for info in self._stored.values():
+                self._begins[info.relative_path].add(info.offset)
+        return self._begins
+
+    def _check_archive(self, index: Any, raw: bytes) -> zipfile.ZipFile:
+        """Somebody else's item: what it says of itself must hold."""
+        try:
+            archive = zipfile.ZipFile(io.BytesIO(raw))
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
+            bad = archive.testzip() if stored else "compressed"
+        except Exception as error:  # whatever broken bytes lead to
+            raise self._damaged(
+                index, "an archive written by torch.save", f"{type(error).__name__}: {error}"
+            ) from error
+        if bad is not None:
+            raise self._damaged(index, "an archive written by torch.save", f"record {bad} is damaged or compressed")
+        return archive
+
+    def _foreign(self, file: BinaryIO, index: Any, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
+        """A tensor as torch.save wrote it."""
+        archive = self._check_archive(index, self._raw(file, index))
+        records = {name.partition("/")[2]: name for name in archive.namelist()}
+
+        def storage(pid: Any) -> bytes:
+            return archive.read(records[f"data/{pid[2]}"])
+
+        try:
+            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+                raise safe_pickle.Refused("bytes in big-endian order")
+            tensor = safe_pickle.loads(archive.read(records["data.pkl"]), _tensor_globals(dtype), storage)
+        except (safe_pickle.Refused, KeyError) as error:
+            raise self._damaged(index, f"a {dtype} of shape {tuple(sizes)}", str(error)) from error
+        if not isinstance(tensor, Tensor) or tensor.shape != sizes:
+            raise self._damaged(index, f"a {dtype} of shape {tuple(sizes)}", f"{getattr(tensor, 'shape', tensor)}")
+        return tensor
+
+    def _open(self, name: str) -> BinaryIO:
+        try:
+            return open(self.path / name, "rb", buffering=0)
+        except OSError as error:
+            raise missing(self.path / name, error) from error
+
+    def _damaged(self, index: Any, expected: str, got: str) -> CheckpointError:
+        info = self._stored.get(index)
+        at = f"{index.fqn}{list(index.offset) if index.offset is not None else ''}"
+        return damaged(self.path / (METADATA if info is None else info.relative_path), expected, got, at)
+
+
+def _tensor_globals(dtype: torch.dtype) -> dict[tuple[str, str], Any]:
+    """What the pickle of a tensor of ``dtype`` may ask for; it makes a tensor over the bytes that are there."""
+
+    def rebuild(storage: bytes, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> Tensor:
+        flat = torch.frombuffer(bytearray(storage), dtype=dtype) if storage else torch.empty(0, dtype=dtype)
+        if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
+            raise safe_pickle.Refused(f"a tensor of shape {size}, strides {stride}, from {offset}")
+        return torch.as_strided(flat, tuple(size), tuple(stride), offset)  # checks that it stays within the bytes
+
+    kinds = {name: None for name in vars(torch) if name.endswith("Storage")}
+    return {
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild,
+        ("collections", "OrderedDict"): dict,
+        **{("torch", name): kind for name, kind in kinds.items()},
+        **{("torch.storage", name): kind for name, kind in kinds.items()},
+        **metadata.DTYPES,
+    }

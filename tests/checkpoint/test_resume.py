@@ -1,0 +1,99 @@
+"""What any plan on any number of ranks has saved, any other goes on from as if nothing had been."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import npuzero
+from npuzero import comm
+from npuzero.comm import World
+from world.train import assert_close, assert_same_bits
+
+from .training import State, Training
+
+SAVED, END = 2, 4
+#: Largest difference, relative to a tensor's largest magnitude, that another order of sums may make in so many steps.
+BOUND = 1e-6
+
+Case = tuple[str, int]
+ALL: list[Case] = [(plan, ranks) for ranks in (1, 2, 3, 4) for plan in npuzero.PRESETS]
+QUICK: dict[Case, list[Case]] = {
+    ("zero3", 2): [("zero3", 2), ("zero0", 1), ("hsdp", 4), ("zero1", 3)],
+    ("zero1", 2): [("zero2", 2), ("zero3", 4)],
+    ("zero0", 1): [("zero3", 2), ("zero1.5", 4)],
+    ("hpz", 4): [("hpz", 4), ("mics", 2), ("zero3-keep", 3)],
+    ("zero2", 3): [("zero3", 3), ("zero0", 2)],
+}
+ONE_LEVEL = ("zero0", "zero1", "zero2", "zero3", "zero3-keep")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """The folder that a plan on so many ranks has saved into, and the state it saved."""
+
+    @cache
+    def save(plan: str, ranks: int) -> tuple[Path, State]:
+        folder = tmp_path_factory.mktemp(f"{plan}-{ranks}")
+
+        def train(world: World) -> State:
+            training = Training(world, plan)
+            training.steps(0, SAVED)
+            training.save(folder, SAVED)
+            return training.state()
+
+        return folder, comm.run_threads(ranks, train)[0]
+
+    return save
+
+
+@cache
+def unbroken(plan: str, ranks: int) -> State:
+    def train(world: World) -> State:
+        training = Training(world, plan)
+        training.steps(0, END)
+        return training.state()
+
+    return comm.run_threads(ranks, train)[0]
+
+
+def goes_on(saved, case: Case, sources: list[Case]) -> None:
+    """One model loads each in turn, so that each load also replaces what the one before left."""
+    plan, ranks = case
+    folders = [saved(*source) for source in sources]
+
+    def resume(world: World) -> list[tuple[State, State]]:
+        training = Training(world, plan, seed=1)
+        found = []
+        for folder, _ in folders:
+            assert training.load(folder).step == SAVED
+            loaded = training.state()
+            training.losses = loaded["losses"].tolist()[:0]
+            training.steps(SAVED, END)
+            found.append((loaded, training.state()))
+            training.losses = []
+        return found
+
+    for rank in comm.run_threads(ranks, resume):
+        for source, (_, written), (loaded, end) in zip(sources, folders, rank, strict=True):
+            exact = {name: value for name, value in written.items() if name != "losses"}
+            assert_same_bits({name: value for name, value in loaded.items() if name != "losses"}, exact)
+            expected = unbroken(plan, ranks)
+            expected = expected | {"losses": expected["losses"][SAVED:]}
+            if source[1] == ranks and {plan, source[0]} <= set(ONE_LEVEL):
+                assert_same_bits(end, expected)
+            else:
+                assert_close(end, expected, BOUND)
+
+
+@pytest.mark.parametrize("case", sorted({case for cases in QUICK.values() for case in cases}), ids=str)
+def test_some_pairs(case: Case, saved) -> None:
+    goes_on(saved, case, [source for source, cases in QUICK.items() if case in cases])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_all_pairs(case: Case, saved) -> None:
+    goes_on(saved, case, ALL)
