@@ -534,6 +534,10 @@ for _name, _norm in {"0": 0, "-1": -1.0, "text": "1", "nan": math.nan, "True": T
         lambda world, norm=_norm: npuzero.clip_grad_norm_(cut(world), norm)
     )
 
+    bad(f"norm_type {_name}", ConfigError, "norm_type", "positive", re.escape(repr(_norm)))(
+        lambda world, norm=_norm: npuzero.clip_grad_norm_(cut(world), 1.0, norm)
+    )
+
 for _name, _call in {
     "clip_grad_norm_": lambda model: npuzero.clip_grad_norm_(model, 1.0),
     "report": npuzero.report,

@@ -83,7 +83,8 @@ class PlainSession(Session):
         return kind(self.model.parameters() if params is None else params, **options)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        some = [parameter for parameter in self.model.parameters() if parameter.numel()]  # torch has no largest of none
+        return torch.nn.utils.clip_grad_norm_(some, max_norm, norm_type)
 
     def scaler(self, **options: Any) -> Any:
         return torch.amp.GradScaler("cpu", **options)
