@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 bench bench-peers bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 test-torch-npu test-binding bench bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -26,11 +26,27 @@ help:  ## say what there is to make
 demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks (2); leaves runs/demo
 	$(PY) examples/gpt/demo.py --preset $(PRESET) --ranks $(RANKS) $(ARGS)
 
-test: lint $(VENV)/.installed-dev  ## lint, then all tests that are not slow
+test: lint test-binding $(VENV)/.installed-dev  ## lint, then all tests that are not slow
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: lint $(VENV)/.installed-dev  ## lint, then every test
+test-all: lint test-torch-npu $(VENV)/.installed-dev  ## lint, then every test
 	$(PYTEST) $(ARGS)
+
+# The real torch_npu, installed apart (nothing else imports it), over libraries of our own that stand for CANN's.
+TORCH_NPU := build/torch-npu
+BINDING := FAKE_NPU=1 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(TORCH_NPU) $(PYTEST) tests/npu/binding
+test-torch-npu: $(TORCH_NPU)/.installed  ## the binding to the real torch_npu, over a fake device (needs its wheel)
+	$(BINDING) $(ARGS)
+
+# In `make test`, where torch_npu can be installed: there is no wheel of it for every machine.
+test-binding: $(VENV)/.installed-dev
+	@if $(MAKE) --no-print-directory $(TORCH_NPU)/.installed; then $(BINDING) -m "not slow"; else \
+	echo "skipped: the tests of the binding to torch_npu, which cannot be installed here (see above)"; fi
+
+$(TORCH_NPU)/.installed: $(VENV)/.installed-dev
+	@echo "installing torch_npu for $(firstword $(TORCH)) into $(TORCH_NPU)"
+	@$(PIP) install --upgrade --no-deps --target $(TORCH_NPU) $(subst torch==,torch_npu==,$(firstword $(TORCH)))
+	@touch $@
 
 # The aarch64 kernels, cross-compiled, under the op tests: the program they are in runs in an emulator.
 AARCH64 := build/aarch64

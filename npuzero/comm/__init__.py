@@ -11,9 +11,10 @@ from npuzero.comm.communicator import Communicator, Handle
 from npuzero.comm.counted import Counted
 from npuzero.comm.loopback import run_threads
 from npuzero.comm.mesh import Mesh
-from npuzero.comm.world import ProcessWorld, SingleWorld, World, current_world, process_world
+from npuzero.comm.world import HOST_CHANNEL, ProcessWorld, SingleWorld, World, current_world, process_world
 
 __all__ = [
+    "HOST_CHANNEL",
     "Communicator",
     "Counted",
     "Handle",

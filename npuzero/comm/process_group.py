@@ -3,7 +3,7 @@
 gloo carries the bytes only: sums are made here, in ascending order of the ranks and in f32, so that their bits equal
 those of shared memory; any order of the group is served, by permuting parts. nccl and hccl sum as they do, in an order
 and (for bf16 and f16) a precision of their own, and only in ascending order of the group: hierarchical.py composes
-other orders.
+other orders. What hccl cannot sum (float64 above all, in which the gradient's norm is) is gathered and summed here.
 
 torch sorts the ranks of a group; its ``places`` here say which part of a whole belongs to its k-th rank. Signatures are
 not compared between ranks: a verb that differs ends in gloo's error or in a timeout.
@@ -24,6 +24,9 @@ from npuzero.errors import CollectiveError, ConfigError
 
 #: Below this many elements an all_reduce gathers all buffers: one step instead of two.
 _SMALL_NUMEL = 8192
+
+#: What hccl's reductions take. Its averages are not used: the sum is scaled as gradients are packed.
+_HCCL_SUMS = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
 
 def make_group(
@@ -230,7 +233,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
         self.barrier()  # connects the ranks now, where a rank that is late is easy to name
 
     def barrier(self) -> None:
-        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
+        flag = torch.zeros(1, dtype=torch.int32).to(self.device)  # a copy: no operator has to be compiled or loaded
         self._start("barrier", "", lambda: dist.all_reduce(flag, group=self.group, async_op=True)).wait()
         flag.item()
 
@@ -260,7 +263,18 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
         )
 
     def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        if self.backend == "hccl" and buffer.dtype not in _HCCL_SUMS:
+            return self._gather_and_add(buffer, tag)
         return self._start("all_reduce", tag, lambda: dist.all_reduce(buffer, group=self.group, async_op=True))
+
+    def _gather_and_add(self, buffer: torch.Tensor, tag: str) -> Handle:
+        rows = torch.empty(self.size * buffer.numel(), dtype=buffer.dtype, device=self.device)
+        return self._start(
+            "all_reduce",
+            tag,
+            lambda: all_gather_single(_carried(rows), _carried(buffer), group=self.group, async_op=True),
+            lambda: add_in_order(buffer, rows.view(self.size, -1)),
+        )
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
         return self._start(

@@ -38,6 +38,13 @@ TIMEOUT_S = 600.0
 #: Backends of ``process_world``. "shm" is shared memory alone: all ranks on one host.
 BACKENDS = ("shm", "gloo", "nccl", "hccl")
 
+#: The channel whose tensors lie on the host, whatever the device: what the host has to know within a step goes over it,
+#: since reading a device's tensor waits for all that was issued before.
+HOST_CHANNEL = "host"
+
+#: hccl's buffer of a group for small messages; it takes two.
+_CONTROL_BUFFER_MB = 8
+
 _POLL_S = 0.02
 
 
@@ -69,7 +76,8 @@ class World(ABC):
     def communicator(self, ranks: Sequence[int], name: str) -> Communicator:
         """The communicator of ``ranks``, in that order, for the purpose ``name``; the same object each time.
 
-        Members ask for the communicators of equal ranks in the same order.
+        Members ask for the communicators of equal ranks in the same order. Tensors lie on the world's device, those of
+        the ``HOST_CHANNEL`` on the host.
 
         Raises:
             ContractError: a rank is named twice, is not in the world, or this one is missing.
@@ -81,9 +89,13 @@ class World(ABC):
                 self._check_ranks(*key)
                 single = len(key[0]) == 1
                 self._communicators[key] = (
-                    SingleCommunicator(self.rank, name, self.device) if single else self._make(*key)
+                    SingleCommunicator(self.rank, name, self._place(name)) if single else self._make(*key)
                 )
             return self._communicators[key]
+
+    def _place(self, name: str) -> torch.device:
+        """Where the tensors of a channel lie."""
+        return torch.device("cpu") if name == HOST_CHANNEL else self.device
 
     @abstractmethod
     def exchange(self, value: object, channel: str = "") -> list[Any]:
@@ -174,7 +186,7 @@ class ProcessWorld(World):
         store: the launcher's key-value store.
         backend: of the groups: "shm", "gloo", "nccl" or "hccl"; None: by device, and shared memory for groups of CPU
             ranks that share a host.
-        buffer_mb: hccl's buffer per group.
+        buffer_mb: hccl's buffer per group, but for those of small messages.
     """
 
     def __init__(
@@ -211,7 +223,8 @@ class ProcessWorld(World):
 
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
         here = ranks.index(self.rank)
-        if self.device.type == "cpu" and self._backend in (None, "shm") and set(ranks) <= set(self.local):
+        on_host = self._place(name).type == "cpu"
+        if on_host and self._backend != "gloo" and set(ranks) <= set(self.local):
             pids = [self._pids[rank] for rank in ranks]
             return shared_memory.connect(
                 self._store, ranks, here, name, pids=pids, timeout_s=self.timeout_s, named=self._named
@@ -223,7 +236,7 @@ class ProcessWorld(World):
                 got=str(ranks),
                 do="Use the backend gloo, or none.",
             )
-        if self.device.type == "cpu":
+        if on_host:
             return GlooCommunicator(self._group(ranks, "gloo", name), ranks, here, name)
         return self._make_on_accelerator(ranks, here, name)
 
@@ -250,7 +263,8 @@ class ProcessWorld(World):
         )
 
     def _group(self, ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGroup:
-        return make_group(ranks, backend, name, timeout_s=self.timeout_s, buffer_mb=self._buffer_mb)
+        buffer_mb = _CONTROL_BUFFER_MB if name.startswith("control") else self._buffer_mb
+        return make_group(ranks, backend, name, timeout_s=self.timeout_s, buffer_mb=buffer_mb)
 
     def _meet(self) -> None:
         """Finds the ranks that share this host, their processes, and whether they can open each other's memory."""
@@ -298,7 +312,7 @@ def process_world(
         timeout_s: seconds before a waiting collective gives up.
         backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that
             alone; "shm": shared memory alone.
-        buffer_mb: hccl's buffer per group; each group takes two.
+        buffer_mb: hccl's buffer per group, but for those of small messages; each group takes two.
 
     Raises:
         ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device, or

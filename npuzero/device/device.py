@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -76,6 +77,14 @@ class Device(ABC):
     @abstractmethod
     def current_stream_int(self) -> int:
         """The current stream as an integer. Ask before every launch: it may change, and asking has effects on npu."""
+
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Whether the engine can rely on the device as it is set up, and on these tensors of a model on it.
+
+        Raises:
+            ConfigError: it cannot, saying why.
+        """
+        return
 
     @abstractmethod
     def make_event(self) -> Event:

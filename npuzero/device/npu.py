@@ -1,4 +1,6 @@
-"""Ascend NPUs, through torch_npu, which is imported only when an npu is asked for. Not run on hardware in this version.
+"""Ascend NPUs, through torch_npu, which is imported only when an npu is asked for.
+
+Emulated, binding tested (against the real torch_npu, over a fake of CANN's libraries); not yet run on NPU hardware.
 
 The stream is fetched before every launch and never kept: fetching it drains torch_npu's host task queue, without which
 a kernel launched on the raw stream can overtake operators that torch issued before it.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +23,9 @@ from npuzero.errors import ConfigError
 
 # The kernel driver's node, the same for every card; a process cannot reach an NPU without it.
 _DRIVER = Path("/dev/davinci_manager")
+
+# Formats whose elements lie in memory as a contiguous tensor's do; the others are tiled for the cube unit.
+_PLAIN = ("ND", "NCHW", "NHWC", "NCDHW", "NCL")
 
 
 class Npu(Accelerator):
@@ -41,7 +47,8 @@ class Npu(Accelerator):
                 expected="torch_npu, in the release for this torch, and CANN",
                 got=f"{type(error).__name__}: {error}",
                 do="Install torch_npu for torch "
-                f"{torch.__version__.partition('+')[0]}, and source CANN's set_env.sh before starting Python.",
+                f"{torch.__version__.partition('+')[0]}, and source CANN's set_env.sh before starting Python. (Where "
+                "torch_npu is installed without CANN, importing torch fails: TORCH_DEVICE_BACKEND_AUTOLOAD=0 helps.)",
             ) from error
         found: Any = torch
         module: ModuleType = found.npu
@@ -65,7 +72,39 @@ class Npu(Accelerator):
         return Availability(True)
 
     def capability(self) -> str:
-        return str(self.module().get_device_name(self.device))
+        facts: Any = self.module().get_device_properties(self.device)
+        return f"{facts.name}, {facts.vector_core_num} vector cores, {facts.cube_core_num} cube cores"
+
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Plain formats, now and later, and overflows that show.
+
+        Raises:
+            ConfigError: an internal format is in use or allowed, or the device saturates.
+        """
+        torch_npu: Any = importlib.import_module("torch_npu")
+        if not torch_npu.npu.utils.is_support_inf_nan():
+            raise ConfigError(
+                f"device {self.name}",
+                expected="overflows that show as inf and nan",
+                got="saturation at the largest finite value, where an overflow cannot be told from a value",
+                do="Unset INF_NAN_MODE_FORCE_DISABLE (and INF_NAN_MODE_ENABLE=0).",
+            )
+        if torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"enable":
+            raise ConfigError(
+                f"device {self.name}",
+                expected="tensors in plain formats alone",
+                got="torch.npu.config.allow_internal_format = True, by which operators may return tiled ones",
+                do="Set torch.npu.config.allow_internal_format = False.",
+            )
+        for tensor in tensors:
+            form = torch_npu.get_npu_format(tensor).name
+            if form not in _PLAIN:
+                raise ConfigError(
+                    f"device {self.name}: a tensor of shape {tuple(tensor.shape)}",
+                    expected=f"one of the formats {', '.join(_PLAIN)}",
+                    got=form,
+                    do="Call torch_npu.npu_format_cast(tensor, torch_npu.Format.ND) first.",
+                )
 
     def set_matmul(self, matmul: str) -> None:
         """HF32 is what the cube units have for TF32."""

@@ -45,6 +45,7 @@ def agree(
         shape = plan.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         _check_model(model, specs, world)
+        device.get(world.device).check([*model.parameters(), *model.buffers()])
     except (ConfigError, StateError) as error:
         problem = error
     _check_agreement([] if problem else _describe(model, specs), plan, settings, world, problem)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from npuzero.comm import Communicator, Counted, Mesh
-from npuzero.plan import Axes
+from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
+from npuzero.plan import AXES, Axes
 
 
 class CountingMesh:
@@ -24,6 +24,11 @@ class CountingMesh:
         """The communicator of :meth:`Mesh.communicator`, made at its first use."""
         key = (axes, purpose)
         if key not in self._made:
-            counter = self.control if purpose == "control" else self.sent
+            counter = self.control if purpose in ("control", HOST_CHANNEL) else self.sent
             self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
         return self._made[key]
+
+    def host(self) -> Communicator:
+        """All ranks, over tensors on the host: the control channel itself where that is on the host already."""
+        on_host = self._mesh.world.device.type == "cpu"
+        return self.communicator(AXES, "control" if on_host else HOST_CHANNEL)

@@ -305,8 +305,8 @@ class Engine:
         if self.mesh.shape.world == 1 or not present:
             return present
         flags = [flag for flat in self._flats for flag in present[flat]]
-        votes = torch.tensor(flags, dtype=torch.float32, device=self.space.device)
-        self.mesh.communicator(AXES, "control").all_reduce(votes, tag="parameters in use").wait()
+        votes = torch.tensor(flags, dtype=torch.float32)
+        self.mesh.host().all_reduce(votes, tag="parameters in use").wait()
         agreed = iter(votes.tolist())
         return {flat: [next(agreed) > 0 for _ in flat.slots] for flat in self._flats}
 

@@ -194,9 +194,13 @@ class Flat:
             if self.dtype != torch.float32:
                 self.master = space.allocate(self._length("states"), torch.float32, "states")
         self.fill([parameter.detach() for parameter in self.parameters], share)
+        if self.cut:
+            self.transient.restore()  # views can only be made of what has memory
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
             parameter.data = self.whole[slot.begin : slot.end].view(slot.shape)
+        if self.cut:
+            self.transient.release()
         if self.trainable:
             self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
 

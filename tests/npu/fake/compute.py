@@ -1,0 +1,121 @@
+"""Lets operators on npu tensors compute, on the host: the fake device's memory is host memory.
+
+Only for tests of what surrounds the computation. An operator waits for the current stream, as a kernel on it would
+start after what was issued before, and computes at once; so whoever reads on another stream's behalf comes too early
+as ever. npuzero's own kernels do not go this way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+#: What torch_npu does itself, by the fake's documented calls: allocation, storages, streams, single values.
+THEIRS = (
+    "empty", "resize", "set_", "record_stream", "is_pinned", "pin_memory", "local_scalar_dense", "copy_from",
+    "has_compatible_shallow_copy_type", "is_set_to",
+)  # fmt: skip
+
+_library: Any = None
+
+
+def serve() -> None:
+    """Has the operators computed on the host from now on, in this process."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
+        for name in (full.removeprefix("aten::") for full in names if full.startswith("aten::")):
+            base, _, overload = name.partition(".")
+            if not base.lstrip("_").startswith(THEIRS) and hasattr(torch.ops.aten, base):
+                op = getattr(getattr(torch.ops.aten, base), overload or "default")
+                if not _is_view(op):
+                    function = _OWN.get(name) or partial(_on_host, op)
+                    _library.impl(name, function, "PrivateUse1", allow_override=True)
+
+
+def _is_view(op: Any) -> bool:
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in op._schema.returns)
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over an npu tensor's memory."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8)[: storage.nbytes() // tensor.itemsize * tensor.itemsize]
+    return flat.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    return host_view(tensor) if tensor.device.type == "npu" else tensor
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    torch.npu.current_stream().synchronize()
+    _memory(target).copy_(_memory(source))
+    return target
+
+
+def _to_copy(source: torch.Tensor, *, device: torch.device | None = None, **options: Any) -> torch.Tensor:
+    torch.npu.current_stream().synchronize()
+    options = {key: options[key] for key in ("dtype", "memory_format") if options.get(key) is not None}
+    copy = torch.ops.aten._to_copy(_memory(source), device="cpu", **options)
+    return copy if device is not None and device.type == "cpu" else _put(copy)
+
+
+def _put(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the device."""
+    put = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="npu")
+    host_view(put).copy_(value)
+    return put
+
+
+def _on_host(op: Any, *arguments: Any, **options: Any) -> Any:
+    torch.npu.current_stream().synchronize()
+    back: dict[int, torch.Tensor] = {}  # by the host's tensor: the device's
+
+    def down(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, torch.Tensor) or value.device.type != "npu":
+            return value
+        host = host_view(value)
+        back[id(host)] = value
+        return host
+
+    arguments, options = tree_map(down, (arguments, options))
+    if not back or "device" in options:
+        options["device"] = torch.device("cpu")
+    result = op(*arguments, **options)
+
+    def up(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return back[id(value)] if id(value) in back else _put(value)
+
+    return tree_map(up, result)
+
+
+def _matmul_backward(
+    gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mask: list[bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """As torch's own formulas have it for the shapes that linear layers and attention have."""
+    if right.dim() == 2:
+        rows, flat = gradient.reshape(-1, gradient.shape[-1]), left.reshape(-1, left.shape[-1])
+        own = (rows @ right.t()).view(left.shape) if mask[0] else None
+        column_major = right.stride(0) == 1
+        other = ((rows.t() @ flat).t() if column_major else flat.t() @ rows) if mask[1] else None
+        return own, other
+    return (
+        gradient @ right.transpose(-1, -2) if mask[0] else None,
+        left.transpose(-1, -2) @ gradient if mask[1] else None,
+    )
+
+
+_OWN = {"copy_": _copy, "_to_copy": _to_copy, "matmul_backward": partial(_on_host, _matmul_backward)}
