@@ -94,42 +94,68 @@ void cast(const View& source, const View& target, int rounding, uint64_t seed, u
   run(source.device, CastArgs{source, target, static_cast<Rounding>(rounding), seed, offset}, stream);
 }
 
-using Range = std::tuple<int64_t, int64_t, int64_t>;  // begin, end, index of the group
-using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool, int64_t>;
-// Addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, grad (0 where absent); count; dtypes of low and grad
-using Buffers = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t,
-                           std::uintptr_t, int64_t, int, int>;
+using Range = std::tuple<int64_t, int64_t, int64_t, uint32_t, int64_t>;  // begin, end, group, stream, place
+using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool, uint32_t,
+                         int64_t>;  // FlatAdamGroup's fields
+
+// Addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder, grad (0 where absent); count; dtypes of
+// master, the moments, low, grad
+struct Buffers {
+  std::uintptr_t master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder, grad;
+  int64_t count;
+  Dtype master_dtype, moment_dtype, low_dtype, grad_dtype;
+
+  explicit Buffers(const py::tuple& row) {
+    size_t i = 0;
+    for (auto* address : {&master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &low, &remainder, &grad}) {
+      *address = row[i++].cast<std::uintptr_t>();
+    }
+    count = row[i++].cast<int64_t>();
+    for (Dtype* dtype : {&master_dtype, &moment_dtype, &low_dtype, &grad_dtype}) {
+      *dtype = static_cast<Dtype>(row[i++].cast<int>());
+    }
+  }
+};
+
+// Element `first` of a buffer; null where there is none.
+void* at(std::uintptr_t address, int64_t first, Dtype dtype) {
+  return address ? reinterpret_cast<void*>(address + first * itemsize(dtype)) : nullptr;
+}
+
+// A buffer's part from element `first`; of codes, the exponents follow all `count` of them.
+FlatAdamMoment moment_at(std::uintptr_t address, int64_t first, int64_t count, Dtype dtype) {
+  auto* exponents = static_cast<uint8_t*>(at(address, count, Dtype::u8));
+  return {at(address, first, dtype), exponents ? exponents + first / moment_block : nullptr};
+}
 
 // The buffers lie end to end on a line, and the ranges are ranges of it: one part for each that meets the other.
-std::vector<FlatAdamPart> parts_of(const std::vector<Buffers>& line, const std::vector<Range>& ranges) {
+std::vector<FlatAdamPart> parts_of(const std::vector<py::tuple>& line, const std::vector<Range>& ranges) {
   std::vector<FlatAdamPart> parts;
   parts.reserve(line.size() + ranges.size());
   int64_t start = 0, covered = 0;
   size_t next = 0;
-  for (const auto& [master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, grad, count, low_dtype, grad_dtype] : line) {
-    const auto at = [](std::uintptr_t address, int64_t elements, Dtype dtype) {
-      return address ? reinterpret_cast<void*>(address + elements * itemsize(dtype)) : nullptr;
-    };
-    const auto f32_at = [&](std::uintptr_t address, int64_t elements) {
-      return static_cast<float*>(at(address, elements, Dtype::f32));
-    };
-    for (size_t i = next; i < ranges.size() && std::get<0>(ranges[i]) < start + count; ++i) {
-      const auto& [begin, end, group] = ranges[i];
-      const int64_t first = std::max(begin - start, int64_t{0}), last = std::min(end - start, count);
-      const auto grad_kind = static_cast<Dtype>(grad_dtype), low_kind = static_cast<Dtype>(low_dtype);
-      parts.push_back({f32_at(master, first), f32_at(exp_avg, first), f32_at(exp_avg_sq, first),
-                       f32_at(max_exp_avg_sq, first), at(grad, first, grad_kind), at(low, first, low_kind),
-                       last - first, covered, group, grad_kind, low_kind});
+  for (const py::tuple& row : line) {
+    const Buffers b(row);
+    for (size_t i = next; i < ranges.size() && std::get<0>(ranges[i]) < start + b.count; ++i) {
+      const auto& [begin, end, group, stream, place] = ranges[i];
+      const int64_t first = std::max(begin - start, int64_t{0}), last = std::min(end - start, b.count);
+      const auto moment = [&](std::uintptr_t address) { return moment_at(address, first, b.count, b.moment_dtype); };
+      parts.push_back({at(b.master, first, b.master_dtype), static_cast<int16_t*>(at(b.remainder, first, Dtype::i16)),
+                       moment(b.exp_avg), moment(b.exp_avg_sq), moment(b.max_exp_avg_sq),
+                       at(b.grad, first, b.grad_dtype), at(b.low, first, b.low_dtype), last - first, covered, group,
+                       place + start + first - begin, stream, b.master_dtype, b.moment_dtype, b.grad_dtype,
+                       b.low_dtype});
       covered += last - first;
-      next = end <= start + count ? i + 1 : i;
+      next = end <= start + b.count ? i + 1 : i;
     }
-    start += count;
+    start += b.count;
   }
   return parts;
 }
 
-void flat_adam(const std::vector<Buffers>& line, const std::vector<Range>& ranges, const std::vector<Group>& groups,
-               const View* grad_scale, const View* skip, const View* dynamic, int device, Stream stream) {
+void flat_adam(const std::vector<py::tuple>& line, const std::vector<Range>& ranges, const std::vector<Group>& groups,
+               const View* grad_scale, const View* skip, const View* dynamic, uint64_t seed, int device,
+               Stream stream) {
   std::vector<FlatAdamGroup> table;
   for (const Group& group : groups) {
     table.push_back(std::apply([](auto... field) { return FlatAdamGroup{field...}; }, group));
@@ -138,7 +164,7 @@ void flat_adam(const std::vector<Buffers>& line, const std::vector<Range>& range
   const int64_t total = parts.empty() ? 0 : parts.back().line + parts.back().count;
   run(static_cast<Device>(device),
       FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, table.data(), f32_at(grad_scale),
-                   f32_at(skip), f32_at(dynamic)},
+                   f32_at(skip), f32_at(dynamic), seed},
       stream);
 }
 

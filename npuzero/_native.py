@@ -34,6 +34,7 @@ DTYPES: dict[torch.dtype, int] = {
     torch.int32: 4,
     torch.int64: 5,
     torch.uint8: 6,
+    torch.int16: 7,
 }
 DEVICES: dict[str, int] = {"cpu": 0, "cuda": 1, "npu": 2}
 BACKENDS = ("native", "reference")

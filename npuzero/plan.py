@@ -69,10 +69,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes an element of the masters takes beside a low-precision parameter: the whole of it; the lower half, of which the
 #: bfloat16 parameter is the upper; nothing, where the parameter is all there is and is rounded stochastically.
 MASTERS = {"fp32": 4, "split": 2, "none": 0}
-#: Bytes an element of a moment takes; int8 has a float32 scale for each :data:`MOMENT_BLOCK` elements beside it.
+#: Bytes an element of a moment takes; int8 has a byte beside each :data:`MOMENT_BLOCK` elements: their exponent.
 MOMENTS = {"fp32": 4, "bf16": 2, "int8": 1}
-#: Elements of a flat that share a scale. Every shard starts and ends on a multiple, so no cut goes through a block.
-MOMENT_BLOCK = 128
+#: Elements of a flat that share an exponent. Every shard starts and ends on a multiple, so no cut goes through a block.
+MOMENT_BLOCK = 64
 #: How float32 matrix products are computed: as written, or with inputs rounded to TF32 (on an NPU: HF32).
 MATMULS = ("ieee", "tf32")
 
@@ -149,7 +149,7 @@ class Precision:
 
     def moment_bytes(self, numel: int) -> int:
         """Bytes of one moment of ``numel`` elements, whole blocks of them."""
-        scales = 4 * (numel // MOMENT_BLOCK) if self.moments == "int8" else 0
+        scales = numel // MOMENT_BLOCK if self.moments == "int8" else 0
         return MOMENTS[self.moments] * numel + scales
 
 

@@ -133,6 +133,7 @@ inline void sum_loops(void* out, Dtype result, const void* const* in, int inputs
     case Dtype::i32: return plain(uint32_t{});
     case Dtype::i64: return plain(uint64_t{});
     case Dtype::u8: return plain(uint8_t{});
+    case Dtype::i16: return plain(uint16_t{});
   }
 }
 

@@ -1,4 +1,4 @@
-// The three element types as structs with the same two functions, and TF32 rounding. Integers and selects only, so that
+// The element types as structs with the same two functions, and TF32 rounding. Integers and selects only, so that
 // loops over them vectorise on every instruction set and denormals survive whatever the caller's flush mode is.
 //
 // Rounding to bf16 and f16 is to nearest, ties to even; beyond the largest finite value it is infinity. NaN stays NaN
@@ -46,6 +46,25 @@ struct BF16 {
     const uint32_t nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     const uint32_t nan = (u >> 16) | 0x40u;
     return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : nearest);
+  }
+};
+
+// bf16 whose ties go away from zero: the upper half of an f32 that is split into it and a signed remainder of 16 bits,
+// f32's bits = (bf16's bits << 16) + remainder. (Ties to even would leave remainders of both signs at a tie.)
+struct UpperHalf {
+  using Bits = uint16_t;
+  static float widen(uint16_t h) { return BF16::widen(h); }
+  static uint16_t round(float x) {
+    const uint32_t u = bits_of(x);
+    const uint32_t nan = (u >> 16) | 0x40u;
+    return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : (u + 0x8000u) >> 16);
+  }
+  static int16_t remainder(float x) {
+    const uint32_t u = bits_of(x);
+    return static_cast<int16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0u : u);
+  }
+  static float join(uint16_t upper, int16_t remainder) {
+    return float_of((static_cast<uint32_t>(upper) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
   }
 };
 

@@ -6,7 +6,7 @@
 namespace npuzero {
 
 // The integers are the Python side's too (npuzero/_native.py): append, never reorder.
-enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, i32 = 4, i64 = 5, u8 = 6 };
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, i32 = 4, i64 = 5, u8 = 6, i16 = 7 };
 enum class Device : int { cpu = 0, cuda = 1, npu = 2 };
 constexpr int device_kinds = 3;
 
@@ -21,7 +21,7 @@ struct View {
 using Stream = std::uintptr_t;
 
 constexpr const char* name(Dtype dtype) {
-  constexpr const char* names[] = {"f32", "bf16", "f16", "f64", "i32", "i64", "u8"};
+  constexpr const char* names[] = {"f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i16"};
   return names[static_cast<int>(dtype)];
 }
 
@@ -31,7 +31,7 @@ constexpr const char* name(Device device) {
 }
 
 constexpr int64_t itemsize(Dtype dtype) {
-  constexpr int64_t sizes[] = {4, 2, 2, 8, 4, 8, 1};
+  constexpr int64_t sizes[] = {4, 2, 2, 8, 4, 8, 1, 2};
   return sizes[static_cast<int>(dtype)];
 }
 

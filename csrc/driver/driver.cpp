@@ -116,6 +116,7 @@ void pack(Request& request) {
 void flat_adam(Request& request) {
   const auto *grad_scale = request.pointer<float>(), *skip = request.pointer<float>(),
              *dynamic = request.pointer<float>();
+  const auto seed = static_cast<uint64_t>(request.integer());
   std::vector<FlatAdamGroup> groups(request.integer());
   for (FlatAdamGroup& group : groups) {
     for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
@@ -123,28 +124,35 @@ void flat_adam(Request& request) {
       *field = request.real();
     }
     for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = request.integer();
+    group.step = static_cast<uint32_t>(request.integer());
     group.row = request.integer();
   }
   std::vector<FlatAdamPart> parts;
   int64_t total = 0;
   while (request.next < request.words.size()) {
     FlatAdamPart part = {};
-    for (float** field : {&part.master, &part.exp_avg, &part.exp_avg_sq, &part.max_exp_avg_sq}) {
-      *field = request.pointer<float>();
+    part.master = request.pointer();
+    for (FlatAdamMoment* moment : {&part.exp_avg, &part.exp_avg_sq, &part.max_exp_avg_sq}) {
+      moment->values = request.pointer();
+      moment->exponents = request.pointer<uint8_t>();
     }
     part.low = request.pointer();
+    part.remainder = request.pointer<int16_t>();
     part.grad = request.pointer();
     part.count = request.integer();
-    part.low_dtype = request.dtype();
-    part.grad_dtype = request.dtype();
+    for (Dtype* dtype : {&part.master_dtype, &part.moment_dtype, &part.low_dtype, &part.grad_dtype}) {
+      *dtype = request.dtype();
+    }
     part.group = request.integer();
+    part.stream = static_cast<uint32_t>(request.integer());
+    part.place = request.integer();
     part.line = total;
     total += part.count;
     parts.push_back(part);
   }
-  kernels::flat_adam(
-      FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, groups.data(), grad_scale, skip, dynamic},
-      0);
+  kernels::flat_adam(FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, groups.data(), grad_scale,
+                                  skip, dynamic, seed},
+                     0);
 }
 
 }  // namespace

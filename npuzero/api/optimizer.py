@@ -150,8 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner.step()
         for engine in ready:
             for flat in engine.flats():
-                if flat.master.dtype != flat.dtype:
-                    ops.cast(flat.master, flat.own_parameters)
+                flat.refresh_low()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
@@ -458,7 +457,8 @@ class Adam(ZeroOptimizer):
                 [flat.master for flat in shards],
                 [state.exp_avg for state in moments],
                 [state.exp_avg_sq for state in moments],
-                low=[flat.own_parameters if flat.dtype != torch.float32 else None for flat in shards],
+                low=[flat.low for flat in shards],
+                remainder=[flat.remainder for flat in shards],
                 max_exp_avg_sq=[state.max_exp_avg_sq for state in moments],
             )
             self._cut_lines[engine] = shards, line
@@ -504,7 +504,8 @@ class Adam(ZeroOptimizer):
         )
         for (_, parameter), state, written in zip(plain, states, low, strict=True):
             if "master" in state and written is None:
-                parameter.copy_(state["master"])
+                master = state["master"]
+                parameter.copy_(ops.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
 
     def _count(self, device: torch.device, states: list[Options]) -> list[float]:
         """Adds this update to each state's step; what they are now.
@@ -525,14 +526,13 @@ class Adam(ZeroOptimizer):
         masters: Sequence[Tensor],
         exp_avg: Sequence[Tensor],
         exp_avg_sq: Sequence[Tensor],
-        low: Sequence[Tensor | None],
-        max_exp_avg_sq: Sequence[Tensor | None],
+        **some: Any,
     ) -> ops.Line:
         """The last step's line of their device where it is still theirs: to ask takes less than to make one."""
         device = masters[0].device
         line = self._lines.get(device)
-        if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq):
-            line = ops.Line(masters, exp_avg, exp_avg_sq, low=low, max_exp_avg_sq=max_exp_avg_sq)
+        if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, **some):
+            line = ops.Line(masters, exp_avg, exp_avg_sq, **some)
             self._lines[device] = line
         return line
 

@@ -9,7 +9,13 @@ from npuzero.errors import ContractError
 from npuzero.ops import _check
 from npuzero.ops.reference import cast as reference
 
-_ROUNDINGS = {"nearest": 0, "stochastic": 1, "tf32": 2}  # csrc/ops/cast.h
+_ROUNDINGS = {"nearest": 0, "stochastic": 1, "tf32": 2, "away": 3}  # csrc/ops/cast.h
+_TARGETS = {
+    "nearest": _check.FLOATS,
+    "stochastic": (torch.bfloat16,),
+    "tf32": (torch.float32,),
+    "away": (torch.bfloat16,),
+}
 
 
 def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", seed: int = 0, offset: int = 0) -> None:
@@ -20,10 +26,11 @@ def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", see
 
     Args:
         src: flat; float32, bfloat16 or float16 (float32 alone unless rounding is "nearest").
-        dst: flat, as long as src; any of the three for "nearest", bfloat16 for "stochastic", float32 for "tf32".
-        rounding: "nearest" (ties to even; between bfloat16 and float16 by way of float32); "tf32" (10 bits of mantissa,
-            nearest, ties away from zero, as PTX's cvt.rna.tf32.f32; may be in place); "stochastic" (up or down with
-            the probability that keeps the mean).
+        dst: flat, as long as src; any of the three for "nearest", float32 for "tf32", else bfloat16.
+        rounding: "nearest" (ties to even; between bfloat16 and float16 by way of float32); "away" (to nearest, ties
+            away from zero, as flat_adam's copies of masters); "tf32" (10 bits of mantissa, to nearest, ties away from
+            zero, as PTX's cvt.rna.tf32.f32; may be in place); "stochastic" (up or down with the probability that keeps
+            the mean).
         seed: "stochastic" only: key of Philox4x32-10, 0 to 2^64 - 1.
         offset: "stochastic" only: place of src[0] in the whole; an element's draw depends on seed and place.
 
@@ -36,9 +43,8 @@ def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", see
             "cast: rounding", expected=f"one of {', '.join(_ROUNDINGS)}", got=repr(rounding), do="Name one of these."
         )
     nearest = rounding == "nearest"
-    target = {"nearest": _check.FLOATS, "stochastic": (torch.bfloat16,), "tf32": (torch.float32,)}[rounding]
     _check.flat("cast", "src", src, _check.FLOATS if nearest else (torch.float32,))
-    _check.flat("cast", "dst", dst, target, src.device, src.numel())
+    _check.flat("cast", "dst", dst, _TARGETS[rounding], src.device, src.numel())
     _check.integer("cast", "seed", seed, 0, 2**64 - 1)
     _check.integer("cast", "offset", offset, 0, 2**63 - 1 - src.numel())
     if not (rounding == "tf32" and src.data_ptr() == dst.data_ptr()):

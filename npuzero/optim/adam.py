@@ -41,7 +41,7 @@ class Range(NamedTuple):
 
 
 def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Tensor, decoupled: bool) -> Tensor:
-    """[rows, 3] float32 on the device of ``steps``: what lr and step come to, computed there without a host's wait.
+    """[rows, 4] float32 on the device of ``steps``: what lr and step come to, computed there without a host's wait.
 
     Args:
         options: of each row: lr (a number or a tensor), betas, weight_decay.
@@ -53,7 +53,7 @@ def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Tensor, decoupled:
     beta1, beta2 = (_column([o["betas"][i] for o in options], steps) for i in (0, 1))
     decay = _column([o["weight_decay"] if decoupled else 0.0 for o in options], steps)
     count = steps.double()
-    return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay], dim=1).float()
+    return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
 def _column(values: Sequence[float | Tensor], like: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ class Engine:
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
         """[n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank that has none)."""
         whole = torch.zeros(flat.layout.numel, device=self.space.device)
-        shard = torch.zeros_like(flat.master) if own is None else own
+        shard = torch.zeros(flat.master.numel(), device=self.space.device) if own is None else own
         if self.mesh.size(self.plan.states.axes) == 1:
             return whole.copy_(shard)
         communicator = self.mesh.communicator(self.plan.states.axes, "control")
@@ -231,8 +231,7 @@ class Engine:
     def refresh_masters(self) -> None:
         """Somebody wrote into whole parameters (``load_state_dict``): masters follow."""
         for flat in self.flats():
-            if flat.dtype != torch.float32:
-                flat.master.copy_(flat.own_parameters)
+            flat.refresh_master()
 
     def used(self, flat: Flat) -> list[bool]:
         """Per slot: has any rank a gradient in the present step (after :meth:`finish_gradients`)?"""

@@ -11,6 +11,8 @@ P, H, G and S shards::
     carry       [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
     wire        [n]    the precision's wire dtype; what a reduction sends
     own         [n/S]  this rank's states shard, a sub-range of all of the above
+    master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
+    remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from npuzero import ops
 from npuzero.errors import StateError
 from npuzero.memory import Source, Space, Transient
 from npuzero.plan import Plan
@@ -108,6 +111,7 @@ class Flat:
         self.resting: Tensor
         self.held: Transient | None = None  # only where held is cut, and less than parameters are
         self.master: Tensor
+        self.remainder: Tensor | None = None
         self.gradient: Tensor
         self.own_gradient: Tensor  # [n/S] float32: this rank's shard of the gradient (summed over ranks once READY)
         self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
@@ -191,8 +195,11 @@ class Flat:
             self.gradient = space.allocate(self._length("gradients"), torch.float32, "gradients")
             self.own_gradient = self.gradient[self.own_within("gradients")]
             self.master = self.own_parameters
-            if self.dtype != torch.float32:
+            masters = self.ranks.plan.precision.masters
+            if self.dtype != torch.float32 and masters == "fp32":
                 self.master = space.allocate(self._length("states"), torch.float32, "states")
+            elif self.dtype != torch.float32 and masters == "split":
+                self.remainder = space.allocate(self._length("states"), torch.int16, "states")
         self.fill([parameter.detach() for parameter in self.parameters], share)
         if self.cut:
             self.transient.restore()  # views can only be made of what has memory
@@ -205,10 +212,7 @@ class Flat:
             self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
-        """Take whole values, one per slot, into what rests and into the masters.
-
-        Masters are taken before the values are rounded to the parameter dtype; where that is float32 the master is
-        the resting parameter itself.
+        """Take whole values, one per slot, into what rests and into the masters, which keep them unrounded.
 
         Args:
             values: tensors of the slots' shapes, any floating dtype and device.
@@ -218,9 +222,43 @@ class Flat:
         for slot, value in zip(self.layout.slots, values, strict=True):
             exact[slot.begin : slot.end].copy_(value.reshape(-1))
         share(exact)
-        self.resting.copy_(exact[slice(*self.shard("parameters"))])
-        if self.trainable and self.dtype != torch.float32:
-            self.master.copy_(exact[slice(*self.shard("states"))])
+        _copy_rounded(exact[slice(*self.shard("parameters"))], self.resting)
+        if self.trainable:
+            self.write_master(slice(0, self.master.numel()), exact[slice(*self.shard("states"))])
+
+    @property
+    def low(self) -> Tensor | None:
+        """[n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
+        return None if self.master is self.own_parameters else self.own_parameters
+
+    def read_master(self, own: slice) -> Tensor:
+        """float32: the masters of a range of this rank's states shard, however they are kept; maybe a copy."""
+        if self.remainder is not None:
+            return ops.join(self.master[own], self.remainder[own])
+        return self.master[own].float()
+
+    def write_master(self, own: slice, values: Tensor) -> None:
+        """Replace the masters of a range of this rank's states shard, and own parameters with them."""
+        if self.remainder is not None:
+            upper, remainder = ops.split(values.float())
+            self.master[own].copy_(upper)
+            self.remainder[own].copy_(remainder)
+        else:
+            _copy_rounded(values, self.master[own])
+            if self.low is not None:
+                _copy_rounded(values, self.low[own])
+
+    def refresh_master(self) -> None:
+        """Somebody wrote the parameters: masters follow them."""
+        if self.remainder is not None:
+            self.remainder.zero_()
+        elif self.low is not None:
+            self.master.copy_(self.low)
+
+    def refresh_low(self) -> None:
+        """Somebody wrote the masters: own parameters follow them."""
+        if self.low is not None:
+            _copy_rounded(self.master, self.low)
 
     def _length(self, part: str) -> int:
         return self.layout.numel // self.ranks.count[part]
@@ -251,6 +289,14 @@ class Flat:
                 start = self.shard(part)[0]
                 begin, end = overlap((slot.begin, slot.end), self.shard(part))
                 buffer[begin - start : end - start].zero_()
+
+
+def _copy_rounded(values: Tensor, target: Tensor) -> None:
+    """``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
+    if target.dtype == torch.bfloat16:
+        ops.cast(values.to(target.device, torch.float32).contiguous(), target, rounding="away")
+    else:
+        target.copy_(values)
 
 
 class Unit:

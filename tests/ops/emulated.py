@@ -11,8 +11,8 @@ from typing import Any
 from npuzero import _C
 
 _OPS = ("cast", "flat_adam", "norm", "pack")  # csrc/driver/driver.cpp
-_SIZES = (4, 2, 2, 8, 4, 8, 1)  # bytes, csrc/core/view.h
-_F32 = 0
+_SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
+_F32, _U8, _I16 = 0, 6, 7
 
 
 class _Call:
@@ -83,22 +83,21 @@ class Driver:
         grad_scale: Any,
         skip: Any,
         dynamic: Any,
+        seed: int,
         device: int,
         stream: int,
     ) -> None:
         call = _Call()
-        words = [call.scalar(grad_scale), call.scalar(skip), call.scalar(dynamic), len(groups)]
+        words = [call.scalar(grad_scale), call.scalar(skip), call.scalar(dynamic), seed, len(groups)]
         for group in groups:
             words += [*map(_bits, group[:9]), *map(int, group[9:])]
         start = 0
-        for *addresses, count, low, grad in line:
-            dtypes = (_F32, _F32, _F32, _F32, low, grad)
-            for begin, end, group in ranges:
+        for *addresses, count, master, moment, low, grad in line:
+            for begin, end, group, stream, place in ranges:
                 first, last = max(begin - start, 0), min(end - start, count)
                 if first < last:
-                    starts = [at and at + first * _SIZES[kind] for at, kind in zip(addresses, dtypes, strict=True)]
-                    places = [call.buffer(at, last - first, kind) for at, kind in zip(starts, dtypes, strict=True)]
-                    words += [*places, last - first, low, grad, group]
+                    words += _part(call, addresses, count, (master, moment, low, grad), first, last)
+                    words += [last - first, master, moment, low, grad, group, stream, place + start + first - begin]
             start += count
         self._run("flat_adam", call, words)
 
@@ -115,6 +114,19 @@ class Driver:
         assert guarded, f"{op} wrote outside its buffers"
         for address, size in call.buffers:
             ctypes.memmove(address, answer.read(size), size)
+
+
+def _part(
+    call: _Call, addresses: Sequence[int], count: int, dtypes: tuple[int, int, int, int], first: int, last: int
+) -> Iterable[int]:
+    """The buffers of [first, last) of a tensor, as parts_of in csrc/bindings.cpp has them."""
+    master, moment, low, grad = dtypes
+    kinds = (master, moment, moment, moment, low, _I16, grad)
+    for i, (address, kind) in enumerate(zip(addresses, kinds, strict=True)):
+        yield call.buffer(address and address + first * _SIZES[kind], last - first, kind)
+        if i in (1, 2, 3):
+            blocks = address if moment == _U8 else 0
+            yield call.buffer(blocks and blocks + count + first // 64, -(-last // 64) - first // 64, _U8)
 
 
 def _bits(value: float) -> int:

@@ -19,7 +19,7 @@ LARGE = 1_000_003  # several threads, no multiple of anything
 OFFSETS = (0, 1, 3)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 GUARD = 32
-_PATTERN = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+_PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def shapes() -> Iterator[tuple[int, int]]:
@@ -68,7 +68,7 @@ class Guarded:
 
     @classmethod
     def around(cls, content: torch.Tensor, offset: int) -> Guarded:
-        whole = torch.full((GUARD + offset + content.numel() + GUARD,), 7.0, dtype=content.dtype)
+        whole = torch.full((GUARD + offset + content.numel() + GUARD,), 7, dtype=content.dtype)
         inner = whole[GUARD + offset : GUARD + offset + content.numel()]
         inner.copy_(content)
         return cls(whole, inner, whole.clone())

@@ -11,7 +11,7 @@ from ops import grid
 
 F32, BF16, F16 = grid.FLOATS
 MODES = [("nearest", *pair) for pair in itertools.product(grid.FLOATS, repeat=2)]
-MODES += [("tf32", F32, F32), ("stochastic", F32, BF16)]
+MODES += [("tf32", F32, F32), ("stochastic", F32, BF16), ("away", F32, BF16)]
 
 
 @pytest.mark.parametrize(("rounding", "source", "target"), MODES)

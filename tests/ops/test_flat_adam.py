@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,37 @@ def state(n: int, low: torch.dtype | None, offset: int = 0) -> dict[str, grid.Gu
     return {name: grid.Guarded.around(value, offset) for name, value in content.items()}
 
 
+# How p is stored, by its dtype and whether there is a remainder; how moments are.
+MASTERS = {"fp32": F32, "split": BF16, "none": BF16}
+MOMENTS = {"fp32": F32, "bf16": BF16, "int8": torch.uint8}
+STORED = [(masters, moments) for masters in MASTERS for moments in MOMENTS if (masters, moments) != ("fp32", "fp32")]
+
+
+def stored(n: int, masters: str, moments: str, offset: int = 0, special: bool = True) -> dict[str, grid.Guarded]:
+    """`state`, without low, stored like that."""
+    named = {}
+    for name, item in state(n, None, offset).items():
+        value = item.inner if special else item.inner.nan_to_num(0.0, 1.0, -1.0)
+        if name == "master":
+            upper, rest = ops.split(value)
+            named[name] = value if masters == "fp32" else upper
+            if masters == "split":
+                named["remainder"] = rest
+        else:
+            named[name] = torch.zeros(ops.stored_numel(n, MOMENTS[moments]), dtype=MOMENTS[moments])
+            ops.narrow(value, named[name], signed=name == "exp_avg")
+    return {name: grid.Guarded.around(value, offset) for name, value in named.items()}
+
+
+def wide(buffers: dict[str, grid.Guarded], n: int) -> dict[str, torch.Tensor]:
+    """Masters and moments in float32."""
+    found = {name: item.inner for name, item in buffers.items()}
+    rest = found.pop("remainder", None)
+    master = found.pop("master")
+    values = {name: ops.widen(value, n, signed=name == "exp_avg") for name, value in found.items() if name != "low"}
+    return {**values, "master": master.float() if rest is None else ops.join(master, rest)}
+
+
 def update(buffers: dict[str, grid.Guarded], grad: torch.Tensor, parts: list[Segment], **options: Any) -> None:
     ops.flat_adam(grad=grad, segments=parts, **{name: item.inner for name, item in buffers.items()}, **options)
 
@@ -63,6 +95,27 @@ def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype, low: torch.d
         for name in actual:
             grid.assert_same(actual[name].inner, expected[name].inner, f"{name} {n}+{offset}")
             actual[name].assert_guards()
+
+
+@pytest.mark.parametrize(("masters", "moments"), STORED)
+def test_equals_reference_however_it_is_stored(isa: str, masters: str, moments: str) -> None:
+    for i, (n, offset) in enumerate(grid.shapes()):
+        grad = grid.Guarded.around(grid.values(n, grid.FLOATS[i % 3]), offset).inner
+        parts = [replace(KINDS[i % len(KINDS)], begin=0, end=n, stream=2**31 - 1, place=2**40 + 8)]
+        if n >= 64 * len(KINDS):
+            parts = [
+                replace(k, begin=min(-(-k.begin // 64) * 64, k.end // 64 * 64), stream=j, step=k.step + i)
+                for j, k in enumerate(segments(n))
+            ]
+        both = []
+        for backend in ("native", "reference"):
+            _native.use_backend(backend)
+            torch.manual_seed(n)
+            both.append(stored(n, masters, moments, offset))
+            update(both[-1], grad, parts, seed=2**64 - 3)
+        for name, item in both[0].items():
+            grid.assert_same(item.inner, both[1][name].inner, f"{name} {n}+{offset}")
+            item.assert_guards()
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -116,8 +169,141 @@ def test_a_row_is_read_when_the_kernel_runs() -> None:
     # Two rows of equal hyper-parameters are two sets of coefficients all the same.
     p, m, v, grad = (torch.ones(8) for _ in range(4))
     parts = [replace(ADAMW, begin=4 * row, end=4 * row + 4, row=row) for row in (0, 1)]
-    ops.flat_adam(p, m, v, grad, parts, dynamic=torch.tensor([[0.0, 1.0, 0.5], [0.0, 1.0, 0.25]]))
+    ops.flat_adam(p, m, v, grad, parts, dynamic=torch.tensor([[0.0, 1.0, 0.5, 1.0], [0.0, 1.0, 0.25, 1.0]]))
     assert p.tolist() == [0.5] * 4 + [0.25] * 4
+
+
+def test_halves_make_the_same_bits_as_a_whole(isa: str) -> None:
+    n = 5003
+    for special in (True, False):
+        torch.manual_seed(7)
+        whole = state(n, BF16)
+        torch.manual_seed(7)
+        halves = stored(n, "split", "fp32", special=special)
+        if not special:
+            whole["master"].inner.nan_to_num_(0.0, 1.0, -1.0)
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                whole[name].inner.nan_to_num_(0.0, 1.0, -1.0)
+        for step in range(1, 8):
+            grad, parts = grid.values(n, BF16, special=special), [replace(k, step=step) for k in segments(n)]
+            update(whole, grad, parts)
+            update(halves, grad, parts)
+        for name, value in wide(halves, n).items():
+            grid.assert_same(value, whole[name].inner, name)
+        covered = torch.cat([torch.arange(part.begin, part.end) for part in parts])
+        grid.assert_same(halves["master"].inner[covered], whole["low"].inner[covered], "low")
+
+
+def test_a_split_is_to_nearest_with_ties_away_and_joins_again() -> None:
+    every = torch.arange(-(2**15), 2**15).int() << 16
+    x = torch.cat([every + rest for rest in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(F32)
+    upper, rest = ops.split(x)
+    grid.assert_same(ops.join(upper, rest), x)
+    finite = x.isfinite() & upper.isfinite()
+    wide, half = x[finite].double(), upper[finite].double()
+    beyond = torch.nextafter(upper[finite], torch.where(wide > half, torch.inf, -torch.inf).bfloat16()).double()
+    nearer = (half - wide).abs() < (beyond - wide).abs()
+    tied = (half - wide).abs() == (beyond - wide).abs()
+    assert (nearer | (tied & (half.abs() > beyond.abs()))).all()
+    assert tied.any()
+    largest = torch.tensor([3.4e38])
+    assert ops.split(largest)[0].isinf() and torch.equal(ops.join(*ops.split(largest)), largest)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("exponent", [16, 17, 100, 127, 253, 254])
+def test_every_code_comes_back(signed: bool, exponent: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for largest in (0xFF, 0xE0, 0x7F) if not signed else (0x7F, 0x60):  # in blocks whose largest value is lower, too
+        kept = codes.clamp(max=largest) if not signed else codes & 0x80 | (codes & 0x7F).clamp(max=largest)
+        stored = torch.cat([kept, torch.full((4,), exponent, dtype=torch.uint8)])
+        value = ops.widen(stored, 256, signed=signed)
+        again = torch.zeros_like(stored)
+        ops.narrow(value, again, signed=signed)
+        grid.assert_same(ops.widen(again, 256, signed=signed), value)
+
+
+def test_codes_are_near_and_no_second_moment_becomes_zero() -> None:
+    x = torch.randn(64_000).square() * torch.exp2(torch.randint(-30, 30, (1000, 1)).float()).expand(1000, 64).flatten()
+    x[::64] *= 1e-30
+    stored = torch.zeros(ops.stored_numel(len(x), torch.uint8), dtype=torch.uint8)
+    ops.narrow(x, stored, signed=False)
+    value = ops.widen(stored, len(x), signed=False)
+    assert ((value == 0) == (x == 0)).all()
+    near = x >= 2.0**-14 * x.view(1000, 64).amax(1).repeat_interleave(64)
+    assert ((value - x).abs() <= x * 2.0**-5)[near].all() and near.float().mean() > 0.9
+    ops.narrow(-x.sqrt(), stored, signed=True)
+    value = ops.widen(stored, len(x), signed=True)
+    near = x >= 2.0**-12 * x.view(1000, 64).amax(1).repeat_interleave(64)
+    assert ((value + x.sqrt()).abs() <= x.sqrt() * 2.0**-5)[near].all() and near.float().mean() > 0.9
+
+
+def test_a_block_with_an_infinity_is_lost_and_no_other() -> None:
+    x = torch.ones(192)
+    x[70] = torch.inf
+    stored = torch.zeros(195, dtype=torch.uint8)
+    ops.narrow(x, stored, signed=True)
+    assert ops.widen(stored, 192, signed=True).isnan().nonzero().flatten().tolist() == list(range(64, 128))
+
+
+@pytest.mark.parametrize(("masters", "moments"), STORED)
+def test_what_is_stored_depends_on_neither_cut_nor_threads(masters: str, moments: str) -> None:
+    n, step, results = 100_000, replace(ADAMW, stream=5), []
+    grad = torch.randn(n)
+    for threads, bounds in ((1, [0, n]), (3, [0, n]), (2, [0, 640, 64_000, 99_968, n])):
+        torch.set_num_threads(threads)
+        torch.manual_seed(1)
+        whole = stored(n, masters, moments, special=False)
+        values = wide(whole, n)
+        pieces = []
+        for begin, end in itertools.pairwise(bounds):
+            cut = slice(begin, end)
+            piece = {name: item.inner[cut] for name, item in whole.items() if name in ("master", "remainder")}
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                dtype = MOMENTS[moments]
+                piece[name] = torch.zeros(ops.stored_numel(end - begin, dtype), dtype=dtype)
+                ops.narrow(values[name][cut], piece[name], signed=name == "exp_avg")
+            part = replace(step, begin=0, end=end - begin, place=begin, amsgrad=True)
+            ops.flat_adam(grad=grad[cut], segments=[part], seed=9, **piece)
+            guarded = {name: grid.Guarded.around(value, 0) for name, value in piece.items()}
+            pieces.append(wide(guarded, end - begin))
+        results.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
+    for other in results[1:]:
+        for name, value in other.items():
+            grid.assert_same(value, results[0][name], name)
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_a_second_moment_in_few_bits_follows_its_gradients(moments: str) -> None:
+    # One step moves it by a thousandth; to nearest it would stay where it is. Gradients shrink to a tenth.
+    n, steps = 4096, 1500
+    buffers = stored(n, "fp32", moments)
+    exact = torch.ones(n)
+    for name, item in buffers.items():
+        if name != "master":
+            ops.narrow(torch.ones(n), item.inner, signed=name == "exp_avg")
+    for step in range(1, steps + 1):
+        grad = torch.randn(n) * 0.1
+        exact = 0.999 * exact + 0.001 * grad.square()
+        update(buffers, grad, [replace(ADAMW, end=n, step=step)])
+    kept = ops.widen(buffers["exp_avg_sq"].inner, n, signed=False)
+    assert abs(float(kept.double().mean() / exact.double().mean()) - 1) < 0.02
+    assert float((kept / exact - 1).abs().mean()) < 0.25
+
+
+def test_draws_differ_by_seed_step_stream_and_place() -> None:
+    def rounded(seed: int = 0, **changes: int) -> torch.Tensor:
+        p, m, v = torch.ones(4096, dtype=BF16), torch.zeros(4096), torch.zeros(4096)
+        part = replace(ADAMW, end=4096, lr=1e-3, weight_decay=0.0, beta1=0.0, beta2=0.0)
+        ops.flat_adam(p, m, v, torch.ones(4096), [replace(part, **changes)], seed=seed)
+        return p
+
+    first = rounded()
+    assert torch.equal(first, rounded(place=0))
+    assert torch.equal(first[8:], rounded(place=8)[:-8])
+    for other in (rounded(seed=1), rounded(seed=2**32), rounded(step=4), rounded(stream=1)):
+        assert 0.1 < float((first != other).float().mean()) < 0.5
+    assert abs(float(first.float().mean()) - (1 - 1e-3)) < 1e-4  # right on average
 
 
 def test_uncovered_elements_are_neither_read_nor_written() -> None:
@@ -219,11 +405,26 @@ def _with(**changes: Any) -> Callable[[], None]:
     return _call(segments=[replace(ADAMW, end=8, **changes)])
 
 
+def _in_blocks(n: int) -> list[torch.Tensor]:
+    moments = [torch.zeros(ops.stored_numel(n, torch.uint8), dtype=torch.uint8) for _ in range(2)]
+    return [torch.zeros(n), *moments, torch.zeros(n)]
+
+
 _SHARED = torch.zeros(12)
 
 BAD = {
     "no tensor": (_call(master=[0.0] * 8), "master[0]"),
-    "master in bf16": (_call(master=torch.zeros(8).bfloat16()), "master"),
+    "master in f16": (_call(master=torch.zeros(8).half()), "master"),
+    "low of bf16 master": (_call(master=torch.zeros(8).bfloat16(), low=torch.zeros(8).bfloat16()), "low"),
+    "remainder of f32": (_call(remainder=torch.zeros(8, dtype=torch.int16)), "remainder"),
+    "remainder in f32": (_call(master=torch.zeros(8).bfloat16(), remainder=torch.zeros(8)), "remainder"),
+    "moments of two dtypes": (_call(exp_avg=torch.zeros(8).bfloat16()), "exp_avg_sq"),
+    "maximum of another": (_call(max_exp_avg_sq=torch.zeros(8).bfloat16()), "max_exp_avg_sq"),
+    "codes without exponents": (_call(exp_avg=torch.zeros(8, dtype=torch.uint8)), "exp_avg"),
+    "block cut": (lambda: ops.flat_adam(*_in_blocks(100), [replace(ADAMW, begin=32, end=100)]), "segments[0].begin"),
+    "negative seed": (_call(seed=-1), "seed"),
+    "stream too large": (_with(stream=2**31), "segments[0].stream"),
+    "negative place": (_with(place=-1), "segments[0].place"),
     "moment in float64": (_call(exp_avg=torch.zeros(8).double()), "exp_avg"),
     "integer gradient": (_call(grad=torch.zeros(8).int()), "grad"),
     "low in float32": (_call(low=torch.zeros(8)), "low"),
@@ -238,10 +439,10 @@ BAD = {
     "scale of two": (_call(grad_scale=torch.ones(2)), "grad_scale"),
     "integer skip": (_call(skip=torch.zeros(1, dtype=torch.int32)), "skip"),
     "row of none": (_with(row=0), "segments[0].row"),
-    "row past the end": (_call(segments=[replace(ADAMW, end=8, row=2)], dynamic=torch.ones(2, 3)), "segments[0].row"),
-    "rows of four": (_call(dynamic=torch.ones(2, 4)), "dynamic"),
-    "rows in float64": (_call(dynamic=torch.ones(2, 3).double()), "dynamic"),
-    "rows that are written": (_call(exp_avg=_SHARED[:8], dynamic=_SHARED[6:12].view(2, 3)), "dynamic"),
+    "row past the end": (_call(segments=[replace(ADAMW, end=8, row=2)], dynamic=torch.ones(2, 4)), "segments[0].row"),
+    "rows of three": (_call(dynamic=torch.ones(2, 3)), "dynamic"),
+    "rows in float64": (_call(dynamic=torch.ones(2, 4).double()), "dynamic"),
+    "rows that are written": (_call(exp_avg=_SHARED[:8], dynamic=_SHARED[4:12].view(2, 4)), "dynamic"),
     "number as scale": (_call(grad_scale=2.0), "grad_scale"),
     "overlap": (_call(master=_SHARED[:8], exp_avg=_SHARED[4:]), "exp_avg"),
     "gradient in place": (_call(exp_avg=_SHARED[:8], grad=_SHARED[2:10]), "grad"),

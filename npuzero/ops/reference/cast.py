@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from npuzero.ops import _stored
+
 _LOW32 = 0xFFFFFFFF
 
 
@@ -12,8 +14,11 @@ def cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset:
         dst.copy_(src.float())
     elif rounding == "tf32":
         dst.copy_(tf32(src))
+    elif rounding == "away":
+        dst.copy_(_stored.upper_half(src))
     else:
-        dst.copy_(stochastic(src, seed, offset))
+        place = torch.arange(offset, offset + src.numel(), dtype=torch.int64, device=src.device)
+        dst.copy_(_stored.stochastic(src, draws(place, seed)))
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
@@ -25,22 +30,17 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isfinite(), rounded, wide).float()
 
 
-def stochastic(x: torch.Tensor, seed: int, offset: int) -> torch.Tensor:
-    """float32[n] to bfloat16[n]: away from zero with the probability that the 16 dropped bits give."""
-    pattern = x.view(torch.int32).to(torch.int64) & _LOW32
-    place = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
-    words = torch.stack(philox(place // 8, seed))
+def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
+    """Sixteen random bits for each element by its place in the whole; int64[n] in and out."""
+    words = torch.stack(philox(place // 8, seed, stream, step))
     word = words.gather(0, (place % 8 // 2).unsqueeze(0)).squeeze(0)
-    draw = torch.where(place % 2 == 0, word & 0xFFFF, word >> 16)
-    up = (pattern & 0xFFFF) + draw > 0xFFFF
-    kept = (pattern >> 16) + up.to(torch.int64)
-    signed = torch.where(kept > 0x7FFF, kept - 0x10000, kept).to(torch.int16)
-    return torch.where(x.isfinite(), signed.view(torch.bfloat16), x.bfloat16())
+    return torch.where(place % 2 == 0, word & 0xFFFF, word >> 16)
 
 
-def philox(counter: torch.Tensor, seed: int) -> list[torch.Tensor]:
+def philox(counter: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> list[torch.Tensor]:
     """The four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned do."""
-    words = [counter & _LOW32, (counter >> 32) & _LOW32, torch.zeros_like(counter), torch.zeros_like(counter)]
+    rest = [torch.full_like(counter, word) for word in (stream, step)]
+    words = [counter & _LOW32, (counter >> 32) & _LOW32, *rest]
     key = [seed & _LOW32, seed >> 32]
     for _ in range(10):
         first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57

@@ -4,54 +4,102 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from npuzero.ops import _stored
+from npuzero.ops.reference.cast import draws
+from npuzero.plan import MOMENT_BLOCK
 
 if TYPE_CHECKING:
     from npuzero.ops.flat_adam import Coefficients
 
+# What is added to a stream for the draws of exp_avg_sq.
+_SECOND = 1 << 31
+
 
 @torch.no_grad()
 def flat_adam(
-    master: Sequence[torch.Tensor],
-    exp_avg: Sequence[torch.Tensor],
-    exp_avg_sq: Sequence[torch.Tensor],
-    grad: Sequence[torch.Tensor],
-    ranges: Sequence[tuple[int, int, int]],
+    buffers: Sequence[Sequence[Tensor | None]],
+    ranges: Sequence[tuple[int, int, int, int, int]],
     groups: Sequence[Coefficients],
-    low: Sequence[torch.Tensor | None],
-    max_exp_avg_sq: Sequence[torch.Tensor | None],
-    grad_scale: torch.Tensor | None,
-    skip: torch.Tensor | None,
-    dynamic: torch.Tensor | None,
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+    dynamic: Tensor | None,
+    seed: int,
 ) -> None:
-    """Each range of each tensor in turn, one float32 operation of the formula per torch operation."""
+    """Each range of each tensor in turn, one float32 operation of the formula per torch operation.
+
+    Args:
+        buffers: master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder, grad: of each as many tensors.
+        ranges: begin and end on the line, index in ``groups``, stream, and begin's place in it.
+    """
     if skip is not None and skip.item() != 0:
         return
     start = 0
-    for buffers in zip(master, exp_avg, exp_avg_sq, grad, low, max_exp_avg_sq, strict=True):
-        for begin, end, group in ranges:
-            mine = slice(max(begin - start, 0), max(end - start, 0))
-            p, m, v, g, rounded, top = (None if x is None else x.view(-1)[mine] for x in buffers)
-            assert p is not None and m is not None and v is not None and g is not None
-            g = g.float()
+    for row in zip(*buffers, strict=True):
+        master, m, v, top, low, remainder, grad = (x if x is None else x.view(-1) for x in row)
+        assert master is not None and m is not None and v is not None and grad is not None
+        n = master.numel()
+        for begin, end, group, stream, place in ranges:
+            mine = slice(max(begin - start, 0), max(min(end - start, n), 0))
+            if mine.start >= mine.stop:
+                continue
+            k = _with_row(groups[group], dynamic)
+            places = torch.arange(mine.start, mine.stop) + (place + start - begin)
+            g = grad[mine].float()
             if grad_scale is not None:
                 g = g * grad_scale
-            _update(p, m, v, g, top, _with_row(groups[group], dynamic))
-            if rounded is not None:
-                rounded.copy_(p.to(rounded.dtype))
-        start += buffers[0].numel()
+            p = _read_master(master[mine], None if remainder is None else remainder[mine])
+            moments = [_Moment(x, n, mine, signed=x is m) for x in (m, v, top if k.amsgrad else None) if x is not None]
+            _update(p, g, k, *(moment.value for moment in moments))
+            if remainder is not None:
+                master[mine], remainder[mine] = _stored.split(p)
+            elif master.dtype == torch.bfloat16:
+                master[mine] = _stored.stochastic(p, draws(places, seed, stream, k.step))
+            else:
+                master[mine] = p
+            for i, moment in enumerate(moments):
+                second = i == 1 and v.dtype != torch.float32
+                moment.store(draws(places, seed, stream + _SECOND, k.step) if second else None)
+            if low is not None:
+                low[mine] = _stored.upper_half(p) if low.dtype == torch.bfloat16 else p.to(low.dtype)
+        start += n
 
 
-def _with_row(k: Coefficients, dynamic: torch.Tensor | None) -> Coefficients:
+class _Moment:
+    """A range of a stored moment, and its value in float32, which :meth:`store` rounds."""
+
+    def __init__(self, stored: Tensor, numel: int, mine: slice, *, signed: bool) -> None:
+        self._numel, self._signed = mine.stop - mine.start, signed
+        self._pieces = [stored[mine]]
+        if stored.dtype == torch.uint8:  # the exponents of the blocks follow the codes
+            blocks = slice(numel + mine.start // MOMENT_BLOCK, numel - (-mine.stop // MOMENT_BLOCK))
+            self._pieces.append(stored[blocks])
+
+        self.value = _stored.widen(torch.cat(self._pieces), self._numel, signed=signed)
+
+    def store(self, bits: Tensor | None) -> None:
+        stored = torch.cat(self._pieces)
+        _stored.narrow(self.value, stored, signed=self._signed, draws=bits)
+        for piece, part in zip(self._pieces, stored.split([len(piece) for piece in self._pieces]), strict=True):
+            piece.copy_(part)
+
+
+def _read_master(master: Tensor, remainder: Tensor | None) -> Tensor:
+    """A copy, in float32."""
+    return master.to(torch.float32, copy=True) if remainder is None else _stored.join(master, remainder)
+
+
+def _with_row(k: Coefficients, dynamic: Tensor | None) -> Coefficients:
     if k.row < 0:
         return k
     assert dynamic is not None
-    step_size, bias2_sqrt, decay = dynamic[k.row].tolist()
-    return k._replace(step_size=step_size, bias2_sqrt=bias2_sqrt, decay=decay)
+    step_size, bias2_sqrt, decay, step = dynamic[k.row].tolist()
+    return k._replace(step_size=step_size, bias2_sqrt=bias2_sqrt, decay=decay, step=int(step))
 
 
-def _update(
-    p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, top: torch.Tensor | None, k: Coefficients
-) -> None:
+def _update(p: Tensor, g: Tensor, k: Coefficients, m: Tensor, v: Tensor, top: Tensor | None = None) -> None:
+    """The formula, in place."""
     if k.maximize:
         g = -g
     if k.l2:
@@ -60,18 +108,17 @@ def _update(
     m.copy_(_f32(k.beta1, p) * m + _f32(k.one_minus_beta1, p) * g)
     v.copy_(_f32(k.beta2, p) * v + (_f32(k.one_minus_beta2, p) * g) * g)
     x = v
-    if k.amsgrad:
-        assert top is not None
+    if top is not None:
         x = top.copy_(torch.maximum(top, v))
     p.copy_(decayed - (_f32(k.step_size, p) * m) / (_sqrt(x) / _f32(k.bias2_sqrt, p) + _f32(k.eps, p)))
 
 
-def _sqrt(x: torch.Tensor) -> torch.Tensor:
+def _sqrt(x: Tensor) -> Tensor:
     # torch's float32 square root is not correctly rounded on every build (MKL's differs by 1 ulp at places). By way of
     # float64 it is: the root of a 24-bit number is never nearer than 2^-49 to the middle of two others.
     return x.double().sqrt().float()
 
 
-def _f32(value: float, like: torch.Tensor) -> torch.Tensor:
+def _f32(value: float, like: Tensor) -> Tensor:
     # A tensor and not a number: torch divides by a number on some devices by multiplying with its inverse.
     return torch.tensor(value, dtype=torch.float32, device=like.device)

@@ -1,0 +1,95 @@
+"""How flat_adam stores masters and moments, in plain torch: between what lies in memory and the float32 it means.
+
+Storage and contract: csrc/ops/flat_adam.h.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuzero.plan import MOMENT_BLOCK
+
+_MAGNITUDE = {True: 0x7F, False: 0xFF}  # of a code, with and without a sign
+_DROPPED = 19  # bits of float32's mantissa that a code lacks
+_LEAST_EXPONENT, _NOT_FINITE = 16, 255
+
+
+def join(upper: Tensor, remainder: Tensor) -> Tensor:
+    """float32[n] of its two halves, bfloat16[n] and int16[n]."""
+    return ((upper.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The halves of float32[n]: bfloat16[n], to nearest with ties away from zero, and the remainder, int16[n]."""
+    remainder = torch.where(x.isnan(), 0, x.view(torch.int32)).to(torch.int16)
+    return upper_half(x), remainder
+
+
+def upper_half(x: Tensor) -> Tensor:
+    """float32[n] to bfloat16[n], to nearest, ties away from zero."""
+    nearest = ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(x.isnan(), x.bfloat16(), nearest)
+
+
+def stored_numel(numel: int, dtype: torch.dtype) -> int:
+    """Elements of the tensor that stores a moment of ``numel``: codes are followed by an exponent for each block."""
+    return numel + -(-numel // MOMENT_BLOCK) if dtype == torch.uint8 else numel
+
+
+def widen(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
+    """The float32[numel] that a stored moment means; a copy.
+
+    Args:
+        stored: float32[numel], bfloat16[numel], or uint8: codes and exponents.
+        signed: exp_avg, which can be negative, else exp_avg_sq or its maximum.
+    """
+    if stored.dtype != torch.uint8:
+        return stored.to(torch.float32, copy=True)
+    codes, exponents = stored[:numel].int(), stored[numel:].int()
+    exponent = exponents.repeat_interleave(MOMENT_BLOCK)[:numel]
+    magnitude = codes & _MAGNITUDE[signed]
+    bias = (exponent - (_MAGNITUDE[signed] >> 4)) << 4
+    value = torch.where(magnitude == 0, 0, (magnitude + bias) << _DROPPED).view(torch.float32)
+    value = torch.where(codes != magnitude, -value, value)
+    return torch.where(exponent == _NOT_FINITE, torch.nan, value)
+
+
+def narrow(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | None = None) -> None:
+    """Store a moment: ``stored`` gets float32[n] ``x``, to nearest, or stochastically by ``draws``, int[n] of 16 bits.
+
+    To nearest, what :func:`widen` gave comes back as it was.
+    """
+    if stored.dtype == torch.float32:
+        stored.copy_(x)
+    elif stored.dtype == torch.bfloat16:
+        stored.copy_(upper_half(x) if draws is None else stochastic(x, draws))
+    else:
+        _encode(x, stored, signed, torch.tensor(1 << (_DROPPED - 1)) if draws is None else draws << (_DROPPED - 16))
+
+
+def _encode(x: Tensor, stored: Tensor, signed: bool, added: Tensor) -> None:
+    n, span = x.numel(), _MAGNITUDE[signed] >> 4
+    pattern = x.view(torch.int32).long() & 0xFFFFFFFF
+    absolute = pattern & 0x7FFFFFFF
+    blocks = torch.nn.functional.pad(absolute, (0, -n % MOMENT_BLOCK)).view(-1, MOMENT_BLOCK)
+    exponents = ((blocks.amax(1) + (1 << _DROPPED) - 1) >> 23).clamp(min=_LEAST_EXPONENT)
+    exponent = exponents.repeat_interleave(MOMENT_BLOCK)[:n]
+    magnitude = (((absolute + added) >> _DROPPED) - ((exponent - span) << 4)).clamp(min=1)
+    magnitude[absolute < ((exponent - span - 1) << 23 if signed else 1)] = 0
+    code = magnitude | (pattern >> 31 << 7) if signed else magnitude
+    code[exponent >= _NOT_FINITE] = 0
+    stored[:n].copy_(code)
+    stored[n:].copy_(exponents.clamp(max=_NOT_FINITE))
+
+
+def stochastic(x: Tensor, draws: Tensor) -> Tensor:
+    """float32[n] to bfloat16[n]: away from zero with the probability that the dropped bits give; see csrc/ops/cast.h.
+
+    Args:
+        draws: int64[n] of 16 bits.
+    """
+    pattern = x.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    kept = (pattern + draws) >> 16
+    signed = torch.where(kept > 0x7FFF, kept - 0x10000, kept).to(torch.int16)
+    return torch.where(x.isfinite(), signed.view(torch.bfloat16), x.bfloat16())
