@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 test-torch-npu test-binding bench bench-peers bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -59,19 +59,25 @@ test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernel
 	$(VENV)/bin/cmake --build $(AARCH64)
 	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
 
-bench: $(VENV)/.installed-bench  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
+bench: bench-kernels bench-step  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
+
+bench-kernels: $(VENV)/.installed-bench  ## of these, ops, collectives, installation and the host's work; 10 minutes
 	$(PY) -m npuzero bench --out $(RESULTS)
 	$(PY) -m benchmarks.install --out $(RESULTS)/install.json
 	$(PY) -m benchmarks.host --out $(RESULTS)/host.json
+	$(PY) -m benchmarks.figures $(RESULTS)
+
+bench-step: $(VENV)/.installed-bench  ## of these, the training step
 	$(PY) -m benchmarks.step --out $(RESULTS)/step-bf16-batch4.json
 	$(PY) -m benchmarks.step --batch 1 --rounds 20 --out $(RESULTS)/step-bf16-batch1.json
 	$(PY) -m benchmarks.step --precision fp32 --out $(RESULTS)/step-fp32-batch4.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
-bench-peers: $(VENV)/.installed-bench  ## measure the training step, batch 4 and 1, and kernels beside their peers', into RESULTS
+bench-peers: $(VENV)/.installed-bench  ## measure the training step and kernels beside their peers', into RESULTS
 	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/peers-bf16-batch4.json
 	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --batch 1 --out $(RESULTS)/peers-bf16-batch1.json
 	$(PY) -m benchmarks.peers.kernels --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/deepspeed.json
+	$(PY) -m benchmarks.install --deepspeed build/peers/deepspeed/bin/python --out $(RESULTS)/install.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast anything is

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -88,8 +89,12 @@ def install(scratch: Path, deepspeed: str | None) -> Benchmark:
         "the build alone": ([sys.executable, *pip, *build, str(ROOT)], {}),
     }
     if deepspeed is not None:
-        compiled = {"TORCH_EXTENSIONS_DIR": str(scratch / "extensions")}
-        once["DeepSpeed CPU Adam at first use"] = ([deepspeed, "-c", _ADAM], compiled)
+        variables = {
+            "PATH": os.pathsep.join((str(Path(deepspeed).parent.absolute()), os.environ["PATH"])),  # it looks for ninja
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": str(scratch / "extensions"),
+        }
+        once["DeepSpeed CPU Adam at first use"] = ([deepspeed, "-c", _ADAM], variables)
     found = {name: seconds(command, variables) for name, (command, variables) in once.items()}
     (wheel,) = wheels.glob("npuzero-*.whl")
 
@@ -123,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of imports")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/install.json"), metavar="FILE", help="for JSON")
     options = parser.parse_args()
-    record = Record.begin("install", "python -m benchmarks.install", fingerprint())
+    record = Record.begin("install", shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
     with tempfile.TemporaryDirectory() as scratch:
         once = Effort(least_rounds=1, most_rounds=1, warm_up=0)
         record.results.append(run(install(Path(scratch), options.deepspeed), once))

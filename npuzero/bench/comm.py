@@ -3,6 +3,8 @@
 Started by itself on a CPU it makes teams of 2 and of 4 ranks; under a launcher (torchrun, Slurm) the launcher's ranks
 take part. Sizes are those of the whole on one rank: what is scattered, gathered, exchanged or reduced. Bytes are those
 a rank sends by a ring (plan.ring_bytes), so that bytes per second can be compared between verbs and numbers of ranks.
+The probe ``copy`` is a copy within each rank's own memory, on all ranks at once, of as many bytes as the verb has to
+read and write: what a collective takes less than that, it owes to the caches.
 """
 
 from __future__ import annotations
@@ -196,6 +198,10 @@ class Ranks:
         contenders = [
             self._contender(way, functools.partial(call, out, inp), nbytes) for way, (call, inp) in ways.items()
         ]
+        # Sums read what all bring, and write what this rank gets; so do moves, and an all_reduce on the whole.
+        moved = whole + shard if verb == "reduce_scatter" else 2 * whole
+        source, target = (torch.ones(moved // 2, dtype=dtype, device=self.device) for _ in range(2))
+        contenders.append(self._contender("copy", lambda: target.copy_(source), nbytes))
         title = f"{verb} of {_quantity(kib)} {_name(dtype)}"
         return self._benchmark(name, title, contenders, check, dtype=_name(dtype), kib=kib, verb=verb)
 
