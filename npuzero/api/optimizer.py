@@ -262,13 +262,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: a slot lacks what the optimizer class needs.
         """
-        for i, (parameter, state) in enumerate(zip(flat.parameters, slots, strict=True)):
+        for i, state in enumerate(slots):
             if state:
-                self._check_names(flat.layout.slots[i].name, parameter, state)
+                self._check_names(flat.layout.slots[i].name, state)
             own = flat.own_slots[i]
             self._restore(engine, flat, i, {k: buffers[k][own] if v is None else v for k, v in state.items()})
 
-    def _needs(self, parameter: nn.Parameter) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names that a parameter's state must have; the others are the class's own business."""
         return ()
 
@@ -313,9 +313,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise CheckpointError(
                 subject, expected="a mapping", got=type(state).__name__, do="Load a state of the same optimizer class."
             )
-        self._check_names(subject, parameter, state)
+        self._check_names(subject, state)
         for name, value in state.items():
-            shaped = name in self._needs(parameter) and name != "step"
+            shaped = name in self.state_names() and name != "step"
             if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != parameter.shape:
                 raise CheckpointError(
                     f"{subject}.{name}",
@@ -324,8 +324,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     do="Load a state of the same model.",
                 )
 
-    def _check_names(self, subject: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        needs = self._needs(parameter)
+    def _check_names(self, subject: str, state: Mapping[str, Any]) -> None:
+        needs = self.state_names()
         if any(name not in state for name in needs):
             raise CheckpointError(
                 subject,
@@ -563,7 +563,7 @@ class Adam(ZeroOptimizer):
                 "master", parameter.detach().to(torch.float32, memory_format=like, copy=True)
             )
 
-    def _needs(self, parameter: nn.Parameter) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         amsgrad = any(group["amsgrad"] for group in self.param_groups)
         return ("step", *_MOMENTS[: 3 if amsgrad else 2])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.checkpoint import parts, rng
-from npuzero.checkpoint.boxes import boxes_of
 from npuzero.checkpoint.metadata import Tensors
 from npuzero.checkpoint.parts import CutOptimizer, Part
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.errors import CheckpointError
 from npuzero.shard.engine import Engine
-from npuzero.shard.layout import Slot, overlap
 from npuzero.shard.unit import Flat
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
@@ -160,20 +158,13 @@ class Loader:
                 self._load_states(flat)
 
     def _load_parameters(self, part: Part) -> None:
-        flat = part.flat
-        begin, end = flat.shard(part.placed)
+        begin, end = part.flat.shard(part.placed)
         values = torch.zeros(end - begin, dtype=part.dtype)
+        keys = {cut: self._names.parameters[str(cut.paths[0][1])] for cut in part.cuts}
         self._source.fill(
-            [
-                want
-                for cut in part.cuts
-                for want in _wanted(self._names.parameters[str(cut.paths[0][1])], cut.slot, begin, values)
-            ]
+            [Wanted(keys[cut], *own) for cut in part.cuts for own in parts.own_boxes(cut.slot, begin, values)]
         )
-        if flat.trainable:
-            parts.write_master(flat, slice(0, end - begin), values)
-        else:
-            flat.resting.copy_(values)
+        parts.write(part, values)
 
     def _load_entry(self, name: str, value: object) -> None:
         loaded = self._source.read_object(self._names.parameters[name])
@@ -194,7 +185,7 @@ class Loader:
                 if type(described) is Tensors and described.size == slot.shape and (slot.shape or name != "step"):
                     state[name] = None
                     buffer = buffers.setdefault(name, torch.zeros(end - begin))
-                    wanted.extend(_wanted(key, slot, begin, buffer))
+                    wanted += [Wanted(key, *own) for own in parts.own_boxes(slot, begin, buffer)]
                 else:
                     state[name] = self._number(key)
             slots.append(state)
@@ -219,22 +210,14 @@ class Loader:
             raise CheckpointError(f"load {key}", expected=f"shape {tuple(shape)}", got=got, do=_DO)
 
 
-def _wanted(key: str, slot: Slot, begin: int, buffer: Tensor) -> Iterator[Wanted]:
-    """Of the tensor ``key``, what ``buffer`` has of it: a shard of its flat that begins at ``begin``."""
-    first, last = overlap((slot.begin, slot.end), (begin, begin + buffer.numel()))
-    for box in boxes_of(slot.shape, first - slot.begin, last - slot.begin):
-        yield Wanted(key, box, buffer[first - begin : first - begin + box.numel].view(box.sizes))
-        first += box.numel
-
-
 @dataclass(frozen=True)
 class Loaded:
     """What a load gives beside what it writes into.
 
     Attributes:
         path: the checkpoint.
-        step: after which it was saved; None where torch or somebody else wrote it.
-        extra: what its user added.
+        step: after which it was saved; None where whoever wrote it did not say.
+        extra: what its user added; None: nothing.
     """
 
     path: Path
@@ -248,9 +231,19 @@ def shared_state(source: Source, name: str) -> Any:
     Raises:
         CheckpointError: nothing was.
     """
-    if name not in source.tensors:
+    if name in source.tensors:
+        return source.read_object(name)
+    found: dict[str, Any] = {}  # torch takes mappings apart and joins their keys
+    for key in source.tensors:
+        first, *inner, last = key.split(".")
+        if first == name:
+            place = found
+            for part in inner:
+                place = place.setdefault(part, {})
+            place[last] = source.read_object(key)
+    if not found:
         raise _lacks(source, name)
-    return source.read_object(name)
+    return found
 
 
 def _lacks(source: Source, name: str) -> CheckpointError:
@@ -259,28 +252,27 @@ def _lacks(source: Source, name: str) -> CheckpointError:
     )
 
 
-def own_state(source: Source, name: str, rank: int, world: int) -> tuple[list[Any], int]:
-    """The states of ``name`` that ranks saved for themselves, and whose is for ``rank``: one for all if all are alike.
+def own_states(source: Source, name: str, rank: int, world: int) -> list[Any]:
+    """What ranks saved of ``name`` for themselves: this one's, where there were as many or all are alike; else all.
 
     Raises:
         CheckpointError: there are none.
     """
-    saved = world if source.manifest is None else int(source.manifest.content["world"])
-    if source.manifest is not None and name in source.manifest.content["alike"]:
-        saved = 1
-    keys = [f"{name}.{other}" for other in range(saved)]
+    facts: dict[str, Any] = {"world": world, "alike": []} if source.manifest is None else source.manifest.content
+    saved = int(facts["world"])
+    numbers = [rank] if saved == world else [0] if name in facts["alike"] else list(range(saved))
+    keys = [f"{name}.{number}" for number in numbers]
     if any(key not in source.tensors for key in keys):
         raise _lacks(source, name)
-    if saved == 1 or saved == world:
-        return [source.read_object(keys[rank % saved])], 0
-    return [source.read_object(key) for key in keys], rank % saved
+    return [source.read_object(key) for key in keys]
 
 
 def restore_rng(source: Source, rank: int, world: int, device: torch.device) -> None:
     """Random numbers go on where they were; ranks beyond those saved get numbers of their own."""
-    states, mine = own_state(source, "rng", rank, world)
-    if len(states) > 1 and rank >= len(states):
-        rng.advance(states[mine], device, rank // len(states))
+    states = own_states(source, "rng", rank, world)
+    turn, mine = divmod(rank if len(states) > 1 else 0, len(states))
+    if turn:
+        rng.advance(states[mine], device, turn)
     else:
         rng.restore(states[mine], device)
 
@@ -291,9 +283,9 @@ def restore_data(source: Source, data: Any, rank: int, world: int) -> None:
     Raises:
         CheckpointError: other ranks had other positions, and ``data`` cannot take those of all.
     """
-    states, mine = own_state(source, "data", rank, world)
+    states = own_states(source, "data", rank, world)
     if len(states) == 1:
-        data.load_state_dict(states[mine])
+        data.load_state_dict(states[0])
     elif hasattr(data, "load_state_dicts"):
         data.load_state_dicts(states)
     else:

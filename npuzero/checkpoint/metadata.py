@@ -47,6 +47,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 }
 
 
+def properties(dtype: torch.dtype) -> Any:
+    """What DCP says of a tensor beside its shape."""
+    return dcp.TensorProperties(dtype)
+
+
 @dataclass
 class Draft:
     """A ``.metadata`` in the making."""
@@ -84,7 +89,7 @@ class Draft:
         return pickle.dumps(made, protocol=4)
 
     def _add_tensor(self, path: StatePath, dtype: torch.dtype, shape: torch.Size) -> None:
-        self.tensors[key_of(path)] = Tensors(dcp.TensorProperties(dtype), shape, [])
+        self.tensors[key_of(path)] = Tensors(properties(dtype), shape, [])
         self.paths[key_of(path)] = path
 
     def _add_chunk(self, key: str, chunk: Any, info: _StorageInfo) -> None:

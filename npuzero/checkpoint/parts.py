@@ -39,6 +39,9 @@ class CutOptimizer(Protocol):
     def cut_state(self, flat: Flat) -> tuple[dict[str, Tensor], SlotStates]:
         """This rank's [n/S] buffers by name, and what each slot has of them."""
 
+    def state_names(self) -> tuple[str, ...]:
+        """What the state of every parameter will consist of, as far as the class says it beforehand."""
+
     def load_cut_state(
         self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: list[dict[str, float | None]]
     ) -> None:
@@ -118,16 +121,30 @@ def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def read_master(flat: Flat, own: slice) -> Tensor:
+def read_master(flat: Flat, own: slice = slice(None)) -> Tensor:
     """Masters in float32, of a range of this rank's states shard."""
     return flat.master[own]
 
 
-def write_master(flat: Flat, own: slice, values: Tensor) -> None:
-    """The way back: masters, and the parameters that follow from them."""
-    flat.master[own].copy_(values)
+def write(part: Part, values: Tensor) -> None:
+    """Replace all of this rank's shard of a part of the model; parameters follow their masters."""
+    flat = part.flat
+    if not flat.trainable:
+        flat.resting.copy_(values)
+        return
+    flat.master.copy_(values)
     if flat.dtype != torch.float32:
-        flat.own_parameters[own].copy_(values)
+        flat.own_parameters.copy_(values)
+
+
+def own_boxes(slot: Slot, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
+    """The boxes of ``slot`` in a shard of its flat that begins at ``begin``, each with its elements."""
+    first, last = overlap((slot.begin, slot.end), (begin, begin + shard.numel()))
+    found = []
+    for box in boxes_of(slot.shape, first - slot.begin, last - slot.begin):
+        found.append((box, shard[first - begin : first - begin + box.numel].view(box.sizes)))
+        first += box.numel
+    return found
 
 
 def model_parts(model: nn.Module, engine: Engine) -> list[Part]:

@@ -148,12 +148,12 @@ def load(
             loading.restore_data(source, data, world.rank, world.size)
         if rng and source.manifest is not None and "rng.0" in source.tensors:
             loading.restore_rng(source, world.rank, world.size, world.device)
-        extra = source.read_object("extra") if "extra" in source.tensors else None
+        extra, taken = (source.read_object(k) if k in source.tensors else None for k in ("extra", "step"))
     except Exception as error:
         problem = error
     agree(world, f"load {path}", problem)
     engine.restore_parameters()
-    return Loaded(path, None if source.manifest is None else source.manifest.content["step"], extra)
+    return Loaded(path, taken, extra)
 
 
 def latest(folder: PathLike) -> Path | None:

@@ -21,6 +21,19 @@ LOCAL_SIZE = {1: 1, 2: 1, 3: 3, 4: 2}
 State = dict[str, Tensor]
 
 
+class Position:
+    """A position in the data."""
+
+    def __init__(self, place: int = 0) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Training:
     """A model, its optimizer and scheduler on one rank."""
 

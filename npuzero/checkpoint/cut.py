@@ -1,0 +1,182 @@
+"""The state of a cut model for torch.distributed.checkpoint: each tensor as the boxes that this rank has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import planner
+
+from npuzero.checkpoint import parts
+from npuzero.checkpoint.boxes import Box
+from npuzero.checkpoint.metadata import Chunk, Index, properties
+from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry, Part
+from npuzero.errors import CheckpointError, StateError
+from npuzero.shard.engine import Engine, engine_of
+from npuzero.shard.layout import Slot
+from npuzero.shard.unit import Flat
+
+
+class CutTensor(torch.Tensor):
+    """A tensor of which this rank has some boxes: DCP saves and loads those. It has a shape and dtype, but no data.
+
+    Attributes:
+        boxes: what this rank has, in the order of the elements: each box and a tensor of its sizes.
+    """
+
+    boxes: list[tuple[Box, Tensor]]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, own: Tensor, boxes: list[tuple[Box, Tensor]]) -> CutTensor:
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=own.dtype, device=own.device)
+        made.boxes = boxes
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CutTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={[box for box, _ in self.boxes]})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise StateError(
+            str(function),
+            expected="a whole tensor",
+            got="one that is cut over the ranks",
+            do="Hand it to torch.distributed.checkpoint, read its boxes, or use npuzero.full_state_dict(model).",
+        )
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[planner.WriteItem]:
+        return [
+            planner.WriteItem(
+                Index(fqn, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties(self.dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [Chunk(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return next(tensor for box, tensor in self.boxes if box.offsets == tuple(index.offset))
+
+
+@torch.no_grad()
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """The state of a cut model and its optimizer, cut, for ``torch.distributed.checkpoint``. Collective.
+
+    Returns:
+        ``{"model": ..., "optim": ...}`` as torch's ``get_state_dict`` shapes it: parameters and optimizer states are
+        :class:`CutTensor`, float32 for what trains; buffers are the model's own. The boxes may be memory that the next
+        step changes. An optimizer without any state gives zeros, for ``torch.distributed.checkpoint.load`` to fill.
+
+    Raises:
+        ConfigError: an optimizer of another model.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    state: dict[str, Any] = {MODEL: {entry.path[1]: entry.value for entry in parts.model_entries(model)}}
+    _add_cut(state, parts.model_parts(model, engine))
+    if optimizer is not None:
+        cut_optimizer = parts.as_cut_optimizer(optimizer)
+        names = parts.group_names(model, cut_optimizer)
+        groups = [{**g, "params": own} for g, own in zip(cut_optimizer.param_groups, names, strict=True)]
+        state[OPTIMIZER] = {"state": {}, "param_groups": groups}
+        tensors, numbers = parts.optimizer_parts(engine, cut_optimizer)
+        if not tensors and not numbers:
+            tensors, numbers = _zeros(engine, cut_optimizer)
+        _add_cut(state, tensors)
+        for entry in numbers:
+            _, _, name, kind = entry.path
+            state[OPTIMIZER]["state"].setdefault(name, {})[kind] = entry.value
+    return state
+
+
+@torch.no_grad()
+def load_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, state: Mapping[str, Any]
+) -> None:
+    """Take what :func:`state_dict` gave, once ``torch.distributed.checkpoint.load`` has filled it. Collective.
+
+    Raises:
+        CheckpointError: it is no such state.
+        ConfigError: an optimizer of another model.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    for part in parts.model_parts(model, engine):
+        begin, end = part.flat.shard(part.placed)
+        values = torch.zeros(end - begin, dtype=part.dtype, device=engine.space.device)
+        for cut in part.cuts:
+            _copy_own(state[MODEL], str(cut.paths[0][1]), cut.slot, begin, values)
+        parts.write(part, values)
+    for entry in parts.model_entries(model):
+        if isinstance(entry.value, Tensor):
+            entry.value.copy_(state[MODEL][entry.path[1]])
+    if optimizer is not None:
+        cut_optimizer = parts.as_cut_optimizer(optimizer)
+        for group, options in zip(cut_optimizer.param_groups, state[OPTIMIZER]["param_groups"], strict=True):
+            group.update((key, value) for key, value in options.items() if key != "params")
+        for flat in engine.flats():
+            _load_states(engine, cut_optimizer, flat, state[OPTIMIZER]["state"])
+    engine.restore_parameters()
+
+
+def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
+    for part in tensors:
+        begin, end = part.flat.shard(part.placed)
+        values = part.read(slice(0, end - begin))
+        for cut in part.cuts:
+            made = CutTensor(cut.slot.shape, values, parts.own_boxes(cut.slot, begin, values))
+            for path in cut.paths:
+                inner = state
+                for name in path[:-1]:
+                    inner = inner.setdefault(str(name), {})
+                inner[str(path[-1])] = made
+
+
+def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
+    """The states that an optimizer will have: a step of 0, and moments of zeros."""
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    tensors, numbers = [], []
+    for flat in engine.flats():
+        own = [s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if id(p) in members]
+        for name in optimizer.state_names():
+            paths = [(OPTIMIZER, "state", slot.name, name) for slot in own]
+            if name == "step":
+                numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
+            elif own:
+                cuts = tuple(Cut((path,), slot, torch.float32) for path, slot in zip(paths, own, strict=True))
+                tensors.append(Part(flat, "states", cuts, torch.zeros_like(parts.read_master(flat)).__getitem__))
+    return tensors, numbers
+
+
+def _load_states(engine: Engine, optimizer: CutOptimizer, flat: Flat, loaded: Mapping[str, Any]) -> None:
+    begin, end = flat.shard("states")
+    buffers: dict[str, Tensor] = {}
+    slots: parts.SlotStates = []
+    for slot in flat.layout.slots:
+        state: dict[str, float | None] = {}
+        for name, value in loaded.get(slot.name, {}).items():
+            state[name] = None if isinstance(value, CutTensor) else float(value)
+            if state[name] is None:
+                buffer = buffers.setdefault(name, torch.zeros(end - begin, device=engine.space.device))
+                _copy_own(loaded[slot.name], name, slot, begin, buffer)
+        slots.append(state)
+    optimizer.load_cut_state(engine, flat, buffers, slots)
+
+
+def _copy_own(state: Mapping[str, Any], name: str, slot: Slot, begin: int, values: Tensor) -> None:
+    found = state.get(name)
+    expected = [box for box, _ in parts.own_boxes(slot, begin, values)]
+    if not isinstance(found, CutTensor) or [box for box, _ in found.boxes] != expected:
+        raise CheckpointError(
+            f"load_state_dict: {slot.name}",
+            expected=f"a CutTensor with {expected}",
+            got=repr(found)[:200],
+            do="Pass what npuzero.checkpoint.state_dict gave for the same model on the same ranks.",
+        )
+    for (_, target), (_, source) in zip(parts.own_boxes(slot, begin, values), found.boxes, strict=True):
+        target.copy_(source)

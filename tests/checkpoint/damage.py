@@ -1,0 +1,95 @@
+"""Damages a checkpoint at random and loads it, again and again: a program, so that a crash of its own is seen.
+
+    python damage.py FOLDER SEED TRIALS
+
+FOLDER is a checkpoint that two ranks have saved. A line a trial: what was done to which file, and what came of it:
+``detected``, ``missed`` or ``harmless`` (the same values all the same); the last line is ``done``.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from checkpoint.training import Position, State, Training
+from npuzero import comm
+from npuzero.comm import World
+from npuzero.errors import CheckpointError
+
+#: More memory than this is absurd for so small a model.
+SPARE_BYTES = 1 << 29
+
+
+def main(folder: Path, seed: int, trials: int) -> None:
+    _limit_memory()
+    files = sorted(path for path in folder.iterdir() if path.stat().st_size)
+    sizes = [path.stat().st_size for path in files]
+
+    def rank(world: World) -> None:
+        chance = random.Random(seed)  # the same on all ranks; torch's and Python's own are part of what is loaded
+        training = Training(world, "zero3", seed=1)
+        expected = _load(training, folder)
+        for _ in range(trials):
+            # Small files as often as large ones, and large ones where their bytes are.
+            path = chance.choice(files) if chance.random() < 0.5 else chance.choices(files, sizes)[0]
+            original = path.read_bytes()
+            damaged, action = _damage(original, chance)
+            world.exchange(None)
+            if world.rank == 0:
+                path.write_bytes(damaged)
+            world.exchange(None)
+            verdict = _verdict(training, folder, path.name, expected)
+            world.exchange(None)
+            if world.rank == 0:
+                path.write_bytes(original)
+                print(f"{path.name}: {action}: {verdict}", flush=True)
+            world.exchange(None)
+        assert _same(_load(training, folder), expected)
+
+    comm.run_threads(2, rank, timeout_s=60.0, limit_s=3600.0)
+    print("done")
+
+
+def _verdict(training: Training, folder: Path, name: str, expected: State) -> str:
+    try:
+        loaded = _load(training, folder)
+    except CheckpointError as error:
+        named = name in str(error) or Path(name).stem in str(error)
+        return "detected" if named else f"missed: {error} does not name the file"
+    return "harmless" if _same(loaded, expected) else "missed: other values"
+
+
+def _load(training: Training, folder: Path) -> State:
+    """Everything that is in the checkpoint; one of torch's has neither positions nor random numbers."""
+    ours = (folder / "manifest.json").exists()
+    training.load(folder, data=Position() if ours else None)
+    return training.state()
+
+
+def _same(found: State, expected: State) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _damage(raw: bytes, chance: random.Random) -> tuple[bytes, str]:
+    at = chance.randrange(len(raw))
+    if chance.random() < 0.2:
+        return raw[:at], f"cut to {at}"
+    changed = chance.choice([raw[at] ^ 1 << chance.randrange(8), chance.randrange(256)])
+    changed = changed if changed != raw[at] else changed ^ 0xFF
+    return raw[:at] + bytes([changed]) + raw[at + 1 :], f"byte {at} from {raw[at]} to {changed}"
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

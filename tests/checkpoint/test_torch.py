@@ -1,0 +1,89 @@
+"""torch reads ours, and we read torch's: FSDP2, plain torch, and files of torch.save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from npuzero import checkpoint, comm
+from npuzero.comm import World
+from world.comm_ranks import run_ranks, values
+
+from . import torch_ranks
+from .torch_ranks import SAVED, Npuzero, loss_of, model, same, tokens_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+
+@pytest.mark.world
+def test_fsdp2_both_ways(tmp_path: Path) -> None:
+    values(run_ranks(2, torch_ranks.everything, tmp_path, folder=tmp_path, backend="gloo", limit_s=120.0))
+
+
+def trained(folder: Path, plan: str = "zero3", ranks: int = 2) -> dict[str, torch.Tensor]:
+    def train(world: World) -> dict[str, torch.Tensor]:
+        ours = Npuzero(world, 0, plan)
+        ours.steps(0, SAVED)
+        checkpoint.save(folder, ours.model, ours.optimizer, step=SAVED, extra={"note": "a"})
+        return ours.state()
+
+    return comm.run_threads(ranks, train)[0]
+
+
+def test_plain_torch_loads_ours(tmp_path: Path) -> None:
+    """By dcp.load into whole tensors, and as one file of torch.save."""
+    expected = trained(tmp_path)
+    path = checkpoint.latest(tmp_path)
+    plain = model(1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1.0)
+    loss_of(plain, tokens_of(0)).backward()
+    optimizer.step()
+    names = [name for name, _ in plain.named_parameters()]
+    state = {
+        "model": plain.state_dict(),
+        "optim": {"state": {names[i]: values for i, values in optimizer.state_dict()["state"].items()}},
+    }
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    same(torch_ranks.flattened(state["model"], state["optim"]["state"]), expected)
+
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    same(torch_ranks.flattened(whole["model"], whole["optim"]["state"]), expected)
+    assert whole["extra"] == {"note": "a"} and whole["step"] == SAVED
+    plain.load_state_dict(whole["model"])
+    optimizer.load_state_dict(
+        {
+            "state": {names.index(name): values for name, values in whole["optim"]["state"].items()},
+            "param_groups": [
+                {**group, "params": [names.index(name) for name in group["params"]]}
+                for group in whole["optim"]["param_groups"]
+            ],
+        }
+    )
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+@pytest.mark.parametrize("numbered", (True, False))
+def test_we_load_plain_torchs(numbered: bool, tmp_path: Path) -> None:
+    """dcp.save of state_dict()s: optimizer states by number, or of the model alone without any prefix."""
+    plain = model(0)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    loss_of(plain, tokens_of(0)).backward()
+    optimizer.step()
+    state = {"model": plain.state_dict(), "optimizer": optimizer.state_dict()} if numbered else plain.state_dict()
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+
+    def load(world: World) -> dict[str, torch.Tensor]:
+        ours = Npuzero(world, 1, "zero3")
+        checkpoint.load(tmp_path, ours.model, ours.optimizer if numbered else None)
+        return ours.state()
+
+    names = [name for name, _ in plain.named_parameters()]
+    states = optimizer.state_dict()["state"] if numbered else {}
+    expected = torch_ranks.flattened(plain.state_dict(), {names[i]: values for i, values in states.items()})
+    for found in comm.run_threads(2, load):
+        same(found, expected)
