@@ -63,6 +63,10 @@ class StateError(NpuZeroError, RuntimeError):
     """A call that does not fit the present state of a unit, model or optimizer."""
 
 
+class NonFiniteError(NpuZeroError, FloatingPointError):
+    """An output, a loss or a gradient is inf or NaN; says where it began."""
+
+
 class OutOfSpace(NpuZeroError, MemoryError):
     """A memory space cannot hold what was asked of it."""
 

@@ -1,5 +1,6 @@
 """The composition root: the only place that knows every part."""
 
+from npuzero.api.guard import FiniteGuard
 from npuzero.api.model import (
     clip_grad_norm_,
     full_state_dict,
@@ -17,6 +18,7 @@ from npuzero.api.scaler import LossScaler
 __all__ = [
     "Adam",
     "AdamW",
+    "FiniteGuard",
     "LossScaler",
     "ZeroOptimizer",
     "clip_grad_norm_",

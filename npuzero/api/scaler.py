@@ -127,7 +127,7 @@ class LossScaler:
             )
         overflow = torch.stack([part.view(()) for part in present]).amax()
         for engine in engines:
-            engine.skip = overflow.view(1).to(engine.space.device)
+            engine.skip_where(overflow.view(1).to(engine.space.device))
         self._found[id(optimizer)] = overflow
         self._stages[id(optimizer)] = _Stage.UNSCALED
 
@@ -185,6 +185,10 @@ class LossScaler:
     def skipped(self) -> int:
         """Steps skipped so far; waits for the device."""
         return int(self._now()["skipped"])
+
+    def at_floor(self) -> Tensor | None:
+        """() bool on the device: the scale cannot go down any further; None before the first loss."""
+        return None if self._state is None else self._state.scale <= self._state.floor
 
     def get_growth_factor(self) -> float:
         return float(self._settings["growth_factor"])

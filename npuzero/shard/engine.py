@@ -22,6 +22,7 @@ from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, doors
+from npuzero.shard.finite import Watch
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.guard import in_backward
 from npuzero.shard.hooks import Hooks
@@ -75,6 +76,7 @@ class Engine:
         self._expected_passes = 0
         self._step_begun = False
         self._last: Report | None = None
+        self._watch: Watch | None = None
         self._take_over(model)
         self._hooks = Hooks(self, self.units, doors(model, specs[0]), plan.precision.parameters)
 
@@ -106,6 +108,7 @@ class Engine:
     def forward_begins(self, unit: Unit) -> None:
         fresh = not in_backward()
         if unit.index == 0 and fresh:
+            self.look_finite()
             self.forget_backward()
             self._trace.begin()
             if torch.is_grad_enabled():
@@ -339,6 +342,31 @@ class Engine:
             return None
         self._scale_gradients(inverse)
         return (self._sum()[1] != 0).float()
+
+    def skip_where(self, flag: Tensor) -> None:
+        """Have the present step change nothing where ``flag`` ([1] float32) is not zero, or was before."""
+        self.skip = flag if self.skip is None else torch.maximum(self.skip, flag)
+
+    def watch(self, on: bool) -> None:
+        """See what stops being finite, and where; or stop watching."""
+        everyone = self.mesh.communicator(AXES, "control")
+        self._watch = Watch(self.units, self.world, everyone) if on else None
+        self._hooks.watch_finite(self._watch)
+
+    def check_finite(self, loss: Tensor | None, counts: Tensor | None) -> None:
+        """Skip the present step where anything in it is inf or NaN; :meth:`look_finite` says. Collective.
+
+        ``counts``: () bool, whether gradients do; None: yes.
+        """
+        self.look_finite()
+        if self._watch is not None:
+            gradients = self._sum()[1] if self.finish_gradients() else torch.zeros((), device=self.space.device)
+            self.skip_where(self._watch.conclude(loss, gradients if counts is None else gradients * counts))
+
+    def look_finite(self) -> None:
+        """Raises NonFiniteError where the last step checked was bad. Collective."""
+        if self._watch is not None:
+            self._watch.look()
 
     def _scale_gradients(self, by: Tensor) -> None:
         self.gradient_scale.mul_(by)

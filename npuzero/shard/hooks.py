@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from npuzero.shard.guard import CutGradient
+from npuzero.shard.finite import Watch
+from npuzero.shard.guard import CutGradient, in_backward
 from npuzero.shard.unit import Flat, ParameterState, Unit
 
 
@@ -49,6 +50,9 @@ class Hooks:
         self._input_dtype = input_dtype
         self._handles: list[RemovableHandle] = []
         self._end_queued = False
+        self._units = units
+        self._finite: Watch | None = None
+        self._finite_handles: list[RemovableHandle] = []
         for unit in units:
             self._watch(unit)
             for door in doors if unit.index == 0 and unit.cut else ():
@@ -63,6 +67,19 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def watch_finite(self, watch: Watch | None) -> None:
+        """Have ``watch`` see the units' outputs and the order of the gradients; None: nobody any more."""
+        self._finite = watch
+        for handle in self._finite_handles:
+            handle.remove()
+        self._finite_handles.clear()
+        if watch is None:
+            return
+        for unit in self._units:
+            for flat in unit.trainable:
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    self._finite_handles.append(parameter.register_hook(_arrival(weakref.ref(watch), slot.name)))
 
     def backward_begins(self) -> None:
         """Have ``backward_ends`` called when autograd's present pass is over."""
@@ -124,8 +141,10 @@ class Hooks:
     def _post_forward(self, unit: Unit, is_root: bool) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             expected = opaque = False
-            if torch.is_grad_enabled() and (unit.cut or is_root):
+            if torch.is_grad_enabled() and (unit.cut or is_root or self._finite):
                 tensors, opaque = tensors_of(output)
+                if self._finite and not in_backward():
+                    self._finite.outputs(unit, tensors)
                 reached = self._reached(unit)
                 for tensor in tensors:
                     if tensor.requires_grad:
@@ -171,6 +190,15 @@ class Hooks:
                 parameter.grad = marker
 
         return hook
+
+
+def _arrival(watch_of: weakref.ref[Watch], name: str) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        watch = watch_of()
+        if watch is not None:
+            watch.arrives(name)
+
+    return hook
 
 
 def tensors_of(value: Any) -> tuple[list[Tensor], bool]:

@@ -14,6 +14,7 @@ KINDS = {
     errors.KernelUnavailable: RuntimeError,
     errors.CoreMissing: ImportError,
     errors.StateError: RuntimeError,
+    errors.NonFiniteError: FloatingPointError,
     errors.OutOfSpace: MemoryError,
     errors.CollectiveError: RuntimeError,
     errors.StorageError: OSError,

@@ -1,0 +1,137 @@
+"""Where in a step a value stopped being finite: counted on the device while all is well, looked up once it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuzero.comm import Communicator, World
+from npuzero.errors import NonFiniteError
+from npuzero.ops.norm import norm_unchecked
+from npuzero.shard.unit import Flat, Unit
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Watch:
+    """Sees each unit's outputs and in which order gradients come; :meth:`look` tells where it began.
+
+    A verdict is asked for when the next forward begins: by then the device has long passed the point, and has the
+    update still to do, so waiting for it costs nothing.
+    """
+
+    def __init__(self, units: list[Unit], world: World, everyone: Communicator) -> None:
+        self._units = units
+        self._world = world
+        self._everyone = everyone
+        # By unit, and at the end the losses: sum of squares and non-finite elements of what came out in this step.
+        self._seen = torch.zeros(len(units) + 1, 2, dtype=torch.float64, device=world.device)
+        self._part = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._order: dict[int, None] = {}  # units as their outputs came
+        self._arrived: dict[str, None] = {}  # parameters as their gradients came
+        self._verdict: Tensor | None = None
+
+    def outputs(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
+        """What a forward of ``unit`` returned."""
+        self._order[unit.index] = None
+        self._count(unit.index, tensors)
+
+    def arrives(self, name: str) -> None:
+        """The gradient of a parameter has been computed."""
+        self._arrived[name] = None
+
+    @torch.no_grad()
+    def _count(self, row: int, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.dtype in _FLOATS:
+                norm_unchecked(tensor.detach().reshape(-1), self._part)
+                self._seen[row] += self._part
+
+    @torch.no_grad()
+    def conclude(self, loss: Tensor | None, gradients: Tensor) -> Tensor:
+        """The step's gradients are there; collective.
+
+        Args:
+            loss: this rank's.
+            gradients: () non-finite elements of theirs, over all ranks.
+
+        Returns:
+            [1] float32, not zero where anything was not finite on any rank.
+        """
+        if loss is not None:
+            self._count(len(self._units), [loss.float()])
+        bad = self._seen[:, 1].sum().view(1)
+        self._everyone.all_reduce(bad, tag="finite").wait()
+        self._verdict = ((bad + gradients) != 0).float()
+        return self._verdict
+
+    def look(self) -> None:
+        """Ends the step that :meth:`conclude` concluded: forgets it, or says where it went wrong. Collective.
+
+        Raises:
+            NonFiniteError: somewhere it did, on any rank.
+        """
+        if self._verdict is None:
+            return
+        bad, self._verdict = self._verdict.item() != 0, None
+        error = self._origin() if bad else None
+        self._seen.zero_()
+        self._order.clear()
+        self._arrived.clear()
+        if error is not None:
+            raise error
+
+    def _origin(self) -> NonFiniteError:
+        counts = self._seen[:, 1].tolist()
+        trainable = [flat for unit in self._units for flat in unit.trainable]
+        mine: dict[str, Any] = {
+            "outputs": [i for i in self._order if counts[i]],
+            "order": list(self._order),
+            "loss": bool(counts[-1]),
+            "arrived": list(self._arrived),
+            "parameters": [name for unit in self._units for flat in unit.flats for name in _bad(flat, "parameters")],
+            "gradients": [name for flat in trainable for name in _bad(flat, "gradient")],
+        }
+        said: list[dict[str, Any]] = self._world.exchange(mine)
+        owner = {slot.name: unit.name for unit in self._units for flat in unit.flats for slot in flat.layout.slots}
+        parameters, gradients = (
+            sorted({name for rank in said for name in rank[k]}) for k in ("parameters", "gradients")
+        )
+        outputs = [(rank["order"].index(i), r, i) for r, rank in enumerate(said) for i in rank["outputs"][:1]]
+        if parameters:
+            name = min(parameters, key=list(owner).index)
+            return _error(f"parameter {name} of unit {owner[name]!r}", owner[name], name, None)
+        if outputs:
+            _, rank, i = min(outputs)
+            unit = self._units[i].name
+            return _error(f"the output of unit {unit!r} on rank {rank}, whose parameters are finite", unit, None, rank)
+        losses = [r for r, rank in enumerate(said) if rank["loss"]]
+        if losses:
+            return _error(f"the loss on rank {losses[0]}, of finite outputs", None, None, losses[0])
+        came = {name: at for at, name in enumerate(said[0]["arrived"])}
+        name = min(gradients, key=lambda name: (came.get(name, len(came)), name))
+        return _error(f"the gradient of parameter {name} of unit {owner[name]!r}", owner[name], name, None)
+
+
+def _bad(flat: Flat, what: str) -> list[str]:
+    """Names of the slots whose part in this rank's states shard is not finite: of the parameters or the gradient."""
+    own = flat.own_parameters if what == "parameters" else flat.own_gradient
+    if own.isfinite().all():
+        return []
+    return [flat.layout.slots[i].name for i in flat.slots if not own[flat.own_slots[i]].isfinite().all()]
+
+
+def _error(where: str, unit: str | None, parameter: str | None, rank: int | None) -> NonFiniteError:
+    return NonFiniteError(
+        "FiniteGuard",
+        expected="finite outputs, losses and gradients",
+        got=f"inf or NaN, first in {where}",
+        do="That step's update was left out: parameters and optimizer states are those before it. Look at the batch "
+        "and at that unit, lower the learning rate, or clip.",
+        unit=unit,
+        parameter=parameter,
+        rank=rank,
+    )
