@@ -18,6 +18,7 @@ from npuzero.api import (
     LossScaler,
     ZeroOptimizer,
     clip_grad_norm_,
+    export,
     full_state_dict,
     gathered,
     init,
@@ -27,6 +28,7 @@ from npuzero.api import (
     report,
     zero,
 )
+from npuzero.checkpoint.weights import Weights
 from npuzero.config import Settings
 from npuzero.errors import (
     BenchmarkError,
@@ -80,8 +82,10 @@ __all__ = [
     "Settings",
     "StateError",
     "StorageError",
+    "Weights",
     "ZeroOptimizer",
     "clip_grad_norm_",
+    "export",
     "full_state_dict",
     "gathered",
     "info",

@@ -3,6 +3,7 @@
 from npuzero.api.guard import FiniteGuard
 from npuzero.api.model import (
     clip_grad_norm_,
+    export,
     full_state_dict,
     gathered,
     init,
@@ -22,6 +23,7 @@ __all__ = [
     "LossScaler",
     "ZeroOptimizer",
     "clip_grad_norm_",
+    "export",
     "full_state_dict",
     "gathered",
     "init",

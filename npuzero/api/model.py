@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from npuzero import comm
+from npuzero.checkpoint.export import FILE_BYTES
+from npuzero.checkpoint.export import export as _export
+from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
 from npuzero.config import Environment, Rule, Settings, describe, environment
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.plan import Plan, PrecisionLike, Report
+from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine, engine_of
+from npuzero.shard.origin import Origin
 
 PlanLike = Plan | str | int | float
 
@@ -52,6 +58,8 @@ def zero(
     precision: PrecisionLike = None,
     local_size: int | None = None,
     units: UnitRule = None,
+    weights: str | Path | Weights | None = None,
+    initialize: Callable[[nn.Module], object] | None = None,
     world: World | None = None,
     settings: Settings | None = None,
 ) -> nn.Module:
@@ -61,7 +69,8 @@ def zero(
     from rank 0's weights and buffers. Gradients are averaged over all ranks.
 
     Args:
-        model: on this rank's device, the same on every rank. Parameters float32, bfloat16 or float16.
+        model: on this rank's device, or on meta (shapes without data), the same on every rank. Parameters float32,
+            bfloat16 or float16.
         stage: ZeRO stage 0, 1, 1.5, 2 or 3 (the default, unless ``plan`` is given).
         plan: a preset's name (see :data:`npuzero.PRESETS`) or a :class:`Plan`.
         precision: a name of :data:`npuzero.PRECISIONS` such as ``"bf16"``, the dtype that the parameters (and the
@@ -69,18 +78,28 @@ def zero(
         local_size: ranks in a group for presets that cut within groups; None: those that share a host; <= 0: all.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
+        weights: safetensors files whose values the model is to have: a file, a folder with ``model.safetensors`` or its
+            index, or :class:`npuzero.Weights`. Each rank reads the bytes that rest with it, and no others.
+        initialize: fills what is on meta and not in ``weights``: called, a unit at a time, with the modules around such
+            parameters and buffers, inner ones first, as by ``model.apply``; all else is on meta meanwhile. None: the
+            modules' ``reset_parameters()``. Rank 0's values count.
         world: the ranks; None: those of :func:`init`, which is called if nobody has.
         settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
 
     Raises:
-        ConfigError: plan, precision, model or world that cannot work, or ranks that disagree.
+        ConfigError: plan, precision, model or world that cannot work, ranks that disagree, or a tensor on meta that
+            nobody has values for.
+        CheckpointError: ``weights`` are missing, torn, or do not fit the model.
         StateError: the model is cut already.
     """
     _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
     world = comm.current_world() if world is None else world
     _check_kind("npuzero.zero(): world", world, World, "Leave it out, or pass what npuzero.init() returned.")
     settings = _settings(settings)
-    engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units)
+    with contextlib.ExitStack() as files:
+        values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
+        origin = Origin(values, initialize)
+        engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin)
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
@@ -199,6 +218,48 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Tens
         return {}
     named = model.state_dict(keep_vars=True)
     return {name: copies[id(t)] if id(t) in copies else t.detach().to("cpu", copy=True) for name, t in named.items()}
+
+
+def export(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    rename: Callable[[str], str | None] | None = None,
+) -> None:
+    """Write the whole weights of a cut model into safetensors files, as transformers and others read them. Collective.
+
+    Rank 0 writes, and holds a piece of one tensor at a time beyond what rests with it. The files appear when all are
+    complete. Tied tensors are written once, under the first of their names; buffers as they are on rank 0.
+
+    Args:
+        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` where one
+            would exceed ``file_bytes``; or one file, named ``*.safetensors``.
+        dtype: of the parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, or torch's; None keeps each parameter's. Where the
+            parameters have fewer bits, float32 is the masters' values.
+        file_bytes: the largest size of a file, but for a single tensor that is larger.
+        rename: the name in the files of the model's tensor of a name; None: it is left out.
+
+    Raises:
+        StateError: the model is not cut.
+        ConfigError: an argument that cannot work.
+        StorageError: rank 0 cannot write there; raised on every rank.
+    """
+    engine = engine_of(model)
+    if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
+        do = "Give a size in bytes, such as 5 * 10**9."
+        raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
+    _export(engine, model, Path(path), _dtype(dtype), file_bytes, rename)
+
+
+def _dtype(dtype: object) -> torch.dtype | None:
+    named: dict[object, torch.dtype | None] = {None: None, **DTYPES, **{value: value for value in DTYPES.values()}}
+    if not isinstance(dtype, (str, torch.dtype, type(None))) or dtype not in named:
+        raise ConfigError(
+            "npuzero.export: dtype", expected=f"one of {', '.join(DTYPES)}", got=repr(dtype), do="None keeps what is."
+        )
+    return named[dtype]
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:

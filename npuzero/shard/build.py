@@ -16,11 +16,12 @@ from torch.nn.parameter import is_lazy
 from npuzero import device
 from npuzero.comm import World
 from npuzero.config import Settings
-from npuzero.errors import ConfigError, StateError
+from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.plan import FlatSize, MeshShape, Plan, Precision, Report, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.layout import Layout
+from npuzero.shard.origin import Origin
 from npuzero.shard.unit import Flat, Ranks, Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,17 +29,19 @@ _PARTS = ("parameters", "held", "gradients", "states")
 
 
 def agree(
-    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World
+    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World, origin: Origin
 ) -> tuple[list[UnitSpec], MeshShape]:
     """The units of ``model`` and the mesh, once all ranks are known to have the same. Collective; moves no data.
 
     Raises:
         ConfigError: something cannot be cut, or the ranks disagree.
+        CheckpointError: the weights it is to have do not fit.
         StateError: the model is cut already.
     """
     specs: list[UnitSpec] = []
     shape = MeshShape(1, 1)
-    problem: ConfigError | StateError | None = None
+    weights = ""
+    problem: NpuZeroError | None = None
     try:
         _check_supported(plan.precision)
         device.get(world.device).set_matmul(plan.precision.matmul)
@@ -46,9 +49,11 @@ def agree(
         specs = _discover(model, rule)
         _check_model(model, specs, world)
         device.get(world.device).check([*model.parameters(), *model.buffers()])
-    except (ConfigError, StateError) as error:
+        weights = origin.check(model)
+    except (ConfigError, StateError, CheckpointError) as error:
         problem = error
-    _check_agreement([] if problem else _describe(model, specs), plan, settings, world, problem)
+    same = {"plan": repr(plan), "settings": repr(settings), "weights": weights}
+    _check_agreement([] if problem else _describe(model, specs), same, world, problem)
     return specs, shape
 
 
@@ -169,17 +174,17 @@ def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
                 do="Call npuzero.zero() once, on the outermost module.",
             )
         _check_parameter(name, p)
-        if p.device.type != kind:
+        if p.device.type not in (kind, "meta"):
             raise _misplaced(f"parameter {name}", p, kind)
     _check_apart([pair for spec in specs for pair in spec.parameters])
     for name, buffer in model.named_buffers():
         _check_shaped(f"buffer {name}", buffer)
-        if buffer.device.type != kind:
+        if buffer.device.type not in (kind, "meta"):
             raise _misplaced(f"buffer {name}", buffer, kind)
 
 
 def _misplaced(subject: str, tensor: Tensor, kind: str) -> ConfigError:
-    do = f"Move the model first: model.to({kind!r}), or to_empty() from meta and load its weights."
+    do = f"Move the model first: model.to({kind!r}); or build it on meta, without data."
     return ConfigError(subject, expected=f"data on {kind}", got=f"data on {tensor.device.type}", do=do)
 
 
@@ -214,7 +219,8 @@ def _check_shaped(subject: str, tensor: Tensor) -> None:
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
     """Parameters that are two views of one memory would become two parameters: a tie that is lost in silence."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named if p.nbytes and p.is_contiguous())
+    here = [(name, p) for name, p in named if p.nbytes and p.is_contiguous() and not p.is_meta]
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end:
             raise ConfigError(
@@ -236,18 +242,14 @@ def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
 
 
 def _check_agreement(
-    model: list[tuple[str, str]],
-    plan: Plan,
-    settings: Settings,
-    world: World,
-    problem: ConfigError | StateError | None,
+    model: list[tuple[str, str]], same: dict[str, str], world: World, problem: NpuZeroError | None
 ) -> None:
     """All ranks must cut the same model by the same plan: anything else would hang or mix up bytes later.
 
     A rank with a problem of its own says so to the others, so that none is left waiting for it.
     """
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
-    mine = {"problem": problem and str(problem), "plan": repr(plan), "settings": repr(settings), "model": digest}
+    mine = {"problem": problem and str(problem), **same, "model": digest}
     said: list[Any] = world.exchange(mine)
     if problem is not None:
         raise problem
@@ -260,7 +262,7 @@ def _check_agreement(
                 do="Mend it on that rank.",
                 rank=rank,
             )
-    for subject in ("plan", "settings"):
+    for subject in same:
         for rank, other in enumerate(said):
             if other[subject] != said[0][subject]:
                 raise _disagreement(subject, said[0][subject], rank, other[subject])

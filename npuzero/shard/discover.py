@@ -55,7 +55,7 @@ def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
     """
     owned = {id(parameter) for _, parameter in root.parameters}
     registered = model.named_parameters(remove_duplicate=False)
-    paths = {path for name, parameter in registered if id(parameter) in owned for path in _around(name)}
+    paths = {path for name, parameter in registered if id(parameter) in owned for path in around(name)}
     return [module for name, module in model.named_modules() if name in paths]
 
 
@@ -141,10 +141,10 @@ def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.
 
 def _unit_chain(name: str, units: set[str]) -> list[str]:
     """The units around a parameter, outermost (the root, "") first."""
-    return ["", *(path for path in _around(name) if path in units)]
+    return ["", *(path for path in around(name) if path in units)]
 
 
-def _around(name: str) -> list[str]:
-    """The modules below the root that a parameter lies in, outermost first."""
+def around(name: str) -> list[str]:
+    """The paths of the modules below the root that a tensor lies in, outermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]

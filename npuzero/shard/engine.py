@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -21,15 +22,20 @@ from npuzero.plan import AXES, VERBS, Plan, Report
 from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
-from npuzero.shard.discover import UnitRule, doors
+from npuzero.shard.discover import UnitRule, UnitSpec, doors
 from npuzero.shard.finite import Watch
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.guard import in_backward
 from npuzero.shard.hooks import Hooks
+from npuzero.shard.layout import overlap
+from npuzero.shard.origin import Origin
 from npuzero.shard.prefetch import Trace
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.unit import Flat, ParameterState, Unit
+
+#: Elements that are read, or sent to be written, at once.
+PIECE = 2**22
 
 
 class Engine:
@@ -46,11 +52,13 @@ class Engine:
         StateError: it is cut already.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, world: World, settings: Settings, rule: UnitRule) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, world: World, settings: Settings, rule: UnitRule, origin: Origin
+    ) -> None:
         self.plan = plan
         self.world = world
         self.settings = settings
-        specs, shape = agree(model, plan, settings, rule, world)
+        specs, shape = agree(model, plan, settings, rule, world, origin)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.space = Space(world.device)
         self.units = build_units(specs, plan, settings, self.mesh)
@@ -77,17 +85,20 @@ class Engine:
         self._step_begun = False
         self._last: Report | None = None
         self._watch: Watch | None = None
-        self._take_over(model)
+        self._take_over(model, specs, origin)
         self._hooks = Hooks(self, self.units, doors(model, specs[0]), plan.precision.parameters)
 
     @torch.no_grad()
-    def _take_over(self, model: nn.Module) -> None:
-        """Move every parameter into its flat, with rank 0's values, and guard what is cut."""
+    def _take_over(self, model: nn.Module, specs: Sequence[UnitSpec], origin: Origin) -> None:
+        """Move every parameter into its flat, with the values of ``origin``, and guard what is cut."""
         cut = self.mesh.size(self.plan.states.axes) > 1
         source = self.mesh.communicator(self.plan.states.axes, "gather").buffer if cut else None
-        for unit in self.units:
+        first_values = partial(self._first_values, origin)
+        origin.fill_buffers(model, self.space.device)
+        for unit, spec in zip(self.units, specs, strict=True):
+            origin.fill_unit(model, spec, self.space.device)
             for flat in unit.flats:
-                flat.materialize(self.space, source, self._from_rank_0)
+                flat.materialize(self.space, source, first_values)
                 for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
                     parameter._npuzero_engine = EngineReference(self)  # type: ignore[attr-defined]
                     parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
@@ -99,6 +110,22 @@ class Engine:
             buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
         self.mesh.control.clear()
         self.space.reset_peak()
+
+    def _first_values(self, origin: Origin, flat: Flat) -> None:
+        """Slots that are stored are read where they rest, in pieces; the others have rank 0's values."""
+        if not any(origin.has(slot.name) for slot in flat.layout.slots):
+            flat.fill([parameter.detach() for parameter in flat.parameters], self._from_rank_0)
+            return
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            if origin.has(slot.name):
+                begin, end = overlap((slot.begin, slot.end), flat.shard("parameters"))
+                for start in range(begin, end, PIECE):
+                    stop = min(start + PIECE, end)
+                    flat.put(start, origin.read(slot.name, start - slot.begin, stop - slot.begin))
+            else:
+                exact = parameter.detach().reshape(-1).to(torch.float32, copy=True)
+                self._from_rank_0(exact)
+                flat.put(slot.begin, exact)
 
     def _from_rank_0(self, whole: Tensor) -> None:
         self.mesh.communicator(AXES, "control").broadcast(whole, root=0, tag="weights").wait()
@@ -443,6 +470,11 @@ class Engine:
                 do="Call it after optimizer.step(); npuzero.predict says what to expect before.",
             )
         return self._last
+
+    def settle(self) -> None:
+        """Wait until what rests is up to date: R4 of the last step."""
+        for unit in self.units:
+            self._restorer.finish(unit)
 
     @contextlib.contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:

@@ -33,6 +33,7 @@ from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
 from npuzero.shard.layout import Layout, overlap
+from npuzero.shard.origin import give_data
 
 
 class ParameterState(enum.Enum):
@@ -177,11 +178,10 @@ class Flat:
             return whole.reshape(-1)[:0]
         return whole.reshape(-1)[own.start + start - slot.begin : own.stop + start - slot.begin]
 
-    def materialize(self, space: Space, source: Source | None, share: Callable[[Tensor], None]) -> None:
-        """Move the parameters' data into the flat buffer and keep this rank's part of it.
+    def materialize(self, space: Space, source: Source | None, first_values: Callable[[Flat], None]) -> None:
+        """Allocate what rests here, have ``first_values`` fill it, and let the parameters be views of the flat buffer.
 
-        The peak beyond what rests is one whole flat in float32. ``source``: who provides the memory of the resting
-        parameters, which other ranks read when they gather.
+        ``source``: who provides the memory of the resting parameters, which other ranks read when they gather.
         """
         self.resting = space.allocate(self._length("parameters"), self.dtype, "parameters", source)
         self.whole = self.resting
@@ -200,19 +200,19 @@ class Flat:
                 self.master = space.allocate(self._length("states"), torch.float32, "states")
             elif self.dtype != torch.float32 and masters == "split":
                 self.remainder = space.allocate(self._length("states"), torch.int16, "states")
-        self.fill([parameter.detach() for parameter in self.parameters], share)
+        first_values(self)
         if self.cut:
             self.transient.restore()  # views can only be made of what has memory
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
-            parameter.data = self.whole[slot.begin : slot.end].view(slot.shape)
+            give_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
         if self.cut:
             self.transient.release()
         if self.trainable:
             self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
-        """Take whole values, one per slot, into what rests and into the masters, which keep them unrounded.
+        """Take whole values, one per slot. The peak beyond what rests is the whole flat in float32.
 
         Args:
             values: tensors of the slots' shapes, any floating dtype and device.
@@ -222,9 +222,23 @@ class Flat:
         for slot, value in zip(self.layout.slots, values, strict=True):
             exact[slot.begin : slot.end].copy_(value.reshape(-1))
         share(exact)
-        _copy_rounded(exact[slice(*self.shard("parameters"))], self.resting)
-        if self.trainable:
-            self.write_master(slice(0, self.master.numel()), exact[slice(*self.shard("states"))])
+        self.put(0, exact)
+
+    def put(self, start: int, values: Tensor) -> None:
+        """Take the elements from ``start`` of the flat on into what rests here of them, and, unrounded, into masters.
+
+        Args:
+            values: [k] of any floating dtype and device.
+        """
+        exact = values.to(self.resting.device, torch.float32)
+        for part in ("parameters", "states") if self.trainable else ("parameters",):
+            first, stop = self.shard(part)
+            begin, end = overlap((start, start + exact.numel()), (first, stop))
+            here, own = exact[begin - start : end - start], slice(begin - first, end - first)
+            if part == "parameters":
+                _copy_rounded(here, self.resting[own])
+            else:
+                self.write_master(own, here)
 
     @property
     def low(self) -> Tensor | None:

@@ -1,0 +1,300 @@
+"""Whole weights out of a cut model into safetensors files, a piece of a tensor at a time.
+
+What is written appears under its names at once or not at all: files are written beside their places and renamed when
+all are on the disk, the index last. Where a process is killed before, the partial files stay, under names that nobody
+reads, and the next export to the same place writes over them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.checkpoint.safetensors import bytes_of, header_bytes
+from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
+from npuzero.errors import CheckpointError, ConfigError, StorageError
+from npuzero.shard.engine import PIECE, Engine
+from npuzero.shard.layout import overlap
+from npuzero.shard.unit import Flat
+
+#: Largest size of a file, unless a single tensor is larger.
+FILE_BYTES = 5 * 10**9
+METADATA = {"format": "pt"}
+
+#: A tensor to be written: its name in the files, dtype and shape.
+Facts = tuple[str, torch.dtype, tuple[int, ...]]
+Rename = Callable[[str], str | None]
+
+
+class Writer:
+    """Safetensors files of ``tensors``, whose elements come in this order; used in a ``with`` block.
+
+    Args:
+        path: a ``.safetensors`` file; or a folder, which gets ``model.safetensors``, or several files and an index
+            where that would exceed ``file_bytes``.
+
+    Raises:
+        StorageError: the files cannot be written.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[Facts], file_bytes: int = FILE_BYTES) -> None:
+        single = path.suffix == ".safetensors"
+        self._folder = path.parent if single else path
+        parts = [list(tensors)] if single else _divide(tensors, file_bytes)
+        self._index = None if len(parts) == 1 else INDEX
+        names = [path.name if single else SINGLE]
+        if len(parts) > 1:
+            stem, suffix = SINGLE.split(".")
+            names = [f"{stem}-{i:05}-of-{len(parts):05}.{suffix}" for i in range(1, len(parts) + 1)]
+        self._parts = dict(zip(names, parts, strict=True))
+        self._whole_folder = not single
+        self._waiting = iter(self._parts.items())
+        self._file: BinaryIO | None = None
+        self._missing = 0  # bytes that the present file lacks
+
+    def __enter__(self) -> Writer:
+        with _storage(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def put(self, piece: Tensor) -> None:
+        """The next elements: a tensor on the CPU, within one of ``tensors`` and in its dtype."""
+        if piece.numel():
+            while not self._missing:
+                self._next_file()
+            assert self._file is not None
+            with _storage(Path(self._file.name)):
+                self._file.write(bytes_of(piece.contiguous()))
+            self._missing -= piece.nbytes
+
+    def commit(self) -> None:
+        """Put the files in their places. An older export in the same folder is replaced."""
+        while self._next_file():
+            pass
+        with _storage(self._folder):
+            old = self._old_files() if self._whole_folder else set()
+            if self._whole_folder:  # from here to the end a reader finds either export, or none: never a mixture
+                for name in {INDEX, SINGLE} - {*self._parts}:
+                    (self._folder / name).unlink(missing_ok=True)
+            for name in self._parts:
+                os.replace(self._partial(name), self._folder / name)
+            if self._index is not None:
+                self._write_index(self._index)
+            for name in old - {*self._parts}:
+                (self._folder / name).unlink(missing_ok=True)
+            _sync(self._folder)
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+        for name in self._parts:
+            self._partial(name).unlink(missing_ok=True)
+
+    def _next_file(self) -> bool:
+        """Finish the present file and begin the next; False where there is none."""
+        assert not self._missing, "the tensors' elements have not all come"
+        if self._file is not None:
+            with _storage(Path(self._file.name)):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                self._file.close()
+        name, tensors = next(self._waiting, (None, None))
+        if name is None or tensors is None:
+            self._file = None
+            return False
+        with _storage(self._partial(name)):
+            self._file = self._partial(name).open("wb")
+            self._file.write(header_bytes(tensors, METADATA))
+        self._missing = sum(map(_nbytes, tensors))
+        return True
+
+    def _partial(self, name: str) -> Path:
+        return self._folder / f".{name}.partial"
+
+    def _old_files(self) -> set[str]:
+        """The data files of the index that lies in the folder."""
+        try:
+            return set(read_index(self._folder / INDEX).values())
+        except CheckpointError:  # none there, or not one of ours to tidy up
+            return set()
+
+    def _write_index(self, name: str) -> None:
+        places = {tensor: file for file, tensors in self._parts.items() for tensor, _, _ in tensors}
+        total = sum(_nbytes(facts) for tensors in self._parts.values() for facts in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        partial = self._partial(name)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(index, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self._folder / name)
+
+
+def _divide(tensors: Iterable[Facts], file_bytes: int) -> list[list[Facts]]:
+    parts: list[list[Facts]] = [[]]
+    filled = 0
+    for facts in tensors:
+        if parts[-1] and filled + _nbytes(facts) > file_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(facts)
+        filled += _nbytes(facts)
+    return parts
+
+
+def _nbytes(facts: Facts) -> int:
+    _, dtype, shape = facts
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+class _storage:
+    """Turns the system's errors into StorageError, naming the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise StorageError(
+                str(self._path),
+                expected="room for the weights, and leave to write them",
+                got=error.strerror or str(error),
+                do="Make room there, or export to another place.",
+            ) from error
+
+
+def _sync(folder: Path) -> None:
+    """Have the folder's new names survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- out of a cut model ------------------------------------------------------------------------------------------------
+
+
+def export(
+    engine: Engine, model: nn.Module, path: Path, dtype: torch.dtype | None, file_bytes: int, rename: Rename | None
+) -> None:
+    """Write the model's whole tensors by rank 0; collective. See ``npuzero.export``."""
+    tensors = _exported(model, rename or (lambda name: name))
+    slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
+    engine.settle()
+    facts: list[Facts] = []
+    for name, tensor in tensors:
+        kind = dtype if dtype is not None and id(tensor) in slots else tensor.dtype
+        facts.append((name, kind, tuple(tensor.shape)))
+    problem: StorageError | None = None
+    try:
+        with Writer(path, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
+            for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
+                for piece in _pieces(engine, slots.get(id(tensor)), tensor, kind):
+                    if problem is None:
+                        try:
+                            writer.put(piece.to("cpu", kind))
+                        except StorageError as error:  # the other ranks go on sending: hear them out
+                            problem = error
+            if problem is None:
+                writer.commit()
+    except StorageError as error:
+        problem = error
+    _agree(engine, problem)
+
+
+class _Nobody(Writer):
+    """The writer of a rank that writes nothing."""
+
+    def __init__(self) -> None:
+        return
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def put(self, piece: Tensor) -> None:
+        return
+
+    def commit(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+
+def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
+    """The tensors of the model's state dict by their names in the files, each once, under the first that is wanted."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"npuzero.export: {name}",
+                expected="tensors only, which is what safetensors files hold",
+                got=type(tensor).__name__,
+                do="Leave it out: rename=lambda name: None if ... else name; and keep it elsewhere.",
+            )
+        theirs = rename(name)
+        if theirs is not None:
+            found.setdefault(id(tensor), (theirs, tensor))
+    names = [name for name, _ in found.values()]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(
+            "npuzero.export: rename",
+            expected="another name for each tensor",
+            got=f"{twice!r} twice",
+            do="Keep what tells the tensors apart.",
+        )
+    return list(found.values())
+
+
+def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """The elements of ``tensor`` in order, on rank 0. Collective."""
+    if place is None:  # a buffer: every rank has it
+        for begin in range(0, tensor.numel(), PIECE):
+            yield tensor.detach().reshape(-1)[begin : begin + PIECE]
+        return
+    flat, i = place
+    # Whoever wants more digits than the parameters have gets the masters'.
+    exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
+    part, own = ("states", flat.master) if exact else ("parameters", flat.resting)
+    yield from _slot_pieces(engine, flat, i, part, own)
+
+
+def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, own: Tensor) -> Iterator[Tensor]:
+    """Slot ``i`` of ``flat``, of which each rank has its shard ``own`` for a part of the plan. Collective."""
+    communicator = engine.mesh.communicator(getattr(flat.ranks.plan, part).axes, "control")
+    if 0 not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
+        return
+    slot, count, first = flat.layout.slots[i], flat.ranks.count[part], flat.shard(part)[0]
+    for start in range(slot.begin, slot.end, PIECE):
+        stop = min(start + PIECE, slot.end)
+        piece = torch.empty(stop - start, dtype=own.dtype, device=own.device)
+        length = flat.layout.numel // count
+        for owner in range(start // length, (stop - 1) // length + 1):
+            begin, end = overlap((start, stop), flat.layout.shard(owner, count))
+            sent = piece[begin - start : end - start]
+            if owner == communicator.rank:
+                sent.copy_(own[begin - first : end - first])
+            communicator.broadcast(sent, root=owner, tag=f"export {slot.name}").wait()
+        yield piece
+
+
+def _agree(engine: Engine, problem: StorageError | None) -> None:
+    """Wait until the files are there; every rank hears of what went wrong on rank 0."""
+    said = engine.world.exchange(problem and str(problem))
+    if problem is not None:
+        raise problem
+    if said[0] is not None:
+        raise StorageError(
+            "npuzero.export", expected="rank 0 to write the files", got=said[0], do="Mend it there.", rank=0
+        )

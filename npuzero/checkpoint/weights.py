@@ -1,0 +1,210 @@
+"""Weights from safetensors files into a model: each rank reads the ranges that rest with it, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import observe
+from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
+from npuzero.errors import CheckpointError, ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Files with a model's values, for ``npuzero.zero(..., weights=)``.
+
+    Attributes:
+        path: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or its index.
+        rename: the files' name for the model's tensor of a name; None: they have no values for it, so it keeps its own
+            or is initialised. Without it names are the same.
+        partial: whether the files may hold tensors that the model has not.
+    """
+
+    path: str | Path
+    rename: Callable[[str], str | None] | None = None
+    partial: bool = False
+
+
+class StoredWeights:
+    """The values that :class:`Weights` names, seen by the names of a model."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._found: dict[str, Entry] = {}  # by the model's names
+        self._files: dict[Path, int] = {}
+
+    def check(self, model: nn.Module) -> str:
+        """Find the model's tensors in the files; a digest of what was found.
+
+        Raises:
+            CheckpointError: a file is missing or torn, or a tensor is missing, unknown, or of another shape or dtype.
+        """
+        self._found.clear()
+        entries = tensors_at(Path(self._weights.path))
+        rename = self._weights.rename or (lambda name: name)
+        wanted: set[str] = set()
+        for names, tensor in _tensors_of(model):
+            theirs = [other for other in map(rename, names) if other is not None]
+            wanted.update(theirs)
+            there = [other for other in theirs if other in entries]
+            if there:
+                _check_fits(names[0], tensor, entries[there[0]])
+                self._found |= dict.fromkeys(names, entries[there[0]])
+            elif theirs:
+                raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", "none")
+        unknown = sorted(entries.keys() - wanted)
+        if unknown and not self._weights.partial:
+            got = f"{len(unknown)} that the model has not, such as {', '.join(unknown[:3])}"
+            raise self._misfit("tensors", "those of the model", got)
+        facts = [(name, str(e.dtype), e.shape, e.file.name, e.begin) for name, e in self._found.items()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def has(self, name: str) -> bool:
+        """Whether there are values of the model's tensor ``name``."""
+        return name in self._found
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """Elements ``[begin, end)`` of the model's tensor ``name``, as they are stored: 1-D, on the CPU."""
+        entry = self._found[name]
+        if entry.file not in self._files:
+            self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
+        return read_range(self._files[entry.file], entry, begin, end)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _misfit(self, subject: str, expected: str, got: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._weights.path}: {subject}",
+            expected=expected,
+            got=got,
+            do="Give the files of this model; npuzero.Weights(path, rename=..., partial=...) says what differs.",
+        )
+
+
+def tensors_at(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, of the files of an index, or of a folder with either.
+
+    Raises:
+        CheckpointError: something is missing or torn, or the index and the files disagree.
+    """
+    if path.is_dir():
+        path = next((path / name for name in (SINGLE, INDEX) if (path / name).exists()), path / SINGLE)
+    if path.suffix != ".json":
+        return read_header(path)
+    places = read_index(path)
+    headers = {name: read_header(path.parent / name) for name in sorted(set(places.values()))}
+    for name, file in places.items():
+        if name not in headers[file]:
+            raise CheckpointError(
+                f"{path.parent / file}: tensor {name}",
+                expected=f"to be there, as {path.name} says",
+                got="no tensor of this name",
+                do="Export or download the files again.",
+            )
+    return {name: headers[file][name] for name, file in places.items()}
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor.
+
+    Raises:
+        CheckpointError: it is no index, or names files elsewhere.
+    """
+    try:
+        index = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            str(path), expected="an index of safetensors files", got=str(error.strerror), do="Give another path."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_index(path, f"no JSON: {error}") from error
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(places, dict):
+        raise _no_index(path, "no weight_map")
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise _no_index(path, f"{file!r} for {name}, which is no file beside it")
+    return places
+
+
+def _no_index(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(str(path), expected="an index of safetensors files", got=got, do="Download it again.")
+
+
+def read_range(descriptor: int, entry: Entry, begin: int, end: int) -> Tensor:
+    """Elements ``[begin, end)`` of ``entry`` from its open file.
+
+    Raises:
+        CheckpointError: the file has become shorter, or cannot be read.
+    """
+    size = entry.dtype.itemsize
+    raw = torch.empty((end - begin) * size, dtype=torch.uint8)
+    view, offset = bytes_of(raw), entry.begin + begin * size
+    observe.instant("weights", "read", file=entry.file.name, tensor=entry.name, nbytes=len(view))
+    while view:
+        try:
+            count = os.preadv(descriptor, [view], offset)
+        except OSError as error:
+            raise _unreadable(entry, str(error.strerror)) from error
+        if not count:
+            raise _unreadable(entry, "the file's end")
+        view, offset = view[count:], offset + count
+    return raw != 0 if entry.dtype is torch.bool else raw.view(entry.dtype)
+
+
+def _unreadable(entry: Entry, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.file}: tensor {entry.name}", expected="its bytes", got=got, do="Export or download the file again."
+    )
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """What a state dict of ``model`` holds: each tensor once, with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def _check_fits(name: str, tensor: Tensor, entry: Entry) -> None:
+    same = tensor.dtype == entry.dtype or (tensor.dtype.is_floating_point and entry.dtype.is_floating_point)
+    if tuple(tensor.shape) != entry.shape or not same:
+        raise CheckpointError(
+            f"{entry.file}: tensor {entry.name}",
+            expected=f"{list(tensor.shape)} of {tensor.dtype}, as the model's {name}",
+            got=f"{list(entry.shape)} of {entry.dtype}",
+            do="Build the model with the sizes that its files have.",
+        )
+
+
+def stored(weights: object) -> StoredWeights:
+    """The values that the argument of ``npuzero.zero(weights=)`` names.
+
+    Raises:
+        ConfigError: it is none of those.
+    """
+    if isinstance(weights, (str, Path)):
+        weights = Weights(weights)
+    if not isinstance(weights, Weights):
+        raise ConfigError(
+            "npuzero.zero(): weights",
+            expected="a path, or npuzero.Weights(path, ...)",
+            got=type(weights).__name__,
+            do="Give the path of safetensors files; whole tensors go by npuzero.load_full_state_dict.",
+        )
+    return StoredWeights(weights)

@@ -1,0 +1,177 @@
+"""Where a model's first values come from: its own tensors, as rank 0 has them; files; or what its modules initialise.
+
+A model built on ``meta`` has shapes and no data. What files hold of it each rank reads for itself, only the ranges that
+rest with it; what they do not hold is made module by module, a unit at a time, and broadcast from rank 0. So nowhere
+does more than a unit exist at once beyond what rests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import ConfigError
+from npuzero.shard.discover import UnitSpec, around
+
+#: Fills the parameters and buffers of a module, as a function for ``nn.Module.apply`` would: it is called with each
+#: module around a tensor that needs values, inner modules first, while all other tensors are on meta. None: the
+#: modules' own ``reset_parameters()``.
+Initialize = Callable[[nn.Module], object] | None
+
+
+class Stored(Protocol):
+    """Values of tensors by name, such as files hold them."""
+
+    def check(self, model: nn.Module) -> str:
+        """What all ranks must have alike. Raises CheckpointError where what is stored does not fit the model."""
+
+    def has(self, name: str) -> bool:
+        """Whether the values of the parameter or buffer ``name`` are there."""
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """Its elements ``[begin, end)``: 1-D, on the CPU, in the dtype they are stored in."""
+
+
+class Origin:
+    """The first values of one model.
+
+    Args:
+        stored: values that replace the model's own; None: there are none.
+        initialize: see :data:`Initialize`.
+    """
+
+    def __init__(self, stored: Stored | None = None, initialize: Initialize = None) -> None:
+        self._stored = stored
+        self._initialize = initialize
+
+    def check(self, model: nn.Module) -> str:
+        """Whether every tensor on meta will get values; returns what all ranks must have alike.
+
+        Raises:
+            CheckpointError: what is stored does not fit.
+            ConfigError: nobody has values for a tensor.
+        """
+        agreed = "" if self._stored is None else self._stored.check(model)
+        # A few tensors on meta among others are a mistake, unless somebody says where their values come from.
+        intended = (
+            self._stored is not None or self._initialize is not None or all(p.is_meta for p in model.parameters())
+        )
+        for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in named:
+                makers = [] if self.has(name) or not tensor.is_meta else self._makers(model, {name})
+                if tensor.is_meta and not self.has(name) and not (intended and makers):
+                    raise ConfigError(
+                        f"{kind} {name}",
+                        expected="data, values in weights=, or a module around it that can initialise it",
+                        got="a tensor on meta" + (", and no module with reset_parameters()" if not makers else ""),
+                        do="Give weights=, or initialize=, which is called with the modules around such a tensor; "
+                        "or load the model before npuzero.zero().",
+                    )
+        return agreed
+
+    def has(self, name: str) -> bool:
+        """Whether the values of ``name`` are stored."""
+        return self._stored is not None and self._stored.has(name)
+
+    def read(self, name: str, begin: int, end: int) -> Tensor:
+        """See :meth:`Stored.read`."""
+        assert self._stored is not None
+        return self._stored.read(name, begin, end)
+
+    def fill_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Give the model's buffers the values that are stored, or that its modules initialise."""
+        made = {}
+        for name, buffer in model.named_buffers():
+            if self.has(name):
+                stored = self.read(name, 0, buffer.numel()).view(buffer.shape)
+                give_data(buffer, stored.to(device, buffer.dtype))
+            elif buffer.is_meta:
+                made[name] = buffer
+        self._make(model, made, device)
+
+    def fill_unit(self, model: nn.Module, spec: UnitSpec, device: torch.device) -> None:
+        """Give those parameters of a unit that are on meta, and not stored, the values that modules initialise."""
+        self._make(model, {name: p for name, p in spec.parameters if p.is_meta and not self.has(name)}, device)
+
+    def _make(self, model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
+        if not tensors:
+            return
+        for tensor in tensors.values():
+            give_data(tensor, _unset(tensor, device))
+        with _hidden(model, tensors.values()):
+            for make in self._makers(model, tensors):
+                make()
+        for name, tensor in tensors.items():
+            if tensor.numel() and _is_unset(tensor):
+                raise ConfigError(
+                    f"first values of {name}",
+                    expected=f"to be filled by {'initialize=' if self._initialize else 'reset_parameters()'}",
+                    got="a tensor that it left as it was",
+                    do="Give an initialize= that fills the parameters and buffers of the modules it is called with.",
+                )
+
+    def _makers(self, model: nn.Module, names: Collection[str]) -> list[Callable[[], object]]:
+        """What initialises the tensors ``names``: a call for each module around one of them, inner modules first."""
+        paths = {""} | {path for name in names for path in around(name)}
+        found: list[Callable[[], object] | None] = []
+        for path in sorted(paths, key=lambda path: -len(path.split(".")) if path else 0):
+            module = model.get_submodule(path)
+            if self._initialize is not None:
+                found.append(partial(self._initialize, module))
+            else:  # torch's own modules have either
+                found.append(getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None))
+        return [make for make in found if make is not None]
+
+
+def give_data(tensor: Tensor, data: Tensor) -> None:
+    """Let ``tensor`` have ``data``, and stay the object that modules and optimizers know, also if it is on meta."""
+    if tensor.device.type == data.device.type:
+        tensor.data = data
+    else:
+        other = _like(tensor, data)
+        other.__class__ = type(tensor)
+        other.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, other)
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    return nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+
+
+@contextlib.contextmanager
+def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
+    """The tensors of ``model`` but for those ``kept`` are on meta inside: whoever fills them moves nothing."""
+    keep = {id(tensor) for tensor in kept}
+    others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in keep and not t.is_meta]
+    with torch._C.DisableTorchFunctionSubclass():
+        hidden = [(t, _like(t, torch.empty_like(t, device="meta"))) for t in others]
+    for tensor, twin in hidden:
+        torch.utils.swap_tensors(tensor, twin)
+    try:
+        yield
+    finally:
+        for tensor, twin in hidden:
+            torch.utils.swap_tensors(tensor, twin)
+
+
+# What a tensor holds until somebody fills it: a value that no initialisation leaves in all its elements.
+def _mark(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _unset(like: Tensor, device: torch.device) -> Tensor:
+    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device=device)
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.dtype in (torch.bool, torch.uint8):  # any value may be meant
+        return False
+    mark = _mark(tensor.dtype)
+    return bool((tensor.isnan() if mark != mark else tensor == mark).all())
