@@ -234,8 +234,8 @@ def export(
     complete. Tied tensors are written once, under the first of their names; buffers as they are on rank 0.
 
     Args:
-        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` where one
-            would exceed ``file_bytes``; or one file, named ``*.safetensors``.
+        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` where
+            one would exceed ``file_bytes``; or one file, named ``*.safetensors``.
         dtype: of the parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, or torch's; None keeps each parameter's. Where the
             parameters have fewer bits, float32 is the masters' values.
         file_bytes: the largest size of a file, but for a single tensor that is larger.
@@ -254,12 +254,17 @@ def export(
 
 
 def _dtype(dtype: object) -> torch.dtype | None:
-    named: dict[object, torch.dtype | None] = {None: None, **DTYPES, **{value: value for value in DTYPES.values()}}
-    if not isinstance(dtype, (str, torch.dtype, type(None))) or dtype not in named:
-        raise ConfigError(
-            "npuzero.export: dtype", expected=f"one of {', '.join(DTYPES)}", got=repr(dtype), do="None keeps what is."
-        )
-    return named[dtype]
+    for name, value in DTYPES.items():
+        if isinstance(dtype, (str, torch.dtype)) and dtype in (name, value):
+            return value
+    if dtype is None:
+        return None
+    raise ConfigError(
+        "npuzero.export: dtype",
+        expected=f"one of {', '.join(DTYPES)} or their torch dtypes",
+        got=repr(dtype),
+        do="Leave it out to keep each parameter's own.",
+    )
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:

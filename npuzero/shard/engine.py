@@ -471,11 +471,6 @@ class Engine:
             )
         return self._last
 
-    def settle(self) -> None:
-        """Wait until what rests is up to date: R4 of the last step."""
-        for unit in self.units:
-            self._restorer.finish(unit)
-
     @contextlib.contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:
         """The parameters of ``unit`` whole and readable, on every rank. Collective."""
