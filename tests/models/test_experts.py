@@ -14,6 +14,8 @@ from models.training import Loop, stirred
 from models.zoo import batch_of
 from world.train import Session, State, check
 
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
+
 WIDTH, EXPERTS = 16, 4
 
 
