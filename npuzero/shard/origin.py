@@ -116,11 +116,15 @@ class Origin:
                 )
 
     def _makers(self, model: nn.Module, names: Collection[str]) -> list[Callable[[], object]]:
-        """What initialises the tensors ``names``: a call for each module around one of them, inner modules first."""
+        """What initialises the tensors ``names``: a call for each module around one of them, inner modules first.
+
+        And later ones before earlier ones: a tied tensor ends as the module that had it first would have it.
+        """
         paths = {""} | {path for name in names for path in around(name)}
         found: list[Callable[[], object] | None] = []
-        for path in sorted(paths, key=lambda path: -len(path.split(".")) if path else 0):
-            module = model.get_submodule(path)
+        for path, module in reversed(list(model.named_modules())):
+            if path not in paths:
+                continue
             if self._initialize is not None:
                 found.append(partial(self._initialize, module))
             else:  # torch's own modules have either
