@@ -48,7 +48,7 @@ def agree(
         shape = plan.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         _check_model(model, specs, world)
-        device.get(world.device).check([*model.parameters(), *model.buffers()])
+        device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model)
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
