@@ -266,25 +266,25 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     flat, i = place
     # Whoever wants more digits than the parameters have gets the masters'.
     exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
-    part, own = ("states", flat.master) if exact else ("parameters", flat.resting)
-    yield from _slot_pieces(engine, flat, i, part, own)
+    part, read = ("states", flat.read_master) if exact else ("parameters", flat.resting.__getitem__)
+    yield from _slot_pieces(engine, flat, i, part, read)
 
 
-def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, own: Tensor) -> Iterator[Tensor]:
-    """Slot ``i`` of ``flat``, of which each rank has its shard ``own`` for a part of the plan. Collective."""
+def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, read: Callable[[slice], Tensor]) -> Iterator[Tensor]:
+    """Slot ``i`` of ``flat``, of which each rank reads its shard for a part of the plan. Collective."""
     communicator = engine.mesh.communicator(getattr(flat.ranks.plan, part).axes, "control")
     if 0 not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
         return
     slot, count, first = flat.layout.slots[i], flat.ranks.count[part], flat.shard(part)[0]
     for start in range(slot.begin, slot.end, PIECE):
         stop = min(start + PIECE, slot.end)
-        piece = torch.empty(stop - start, dtype=own.dtype, device=own.device)
+        piece = torch.empty(stop - start, dtype=read(slice(0, 0)).dtype, device=engine.space.device)
         length = flat.layout.numel // count
         for owner in range(start // length, (stop - 1) // length + 1):
             begin, end = overlap((start, stop), flat.layout.shard(owner, count))
             sent = piece[begin - start : end - start]
             if owner == communicator.rank:
-                sent.copy_(own[begin - first : end - first])
+                sent.copy_(read(slice(begin - first, end - first)))
             communicator.broadcast(sent, root=owner, tag=f"export {slot.name}").wait()
         yield piece
 
