@@ -142,6 +142,7 @@ def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[En
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():
+        zeros = torch.zeros(flat.master.numel(), device=engine.space.device)
         own = [s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if id(p) in members]
         for name in optimizer.state_names():
             paths = [(OPTIMIZER, "state", slot.name, name) for slot in own]
@@ -149,7 +150,7 @@ def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[En
                 numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
             elif own:
                 cuts = tuple(Cut((path,), slot, torch.float32) for path, slot in zip(paths, own, strict=True))
-                tensors.append(Part(flat, "states", cuts, torch.zeros_like(parts.read_master(flat)).__getitem__))
+                tensors.append(Part(flat, "states", cuts, zeros.__getitem__))
     return tensors, numbers
 
 

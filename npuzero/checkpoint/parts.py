@@ -121,20 +121,12 @@ def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def read_master(flat: Flat, own: slice = slice(None)) -> Tensor:
-    """Masters in float32, of a range of this rank's states shard."""
-    return flat.master[own]
-
-
 def write(part: Part, values: Tensor) -> None:
     """Replace all of this rank's shard of a part of the model; parameters follow their masters."""
-    flat = part.flat
-    if not flat.trainable:
-        flat.resting.copy_(values)
-        return
-    flat.master.copy_(values)
-    if flat.dtype != torch.float32:
-        flat.own_parameters.copy_(values)
+    if part.flat.trainable:
+        part.flat.write_master(slice(0, values.numel()), values)
+    else:
+        part.flat.resting.copy_(values)
 
 
 def own_boxes(slot: Slot, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
@@ -159,10 +151,8 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
             Cut(tuple((MODEL, name) for name in names[id(parameter)]), slot, dtype)
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
         )
-        if flat.trainable:
-            parts.append(Part(flat, "states", cuts, lambda own, flat=flat: read_master(flat, own)))  # type: ignore[misc]
-        else:
-            parts.append(Part(flat, "parameters", cuts, flat.resting.__getitem__))
+        placed, read = ("states", flat.read_master) if flat.trainable else ("parameters", flat.resting.__getitem__)
+        parts.append(Part(flat, placed, cuts, read))
     return parts
 
 

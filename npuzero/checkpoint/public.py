@@ -129,13 +129,13 @@ def load(
     engine = engine_of(model)
     saver_of(engine).finish()
     world = engine.world
+    cut_optimizer = None if optimizer is None else parts.as_cut_optimizer(optimizer)
     path = _agreed_path(Path(folder), engine)
     problem: Exception | None = None
     try:
         source = Source(path)
-        cut_optimizer = None if optimizer is None else parts.as_cut_optimizer(optimizer)
         loader = Loader(source, model, engine, cut_optimizer)
-    except (CheckpointError, ConfigError) as error:
+    except Exception as error:
         problem = error
     agree(world, f"load {path}", problem)
     engine.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 import zlib
@@ -31,7 +32,7 @@ from npuzero.checkpoint.files import (
 from npuzero.checkpoint.metadata import Draft
 from npuzero.checkpoint.parts import Entry, Item, Part
 from npuzero.comm import World
-from npuzero.errors import CheckpointError
+from npuzero.errors import CheckpointError, NpuZeroError
 from npuzero.plan import MeshShape
 from npuzero.shard.engine import Engine
 
@@ -89,6 +90,7 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
+            _unheard.discard(self)
         if self._error is not None:
             raise self._error
         return self.path
@@ -108,7 +110,19 @@ class Saving:
                 self._error = error
 
         self._thread = threading.Thread(target=body, name=f"save {self.path.name}")
+        _unheard.add(self)
         self._thread.start()
+
+
+#: Saves beside training whose end nobody has heard of.
+_unheard: set[Saving] = set()
+
+
+@atexit.register
+def _hear() -> None:
+    """The interpreter has waited for their threads: what went wrong and was raised nowhere is shown here."""
+    for saving in list(_unheard):
+        saving.wait()
 
 
 class Saver:
@@ -173,9 +187,11 @@ def agree(world: World, subject: str, problem: Exception | None, value: object =
     """What every rank says, if none has a problem. Collective.
 
     Raises:
-        CheckpointError: on every rank, if one has; on that one what it is.
+        CheckpointError: on every rank, if one has; on that one the problem itself, if it is one of ours.
     """
     said = world.exchange([problem and f"{type(problem).__name__}: {problem}", value], CHANNEL)
+    if isinstance(problem, NpuZeroError):
+        raise problem
     for rank, (other, _) in enumerate(said):
         if other is not None:
             raise CheckpointError(

@@ -1,0 +1,49 @@
+"""However often and whenever ranks are killed, the next life goes on from the last complete checkpoint."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from npuzero import checkpoint
+
+from .lives import Job
+
+pytestmark = pytest.mark.world
+
+#: Seconds of a life after its first step may begin: several saves.
+LIFE_S = 0.5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "kills"),
+    [
+        (2, "zero3", 6),
+        pytest.param(2, "zero1", 80, marks=pytest.mark.slow),
+        pytest.param(1, "zero0", 60, marks=pytest.mark.slow),
+        pytest.param(3, "zero3", 60, marks=pytest.mark.slow),
+    ],
+)
+def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, tmp_path: Path) -> None:
+    chance = random.Random(kills)
+    folder = tmp_path / "run"
+    last, saved = 0, 0
+    for life in range(kills):
+        job = Job(ranks, folder, plan, tmp_path / f"meeting-{life}")
+        try:
+            assert job.resumed() == [last] * ranks
+            time.sleep(chance.random() * LIFE_S)
+        finally:
+            job.kill(chance)
+        found = checkpoint.latest(folder)
+        before, last = last, int(found.name.removeprefix("step-")) if found else 0
+        saved += last > before
+        if found:
+            checkpoint.verify(found)
+            kept = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+            assert len(kept) <= 3, kept
+            assert len(list(folder.iterdir())) <= 4, "leftovers pile up"
+    assert saved > kills / 4  # else nothing was tried
