@@ -1,0 +1,227 @@
+"""Saving beside training, saving that fails on some rank, what is kept and what is removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import checkpoint, comm
+from npuzero.checkpoint import files, saving
+from npuzero.comm import World
+from npuzero.errors import CheckpointError, ConfigError
+from world.train import assert_same_bits
+
+from .training import Position, Training
+
+RANKS = 2
+
+
+def without_losses(training: Training) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in training.state().items() if name != "losses"}
+
+
+class Gate:
+    """Holds back whoever writes a file, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._open = threading.Event()
+        write = files.DataFile._flush
+
+        def held(file: files.DataFile) -> None:
+            assert self._open.wait(20.0)
+            write(file)
+
+        monkeypatch.setattr(files.DataFile, "_flush", held)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.mark.parametrize("plan", ("zero1", "zero3"))
+def test_what_is_saved_beside_training_is_the_state_at_the_call(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+
+    def rank(world: World) -> None:
+        training = Training(world, plan)
+        training.steps(0, 1)
+        expected = without_losses(training)
+        save = training.save(tmp_path, 1, asynchronous=True)
+        training.steps(1, 3)
+        assert not save.done() and checkpoint.latest(tmp_path) is None
+        world.exchange(None)
+        gate.open()
+        assert save.wait() == tmp_path / "step-00000001"
+        training.load(tmp_path)
+        assert_same_bits(without_losses(training), expected)
+
+    comm.run_threads(RANKS, rank)
+
+
+def test_snapshots_share_their_memory(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        training = Training(world, "zero3")
+        addresses = set()
+        for step in range(1, 4):
+            training.steps(step - 1, step)
+            training.save(tmp_path, step, asynchronous=True, keep_last=1)
+            addresses.add(saving.saver_of(training.model._npuzero)._snapshot.data_ptr())
+        assert len(addresses) == 1
+        saving.saver_of(training.model._npuzero).finish()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+    comm.run_threads(1, rank)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, world: World, culprit: int) -> None:
+    if world.rank == 0:
+        write = files.DataFile._flush
+
+        def fail(file: files.DataFile) -> None:
+            if file._path.name == files.data_name(culprit):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(file)
+
+        monkeypatch.setattr(files.DataFile, "_flush", fail)
+    world.exchange(None)
+
+
+@pytest.mark.parametrize("culprit", (0, 1))
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_a_rank_that_cannot_write_fails_the_save_on_all(
+    asynchronous: bool, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint before stays the last; beside training the error comes with the next call, whatever it is."""
+
+    def rank(world: World) -> None:
+        training = Training(world, "zero3")
+        training.steps(0, 1)
+        training.save(tmp_path, 1)
+        with monkeypatch.context() as patched:
+            full_disk(patched, world, culprit)
+            says = f"on rank {culprit}: OSError.*No space left"
+            if asynchronous:
+                training.save(tmp_path, 2, asynchronous=True)
+                with pytest.raises(CheckpointError, match=says):
+                    training.save(tmp_path, 3) if world.rank else training.load(tmp_path)
+            else:
+                with pytest.raises(CheckpointError, match=says):
+                    training.save(tmp_path, 2)
+            world.exchange(None)
+        world.exchange(None)
+        assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+        training.save(tmp_path, 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+    comm.run_threads(RANKS, rank)
+
+
+_SILENT = """
+import sys, pathlib, npuzero
+from npuzero.checkpoint import files
+from checkpoint.training import Training
+files.DataFile._flush = lambda file: 1 / 0
+training = Training(npuzero.comm.SingleWorld(), "zero3")
+training.save(pathlib.Path(sys.argv[1]), 1, asynchronous=True)
+"""
+
+
+@pytest.mark.world
+def test_an_error_that_nobody_asks_for_is_shown_at_the_end(tmp_path: Path) -> None:
+    search = os.pathsep.join([str(Path(npuzero.__file__).parents[1]), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-c", _SILENT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": search}, timeout=60)
+    assert "CheckpointError: save" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+def test_old_ones_go_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(world: World) -> None:
+        training = Training(world, "zero2")
+        training.steps(0, 1)
+        for step in (1, 2, 3):
+            training.save(tmp_path, step, keep_last=2)
+        world.exchange(None)
+        assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
+        with monkeypatch.context() as patched:
+            full_disk(patched, world, 1)
+            with pytest.raises(CheckpointError):
+                training.save(tmp_path, 4, keep_last=1)
+            world.exchange(None)
+        world.exchange(None)
+        names = [path.name for path in sorted(tmp_path.iterdir())]
+        assert names == [".partial-step-00000004", "step-00000002", "step-00000003"]
+        training.save(tmp_path, 5, keep_last=1)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+    comm.run_threads(RANKS, rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"step": 1}, "a step that was not saved yet"),
+        ({"step": 2, "extra": lambda: None}, "save extra: expected tensors, numbers"),
+        ({"step": 2, "data": Position}, "save data: expected tensors"),
+    ],
+)
+def test_what_cannot_be_saved(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        training = Training(world, "zero1")
+        training.save(tmp_path, 1)
+        chosen = dict(options)
+        if "data" in chosen:
+            position = Position()
+            position.state_dict = lambda: threading.Lock  # type: ignore[method-assign,return-value,assignment]
+            chosen["data"] = position
+        with pytest.raises(CheckpointError, match=says):
+            training.save(tmp_path, chosen.pop("step"), **chosen)
+
+    comm.run_threads(RANKS, rank)
+
+
+def test_ranks_at_different_steps(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        with pytest.raises(CheckpointError, match=r"expected one step; got steps \[5, 6\]"):
+            Training(world, "zero1").save(tmp_path, 5 + world.rank)
+
+    comm.run_threads(RANKS, rank)
+
+
+@pytest.mark.parametrize("options", ({"step": -1}, {"step": True}, {"step": 1, "keep_last": 0}))
+def test_bad_numbers(options: dict[str, Any], tmp_path: Path) -> None:
+    training = Training(comm.SingleWorld(), "zero1")
+    with pytest.raises(ConfigError, match="expected an integer from"):
+        checkpoint.save(tmp_path, training.model, **options)
+
+
+def test_checkpointer_resumes_where_it_was(tmp_path: Path) -> None:
+    def life(world: World, begin: int, end: int) -> dict[str, torch.Tensor]:
+        training = Training(world, "zero3", seed=begin)
+        kept = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+        with checkpoint.Checkpointer(tmp_path, every=2, keep_last=1, **kept) as checkpoints:
+            assert checkpoints.resume() == begin
+            for step in range(begin, end):
+                training.steps(step, step + 1)
+                checkpoints.after(step + 1)
+        return without_losses(training)
+
+    comm.run_threads(RANKS, lambda world: life(world, 0, 5))
+    second = comm.run_threads(RANKS, lambda world: life(world, 4, 6))
+
+    def unbroken(world: World) -> dict[str, torch.Tensor]:
+        training = Training(world, "zero3")
+        training.steps(0, 6)
+        return without_losses(training)
+
+    for found, expected in zip(second, comm.run_threads(RANKS, unbroken), strict=True):
+        assert_same_bits(found, expected)
