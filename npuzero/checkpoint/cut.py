@@ -76,11 +76,11 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         ConfigError: an optimizer of another model.
     """
     engine = engine_of(model)
+    cut_optimizer = parts.optimizer_of(model, optimizer)
     engine.settle()
     state: dict[str, Any] = {MODEL: {entry.path[1]: entry.value for entry in parts.model_entries(model)}}
     _add_cut(state, parts.model_parts(model, engine))
-    if optimizer is not None:
-        cut_optimizer = parts.as_cut_optimizer(optimizer)
+    if cut_optimizer is not None:
         names = parts.group_names(model, cut_optimizer)
         groups = [{**g, "params": own} for g, own in zip(cut_optimizer.param_groups, names, strict=True)]
         state[OPTIMIZER] = {"state": {}, "param_groups": groups}
@@ -105,6 +105,7 @@ def load_state_dict(
         ConfigError: an optimizer of another model.
     """
     engine = engine_of(model)
+    cut_optimizer = parts.optimizer_of(model, optimizer)
     engine.settle()
     for part in parts.model_parts(model, engine):
         begin, end = part.flat.shard(part.placed)
@@ -115,8 +116,7 @@ def load_state_dict(
     for entry in parts.model_entries(model):
         if isinstance(entry.value, Tensor):
             entry.value.copy_(state[MODEL][entry.path[1]])
-    if optimizer is not None:
-        cut_optimizer = parts.as_cut_optimizer(optimizer)
+    if cut_optimizer is not None:
         for group, options in zip(cut_optimizer.param_groups, state[OPTIMIZER]["param_groups"], strict=True):
             group.update((key, value) for key, value in options.items() if key != "params")
         for flat in engine.flats():

@@ -235,9 +235,9 @@ def shared_state(source: Source, name: str) -> Any:
         return source.read_object(name)
     found: dict[str, Any] = {}  # torch takes mappings apart and joins their keys
     for key in source.tensors:
-        first, *inner, last = key.split(".")
-        if first == name:
+        if key.startswith(f"{name}."):
             place = found
+            *inner, last = key.split(".")[1:]
             for part in inner:
                 place = place.setdefault(part, {})
             place[last] = source.read_object(key)

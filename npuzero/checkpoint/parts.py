@@ -192,35 +192,26 @@ def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:
 
 
 def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:
-    """Names of the parameters of each group.
-
-    Raises:
-        ConfigError: a parameter that the model does not have.
-    """
+    """Names of the parameters of each group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for g, group in enumerate(optimizer.param_groups):
-        foreign = sum(id(parameter) not in names for parameter in group["params"])
-        if foreign:
-            raise ConfigError(
-                f"checkpoint: optimizer.param_groups[{g}]",
-                expected="parameters of the model it is saved or loaded with",
-                got=f"{foreign} others",
-                do="Save each model with an optimizer of its own.",
-            )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def as_cut_optimizer(optimizer: object) -> CutOptimizer:
-    """``optimizer``, if it is one of npuzero's.
+def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CutOptimizer | None:
+    """``optimizer``, if it is one of npuzero's over parameters of ``model``.
 
     Raises:
         ConfigError: it is not.
     """
-    if not hasattr(optimizer, "cut_state"):
+    if optimizer is None:
+        return None
+    known = {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign or not hasattr(optimizer, "cut_state"):
         raise ConfigError(
             "checkpoint: optimizer",
-            expected="an npuzero optimizer (AdamW, Adam, ZeroOptimizer)",
-            got=type(optimizer).__name__,
-            do="Build it by npuzero, which any torch optimizer's state can be loaded into.",
+            expected="an npuzero optimizer (AdamW, Adam, ZeroOptimizer) over parameters of the model",
+            got=f"{foreign} parameters of others" if foreign else type(optimizer).__name__,
+            do="Save each model with an npuzero optimizer of its own; it takes any torch optimizer's state.",
         )
     return cast(CutOptimizer, optimizer)

@@ -74,12 +74,12 @@ def save(
     if keep_last is not None:
         _check_count("keep_last", keep_last, 1)
     engine = engine_of(model)
+    cut_optimizer = parts.optimizer_of(model, optimizer)
     saver = saver_of(engine)
     saver.finish()
     engine.settle()
     tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
-    if optimizer is not None:
-        cut_optimizer = parts.as_cut_optimizer(optimizer)
+    if cut_optimizer is not None:
         states, numbers = parts.optimizer_parts(engine, cut_optimizer)
         tensors += states
         entries += numbers + parts.group_entries(model, cut_optimizer)
@@ -127,9 +127,9 @@ def load(
             while it is read, the model has a part of it: load another one.
     """
     engine = engine_of(model)
+    cut_optimizer = parts.optimizer_of(model, optimizer)
     saver_of(engine).finish()
     world = engine.world
-    cut_optimizer = None if optimizer is None else parts.as_cut_optimizer(optimizer)
     path = _agreed_path(Path(folder), engine)
     problem: Exception | None = None
     try:
