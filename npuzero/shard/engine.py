@@ -152,6 +152,8 @@ class Engine:
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None:
         unit.backward_expected = backward_expected
         unit.opaque = unit.opaque or keep_whole
+        if unit.cut and torch.is_autocast_enabled(self.world.device.type):
+            torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here
         if not unit.cut or keep_whole or in_backward():
             return
         if backward_expected:

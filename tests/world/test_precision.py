@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import npuzero
-from npuzero import Settings
+from npuzero import Precision, Settings
 from world.toy import Block, Recipe, ToyGPT, build, loss_of, tokens_of
 from world.train import Make, Session, State, assert_same_bits, relative_difference, run_cut, train
 
@@ -44,21 +44,43 @@ class MixedGPT(ToyGPT):
         super().__init__(block=MixedBlock)
 
 
-#: Contenders: all parameters in bfloat16 by zero()'s argument; and a model of two dtypes as it is.
-MODELS: dict[str, tuple[Make, str | None]] = {"bf16": (ToyGPT, "bf16"), "mixed": (MixedGPT, None)}
+#: Contenders: all parameters converted by zero()'s argument; a model of two dtypes as it is; wires of their own dtype.
+MODELS: dict[str, tuple[Make, Precision]] = {
+    "bf16": (ToyGPT, Precision(torch.bfloat16)),
+    "mixed": (MixedGPT, Precision()),
+    "fp16": (ToyGPT, Precision(torch.float16)),
+    "bf16 reduced in fp32": (ToyGPT, Precision(torch.bfloat16, wires=torch.float32)),
+    "fp32 reduced in bf16": (ToyGPT, Precision(torch.float32, wires=torch.bfloat16)),
+}
+QUICK = ("bf16", "mixed")
 
 
 @cache
-def trained(model: str, plan: str, recipe: Recipe, size: int = 4, settings: Settings | None = None) -> State:
+def trained(
+    model: str, plan: str, recipe: Recipe, size: int = 4, settings: Settings | None = None, no_sync: bool = False
+) -> State:
     make, precision = MODELS[model]
 
     def scenario(session: Session) -> State:
-        return train(session, recipe)
+        return accumulated(session, recipe) if no_sync else train(session, recipe)
 
     states = run_cut(scenario, size, make, plan=plan, local_size=2, precision=precision, settings=settings)
     for state in states[1:]:
         assert_same_bits(state, states[0])
     return states[0]
+
+
+def accumulated(session: Session, recipe: Recipe) -> State:
+    """All micro-batches but the last under ``no_sync``."""
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    for step in range(recipe.steps):
+        with session.no_sync():
+            for micro_batch in range(recipe.micro_batches - 1):
+                (session.loss(step, micro_batch) / recipe.micro_batches).backward()
+        (session.loss(step, recipe.micro_batches - 1) / recipe.micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {}
 
 
 @dataclass(frozen=True)
@@ -79,15 +101,14 @@ ROUNDING = {
 
 @cache
 def by_hand(model: str, recipe: Recipe, rounding: Rounding) -> State:
-    """Mixed precision on 4 ranks written out: what autograd gives is scaled by 1/4, rounded to the parameter's dtype
+    """Mixed precision on 4 ranks written out: what autograd gives is scaled by 1/4, rounded to the wire's dtype
     where it travels, and summed in float32; torch's AdamW updates masters; parameters are rounded masters.
     """
     make, precision = MODELS[model]
     net = build(make=make)
     masters = {name: nn.Parameter(p.detach().float(), p.requires_grad) for name, p in net.named_parameters()}
-    if precision is not None:
-        for parameter in net.parameters():
-            parameter.data = parameter.data.bfloat16()
+    for parameter in net.parameters():
+        parameter.data = parameter.data.to(precision.parameter_of(parameter.dtype))
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-2)
     groups = ((0, 1), (2, 3)) if rounding.two_levels else ((0, 1, 2, 3),)
     for step in range(recipe.steps):
@@ -98,7 +119,7 @@ def by_hand(model: str, recipe: Recipe, rounding: Rounding) -> State:
         for name, parameter in net.named_parameters():
             given = [[rank[name] for rank in ranks] for ranks in micro_batches if name in ranks[0]]
             if given:
-                masters[name].grad = _summed(given, groups, rounding, parameter.dtype)
+                masters[name].grad = _summed(given, groups, rounding, precision.wire_of(parameter.dtype))
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -126,14 +147,30 @@ def _summed(
     return sum(part.to(wire).float() for part in within) if rounding.two_levels else within[0]
 
 
+every_model = pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in QUICK else pytest.mark.slow) for model in MODELS]
+)
+
+
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_training_equals_mixed_precision_by_hand(model: str, recipe: Recipe, plan: str) -> None:
     """Where a master lies close to the middle of two bfloat16 numbers its rounding may fall either way, and what is
     computed from it moves by as much: nearly all elements are equal, and none is far.
     """
-    found, expected = trained(model, plan, recipe), by_hand(model, recipe, ROUNDING[plan])
+    assert_nearly_equal(trained(model, plan, recipe), by_hand(model, recipe, ROUNDING[plan]))
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3", "hsdp"])
+@every_model
+def test_without_sync_gradients_are_rounded_once_a_step(model: str, plan: str) -> None:
+    """Micro-batches add up in float32 on each rank, whatever travels."""
+    rounding = replace(ROUNDING[plan], each_micro_batch=False)
+    assert_nearly_equal(trained(model, plan, TWO, no_sync=True), by_hand(model, TWO, rounding))
+
+
+def assert_nearly_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     equal = total = 0
     for name, value in expected.items():
@@ -144,7 +181,7 @@ def test_training_equals_mixed_precision_by_hand(model: str, recipe: Recipe, pla
     assert equal >= 0.95 * total
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every_model
 def test_stages_give_the_same_bits(model: str) -> None:
     for plan in (*STAGES[1:], "zero3-keep", "hpz"):
         assert_same_bits(trained(model, plan, ONE), trained(model, STAGES[0], ONE))
