@@ -143,6 +143,11 @@ class Precision:
         """The dtype in which gradients of parameters of dtype ``parameter`` travel."""
         return self.wires or parameter
 
+    @property
+    def start_elements(self) -> int:
+        """Each parameter starts on a multiple of this many elements of its flat: where blocks are, with one."""
+        return MOMENT_BLOCK if self.moments == "int8" else START_ELEMENTS
+
     def master_bytes(self, parameter: torch.dtype) -> int:
         """Bytes an element of the masters takes beside a parameter of this dtype."""
         return 0 if parameter == torch.float32 else MASTERS[self.masters]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from npuzero import ops
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.optim import AdamState, Range, TakenSteps, dynamic_rows, segments
+from npuzero.ops import storage
+from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, TakenSteps, dynamic_rows, segments
+from npuzero.plan import MASTERS, Precision
 from npuzero.shard.engine import Engine, deleted
 from npuzero.shard.unit import Flat
 
@@ -334,6 +337,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 do="Load a state of the same optimizer class.",
             )
 
+    def _check_precision(self, precision: Precision) -> None:
+        """Whether masters and moments can be kept so.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        for name in ("masters", "moments"):
+            if getattr(precision, name) != "fp32":
+                raise ConfigError(
+                    f"{type(self).__name__} over a model of precision.{name}={getattr(precision, name)!r}",
+                    expected="'fp32', which is what torch's optimizers compute in",
+                    got=repr(getattr(precision, name)),
+                    do="Use npuzero.AdamW or npuzero.Adam, or a precision with masters and moments in fp32.",
+                )
+
     def _make_inner(self) -> torch.optim.Optimizer:
         """The optimizer that does the work, over this rank's ranges of the masters."""
         groups = [self._counterpart(group) for group in self.param_groups]
@@ -346,7 +364,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             engine = engine_behind(parameter)
             place = engine.place(parameter) if engine else None
-            if place is not None:
+            if engine is not None and place is not None:
+                self._check_precision(engine.plan.precision)
                 flat, i = place
                 self._stand_ins[id(parameter)] = flat.master[flat.own_slots[i]].detach()
             if engine is None or place is not None:
@@ -380,10 +399,22 @@ class Adam(ZeroOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
+        *,
+        masters: str | None = None,
+        moments: str | None = None,
+        seed: int = 0,
         **options: Any,
     ) -> None:
         kind = torch.optim.AdamW if self._decoupled else torch.optim.Adam
         options.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        _check_choice("masters", masters, MASTERS)
+        _check_choice("moments", moments, MOMENT_DTYPES)
+        if type(seed) is not int or not 0 <= seed < 2**64:
+            raise ConfigError(
+                "seed", expected="an int from 0 to 2^64 - 1", got=repr(seed), do="Give one in that range."
+            )
+        self._chosen = {"masters": masters, "moments": moments}
+        self._seed = seed
         super().__init__(kind, params, **options)
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
@@ -394,15 +425,30 @@ class Adam(ZeroOptimizer):
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
     def _update(self, ready: list[Engine]) -> None:
-        members = {id(parameter): group for group, parameter in self._parameters()}
-        plain = [(g, p) for g, p in self._parameters() if engine_behind(p) is None and p.grad is not None]
-        for device in {parameter.device for _, parameter in plain}:
-            self._update_plain([(group, parameter) for group, parameter in plain if parameter.device == device])
+        members = {id(parameter): (number, group) for number, (group, parameter) in enumerate(self._parameters())}
+        plain = [p for _, p in self._parameters() if engine_behind(p) is None and p.grad is not None]
+        for device in {parameter.device for parameter in plain}:
+            here = [parameter for parameter in plain if parameter.device == device]
+            self._update_plain([(*members[id(parameter)], parameter) for parameter in here])
         for engine in ready:
             self._update_cut(engine, members)
 
-    def _update_cut(self, engine: Engine, members: Mapping[int, Options]) -> None:
-        """One launch for all flats of a model: this rank's shards laid end to end."""
+    def _check_precision(self, precision: Precision) -> None:
+        for name, chosen in self._chosen.items():
+            if chosen not in (None, getattr(precision, name)):
+                raise ConfigError(
+                    f"{type(self).__name__}({name}={chosen!r})",
+                    expected=f"None or {getattr(precision, name)!r} over a model that has a plan, which says it",
+                    got=repr(chosen),
+                    do=f"Give zero() a Precision with {name}={chosen!r}, or leave it out here.",
+                )
+
+    def _update_cut(self, engine: Engine, members: Mapping[int, tuple[int, Options]]) -> None:
+        """One launch for all flats of a model: this rank's shards laid end to end.
+
+        Args:
+            members: by id of the parameter its number, of which random bits depend, and its options.
+        """
         taken = self._counted_on_device(engine)
         updated = [
             [
@@ -418,15 +464,17 @@ class Adam(ZeroOptimizer):
         start = slots = 0
         for flat, used in zip(engine.flats(), updated, strict=True):
             steps = None if taken else self._steps_of(flat)
+            drawing = engine.plan.precision.moments != "fp32" or flat.rounds_stochastically
             for i in itertools.compress(flat.slots, used):
-                group, own = members[id(flat.parameters[i])], flat.own_slots[i]
+                (number, group), own = members[id(flat.parameters[i])], flat.own_slots[i]
                 step, row = 0, None
+                random = (number, flat.place_of_own(i)) if drawing else (0, None)
                 if steps is not None:
                     steps[i] = step = steps[i] + 1
                 elif taken is not None:
                     row = rows.setdefault((id(group), taken.group[slots + i]), len(rows))
                 if own.start < own.stop:
-                    ranges.append(Range(start + own.start, start + own.stop, group, step, row))
+                    ranges.append(Range(start + own.start, start + own.stop, group, step, row, *random))
             slots += len(used)
             if any(used):  # also on a rank whose shard is all padding, so that every rank holds the same
                 shards.append(flat)
@@ -452,14 +500,15 @@ class Adam(ZeroOptimizer):
         """What the update of ``shards`` writes; an engine's buffers stay where they are."""
         last, line = self._cut_lines.get(engine, ([], None))
         if line is None or last != shards:
-            moments = [self._moments_of(engine, flat) for flat in shards]
+            moments = [self._moments_of(engine, flat).stored for flat in shards]
             line = ops.Line(
                 [flat.master for flat in shards],
-                [state.exp_avg for state in moments],
-                [state.exp_avg_sq for state in moments],
+                [stored["exp_avg"] for stored in moments],
+                [stored["exp_avg_sq"] for stored in moments],
                 low=[flat.low for flat in shards],
                 remainder=[flat.remainder for flat in shards],
-                max_exp_avg_sq=[state.max_exp_avg_sq for state in moments],
+                max_exp_avg_sq=[stored.get("max_exp_avg_sq") for stored in moments],
+                seed=self._seed,
             )
             self._cut_lines[engine] = shards, line
         return line
@@ -476,36 +525,56 @@ class Adam(ZeroOptimizer):
 
     def _moments_of(self, engine: Engine, flat: Flat) -> AdamState:
         if flat not in self._moments:
+            self._check_precision(engine.plan.precision)
             amsgrad = any(group["amsgrad"] for group in self.param_groups)
-            n = flat.master.numel()
-            buffers = [engine.space.allocate(n, torch.float32, "states") for _ in range(3 if amsgrad else 2)]
-            self._moments[flat] = AdamState(*buffers)
+            allocate = functools.partial(engine.space.allocate, label="states")
+            moments = engine.plan.precision.moments
+            self._moments[flat] = AdamState(flat.master.numel(), moments, amsgrad, allocate)
         return self._moments[flat]
 
-    def _update_plain(self, plain: list[tuple[Options, nn.Parameter]]) -> None:
-        """Parameters of one device that no model made by ``zero()`` owns, with torch's own state for them.
+    def _update_plain(self, plain: list[tuple[int, Options, nn.Parameter]]) -> None:
+        """Parameters of one device that no model made by ``zero()`` owns: their numbers, options, and themselves.
 
-        One that is not float32 and contiguous gets a float32 master in its state; torch would update it in place with
-        every operation rounded. The update writes the rounded master to where it lies, if that is contiguous.
+        One that is not float32 and contiguous gets a float32 master in its state, unless ``masters`` says otherwise of
+        bfloat16; torch would update it in place with every operation rounded. The update writes the rounded master to
+        where the parameter lies, if that is contiguous.
         """
-        states = [self.state[parameter] or self._begin_state(group, parameter) for group, parameter in plain]
-        steps = self._count(plain[0][1].device, states)
-        low = [p if "master" in state and _lies_flat(p) else None for (_, p), state in zip(plain, states, strict=True)]
+        parameters = [parameter for _, _, parameter in plain]
+        states = [self.state[parameter] or self._begin_state(group, parameter) for _, group, parameter in plain]
+        steps = self._count(parameters[0].device, states)
+        low = [p if "master" in state and _lies_flat(p) else None for p, state in zip(parameters, states, strict=True)]
         line = self._line_of(
-            [state.get("master", parameter) for (_, parameter), state in zip(plain, states, strict=True)],
+            [state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             low=low,
+            remainder=[state.get("remainder") for state in states],
             max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
         )
         line.update(
-            [parameter.grad.contiguous() for _, parameter in plain if parameter.grad is not None],
-            segments(_ranges(plain, steps), self._decoupled),
+            [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None],
+            segments(self._ranges(plain, steps), self._decoupled),
         )
-        for (_, parameter), state, written in zip(plain, states, low, strict=True):
+        for parameter, state, written in zip(parameters, states, low, strict=True):
             if "master" in state and written is None:
                 master = state["master"]
-                parameter.copy_(ops.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
+                parameter.copy_(storage.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
+
+    def _ranges(self, plain: list[tuple[int, Options, nn.Parameter]], steps: list[float]) -> list[Range]:
+        """Of parameters laid end to end: one for each run of those with one group and one step count.
+
+        What is rounded stochastically has one for each parameter.
+        """
+        ranges: list[Range] = []
+        begin = end = 0
+        for i, ((number, group, parameter), step) in enumerate(zip(plain, steps, strict=True)):
+            end += parameter.numel()
+            alone = self._chosen["moments"] not in (None, "fp32") or self._master_of(parameter) == "none"
+            if alone or i + 1 == len(plain) or plain[i + 1][1] is not group or steps[i + 1] != step:
+                random = (number, 0) if alone else (0, None)
+                ranges.append(Range(begin, end, group, int(step), None, *random))
+                begin = end
+        return ranges
 
     def _count(self, device: torch.device, states: list[Options]) -> list[float]:
         """Adds this update to each state's step; what they are now.
@@ -532,7 +601,7 @@ class Adam(ZeroOptimizer):
         device = masters[0].device
         line = self._lines.get(device)
         if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, **some):
-            line = ops.Line(masters, exp_avg, exp_avg_sq, **some)
+            line = ops.Line(masters, exp_avg, exp_avg_sq, **some, seed=self._seed)
             self._lines[device] = line
         return line
 
@@ -540,45 +609,87 @@ class Adam(ZeroOptimizer):
         state = self.state[parameter]
         like = torch.contiguous_format
         state["step"] = torch.tensor(0.0)
-        for name in _MOMENTS[: 3 if group["amsgrad"] else 2]:
-            state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=like)
-        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-            state["master"] = parameter.detach().to(torch.float32, memory_format=like, copy=True)
+        dtype = MOMENT_DTYPES[self._chosen["moments"] or "fp32"]
+        for name in MOMENTS[: 3 if group["amsgrad"] else 2]:
+            if dtype == torch.uint8:
+                count = storage.stored_numel(parameter.numel(), dtype)
+                state[name] = torch.zeros(count, dtype=dtype, device=parameter.device)
+            else:
+                state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=like)
+        self._begin_master(parameter, state)
         return cast(Options, state)
+
+    def _master_of(self, parameter: nn.Parameter) -> str:
+        """How a plain parameter's master is kept: ``"own"`` where it is the float32 parameter, else as ``masters``."""
+        if parameter.dtype == torch.float32 and parameter.is_contiguous():
+            return "own"
+        halves = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
+        return self._chosen["masters"] or "fp32" if halves else "fp32"
+
+    def _begin_master(self, parameter: nn.Parameter, state: Options) -> None:
+        kind = self._master_of(parameter)
+        if kind == "fp32" and "master" not in state:
+            state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        elif kind == "split":
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
 
     def _plain_state(self, parameter: nn.Parameter) -> Options:
         state = dict(self.state.get(parameter, {}))
-        return {**state, "step": state["step"].clone()} if state else state  # its own memory, as torch's has
+        if not state:
+            return state
+        state["step"] = state["step"].clone()  # its own memory, as torch's has
+        if "remainder" in state:
+            state["master"] = storage.join(parameter.detach(), state.pop("remainder"))
+        for name in MOMENTS:
+            if name in state and state[name].dtype != torch.float32:
+                wide = storage.widen(state[name].view(-1), parameter.numel(), signed=name == MOMENTS[0])
+                state[name] = wide.view(parameter.shape)
+        return state
 
     def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         self._lines.clear()  # else the moments of before stay until the next step
         self.state.pop(parameter, None)
         if not state:
             return
-        self.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
-        self.state[parameter]["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
-        if parameter.dtype != torch.float32 or not parameter.is_contiguous():
-            like = torch.contiguous_format
-            self.state[parameter].setdefault(
-                "master", parameter.detach().to(torch.float32, memory_format=like, copy=True)
-            )
+        mine = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
+        mine["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
+        master = mine.get("master")
+        if self._master_of(parameter) != "fp32":
+            mine.pop("master", None)
+        self._begin_master(parameter, mine)
+        if "remainder" in mine and master is not None:
+            upper, remainder = storage.split(master.reshape(-1))
+            parameter.view(-1).copy_(upper)
+            mine["remainder"].view(-1).copy_(remainder)
+        dtype = MOMENT_DTYPES[self._chosen["moments"] or "fp32"]
+        for name in MOMENTS:
+            if name in mine and mine[name].dtype != dtype:
+                wide = mine[name].float().reshape(-1)
+                stored = torch.zeros(storage.stored_numel(wide.numel(), dtype), dtype=dtype, device=wide.device)
+                storage.narrow(wide, stored, signed=name == MOMENTS[0])
+                mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
+        self.state[parameter] = mine
 
     def state_names(self) -> tuple[str, ...]:
         amsgrad = any(group["amsgrad"] for group in self.param_groups)
-        return ("step", *_MOMENTS[: 3 if amsgrad else 2])
+        return ("step", *MOMENTS[: 3 if amsgrad else 2])
 
     def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
-        return self._moments[flat].tensors() if flat in self._moments else {}
+        if flat not in self._moments:
+            return {}
+        moments = self._moments[flat]
+        return {name: moments.read(name) for name in moments.stored}
 
     def _slot_state(self, flat: Flat, i: int) -> Options:
         step = self._steps_of(flat)[i]
-        return {"step": step, **self._flat_state(flat)} if step else {}
+        return {"step": step, **self._moments[flat].stored} if step else {}
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
         self._steps_of(flat)[i] = int(state.get("step", 0))
         if state or flat in self._moments:
-            for name, buffer in self._moments_of(engine, flat).tensors().items():
-                buffer[flat.own_slots[i]].copy_(state[name] if state else torch.zeros(()))
+            own, moments = flat.own_slots[i], self._moments_of(engine, flat)
+            for name in moments.stored:
+                moments.write(name, own, state[name] if state else torch.zeros(own.stop - own.start))
 
 
 class AdamW(Adam):
@@ -589,6 +700,11 @@ class AdamW(Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``.
+        masters: of plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, the 16 bits that the parameter
+            lacks, with the same results; ``"none"``, the parameter alone, rounded stochastically. Others have fp32.
+        moments: of plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` has float32 always.
+            Of a model with a plan its precision says both.
+        seed: of stochastic rounding, with the step and the parameter's place among ``params``.
         foreach, fused, capturable: accepted for compatibility; the update is always fused.
         differentiable: must be False.
 
@@ -611,29 +727,21 @@ class AdamW(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
+def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:
+    if value is not None and value not in allowed:
+        raise ConfigError(
+            name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do="Choose among these."
+        )
+
+
 def _lies_flat(parameter: nn.Parameter) -> bool:
     """Whether the update can write the parameter's own memory as the rounded copy of its master."""
     return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()
 
 
-def _ranges(plain: list[tuple[Options, nn.Parameter]], steps: list[float]) -> list[Range]:
-    """Of parameters laid end to end: one for each run of those with one group and one step count."""
-    ranges: list[Range] = []
-    begin = end = 0
-    for i, ((group, parameter), step) in enumerate(zip(plain, steps, strict=True)):
-        end += parameter.numel()
-        if i + 1 == len(plain) or plain[i + 1][0] is not group or steps[i + 1] != step:
-            ranges.append(Range(begin, end, group, int(step)))
-            begin = end
-    return ranges
-
-
 def _is_whole(name: str, value: object, parameter: nn.Parameter) -> bool:
     """Whether ``value`` is a state of the parameter's shape, of which a rank keeps its part: a scalar's step is not."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name != "step")
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def engine_behind(parameter: nn.Parameter) -> Engine | None:

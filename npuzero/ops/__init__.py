@@ -6,7 +6,6 @@ op run its plain-torch reference instead (slow; for comparison).
 
 from __future__ import annotations
 
-from npuzero.ops._stored import join, narrow, split, stored_numel, upper_half, widen
 from npuzero.ops.cast import cast
 from npuzero.ops.flat_adam import Line, Segment, flat_adam
 from npuzero.ops.norm import norm
@@ -17,13 +16,7 @@ __all__ = [
     "Segment",
     "cast",
     "flat_adam",
-    "join",
-    "narrow",
     "norm",
     "pack",
-    "split",
-    "stored_numel",
     "unpack",
-    "upper_half",
-    "widen",
 ]

@@ -20,8 +20,8 @@ import torch
 from npuzero import _native
 from npuzero.errors import ContractError
 from npuzero.ops import _check
-from npuzero.ops._stored import stored_numel
 from npuzero.ops.reference import flat_adam as reference
+from npuzero.ops.storage import stored_numel
 from npuzero.plan import MOMENT_BLOCK
 
 

@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from npuzero import ops
+from npuzero.ops import storage
 from npuzero.plan import START_ELEMENTS
 
+#: In which dtype a moment is stored, by the name that a precision gives it.
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+#: Moments by torch's names; the last only with amsgrad.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-@dataclass
+
 class AdamState:
-    """Moments of one flat shard: [n] float32 each; ``max_exp_avg_sq`` where a group uses amsgrad."""
+    """Moments of ``numel`` elements, stored as their precision says: zeros at first.
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None = None
+    Args:
+        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
+        allocate: makes the zeros of a number of elements and a dtype.
+    """
 
-    def tensors(self) -> dict[str, Tensor]:
-        """By torch's names."""
-        named = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return named if self.max_exp_avg_sq is None else {**named, "max_exp_avg_sq": self.max_exp_avg_sq}
+    def __init__(self, numel: int, moments: str, amsgrad: bool, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
+        dtype = MOMENT_DTYPES[moments]
+        self._numel = numel
+        names = MOMENTS if amsgrad else MOMENTS[:2]
+        #: By torch's names, as they are stored.
+        self.stored = {name: allocate(storage.stored_numel(numel, dtype), dtype) for name in names}
+
+    def read(self, name: str) -> Tensor:
+        """[numel] float32: a moment; maybe a copy."""
+        stored = self.stored[name]
+        return (
+            stored if stored.dtype == torch.float32 else storage.widen(stored, self._numel, signed=name == MOMENTS[0])
+        )
+
+    def write(self, name: str, own: slice, values: Tensor) -> None:
+        """Replace a range, whole blocks but for its end, by ``values``: what :meth:`read` gave comes back."""
+        values = values.to(self.stored[name].device, torch.float32).reshape(-1)
+        storage.write(values, self.stored[name], self._numel, own, signed=name == MOMENTS[0])
 
 
 class Range(NamedTuple):
     """A parameter's part of the line, ``[begin, end)`` in elements: its group's options and its own step count.
 
-    ``row``: the row of :func:`dynamic_rows` that knows lr and step instead.
+    ``row``: the row of :func:`dynamic_rows` that knows lr and step instead. ``stream`` and ``place``: as
+    :class:`npuzero.ops.Segment` has them, where something is rounded stochastically.
     """
 
     begin: int
@@ -38,6 +58,8 @@ class Range(NamedTuple):
     options: Mapping[str, Any]
     step: int
     row: int | None = None
+    stream: int = 0
+    place: int | None = None
 
 
 def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Tensor, decoupled: bool) -> Tensor:
@@ -67,7 +89,7 @@ def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
     ``decoupled``: weight decay as AdamW's, else as L2 regularization.
 
     Neighbours that share options and step count become one segment across the padding between them: padding is zero
-    in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart.
+    in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart, or random bits of their own.
     """
     runs: list[list[Range]] = []  # first and last of those that continue each other
     for part in ranges:
@@ -75,22 +97,22 @@ def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
             runs[-1][1] = part
         else:
             runs.append([part, part])
-    return [_segment(first.begin, last, decoupled) for first, last in runs]
+    return [_segment(first, last, decoupled) for first, last in runs]
 
 
 def _continues(last: Range, part: Range) -> bool:
     """Whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
-    if last.options is not part.options or (last.step, last.row) != (part.step, part.row):
+    if last.options is not part.options or (last.step, last.row) != (part.step, part.row) or part.place is not None:
         return False
     gap = part.begin - last.end
     return gap == 0 or (gap < START_ELEMENTS and part.options["eps"] > 0)
 
 
-def _segment(begin: int, last: Range, decoupled: bool) -> ops.Segment:
+def _segment(first: Range, last: Range, decoupled: bool) -> ops.Segment:
     options = last.options
     beta1, beta2 = options["betas"]
     return ops.Segment(
-        begin,
+        first.begin,
         last.end,
         float(options["lr"]) if last.row is None else 0.0,
         float(beta1),
@@ -102,4 +124,6 @@ def _segment(begin: int, last: Range, decoupled: bool) -> ops.Segment:
         options["maximize"],
         options["amsgrad"],
         last.row,
+        first.stream,
+        first.place,
     )

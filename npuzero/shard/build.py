@@ -43,7 +43,6 @@ def agree(
     weights = ""
     problem: NpuZeroError | None = None
     try:
-        _check_supported(plan.precision)
         device.get(world.device).set_matmul(plan.precision.matmul)
         shape = plan.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
@@ -128,7 +127,8 @@ def layouts_of(
         filled[key] += nbytes
     for (kind, trainable), buckets in groups.items():
         for bucket in buckets:
-            yield Layout.of(((p.name, p.shape) for p in bucket), world, kind, precision.wire_of(kind)), trainable
+            named = ((p.name, p.shape) for p in bucket)
+            yield Layout.of(named, world, kind, precision.wire_of(kind), precision.start_elements), trainable
 
 
 def _facts(spec: UnitSpec) -> list[ParameterFacts]:
@@ -149,18 +149,6 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
             got=f"{type(error).__name__}: {error}",
             do="Correct the predicate; it is called with every module's qualified name and the module.",
         ) from error
-
-
-def _check_supported(precision: Precision) -> None:
-    """What the table foretells and the engine cannot do yet."""
-    for name, done in {"masters": ("fp32",), "moments": ("fp32",)}.items():
-        if getattr(precision, name) not in done:
-            raise ConfigError(
-                f"precision.{name}",
-                expected=f"one of {', '.join(done)}: others can be predicted, but not run in this version",
-                got=repr(getattr(precision, name)),
-                do="Choose another precision for npuzero.zero().",
-            )
 
 
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:

@@ -43,13 +43,22 @@ class Layout:
 
     @staticmethod
     def of(
-        parameters: Iterable[tuple[str, torch.Size]], ranks: int, dtype: torch.dtype, wire: torch.dtype | None = None
+        parameters: Iterable[tuple[str, torch.Size]],
+        ranks: int,
+        dtype: torch.dtype,
+        wire: torch.dtype | None = None,
+        start: int = START_ELEMENTS,
     ) -> Layout:
-        """Lay out parameters (name, shape) of one dtype, whose gradients travel in ``wire`` (None: the same too)."""
+        """Lay out parameters (name, shape) of one dtype for a world of ``ranks``.
+
+        Args:
+            wire: dtype in which their gradients travel (None: the same too).
+            start: each begins on a multiple of this many elements.
+        """
         slots: list[Slot] = []
         end = 0
         for name, shape in parameters:
-            slots.append(Slot(name, shape, _round_up(end, START_ELEMENTS)))
+            slots.append(Slot(name, shape, _round_up(end, start)))
             end = slots[-1].end
         itemsize = min(dtype.itemsize, (wire or dtype).itemsize)
         numel = _round_up(end, ranks * SHARD_BYTES // itemsize)

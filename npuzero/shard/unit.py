@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from npuzero import ops
 from npuzero.errors import StateError
 from npuzero.memory import Source, Space, Transient
+from npuzero.ops import storage
 from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
@@ -245,16 +246,25 @@ class Flat:
         """[n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
         return None if self.master is self.own_parameters else self.own_parameters
 
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether masters are bfloat16 alone."""
+        return self.master.dtype == torch.bfloat16 and self.remainder is None
+
+    def place_of_own(self, i: int) -> int:
+        """Which element of slot ``i`` is the first of this rank's states shard, if any is."""
+        return int(self.own_slots[i].start) + self.shard("states")[0] - self.layout.slots[i].begin
+
     def read_master(self, own: slice) -> Tensor:
         """float32: the masters of a range of this rank's states shard, however they are kept; maybe a copy."""
         if self.remainder is not None:
-            return ops.join(self.master[own], self.remainder[own])
+            return storage.join(self.master[own], self.remainder[own])
         return self.master[own].float()
 
     def write_master(self, own: slice, values: Tensor) -> None:
         """Replace the masters of a range of this rank's states shard, and own parameters with them."""
         if self.remainder is not None:
-            upper, remainder = ops.split(values.float())
+            upper, remainder = storage.split(values.float())
             self.master[own].copy_(upper)
             self.remainder[own].copy_(remainder)
         else:

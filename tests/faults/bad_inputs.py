@@ -156,15 +156,6 @@ def _(world: World) -> None:
     cut(world, 3, plan="zero2")
 
 
-for _name, _precision in {
-    "masters": Precision(torch.bfloat16, masters="split"),
-    "moments": Precision(moments="int8"),
-}.items():
-    bad(f"{_name} that are only foretold", ConfigError, f"precision.{_name}", "not run in this version", ranks=2)(
-        lambda world, precision=_precision: cut(world, 3, precision=precision)
-    )
-
-
 for _name, _options, _says in [
     ("floor 0", {"floor": 0.0}, ("floor", "positive", "0.0")),
     ("init_scale below the floor", {"init_scale": 0.5}, ("init_scale", "floor=1.0", "0.5")),

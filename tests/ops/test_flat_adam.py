@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npuzero import _native, ops
-from npuzero.ops import Segment
+from npuzero.ops import Segment, storage
 from npuzero.optim import dynamic_rows
 from ops import grid
 
@@ -55,13 +55,13 @@ def stored(n: int, masters: str, moments: str, offset: int = 0, special: bool = 
     for name, item in state(n, None, offset).items():
         value = item.inner if special else item.inner.nan_to_num(0.0, 1.0, -1.0)
         if name == "master":
-            upper, rest = ops.split(value)
+            upper, rest = storage.split(value)
             named[name] = value if masters == "fp32" else upper
             if masters == "split":
                 named["remainder"] = rest
         else:
-            named[name] = torch.zeros(ops.stored_numel(n, MOMENTS[moments]), dtype=MOMENTS[moments])
-            ops.narrow(value, named[name], signed=name == "exp_avg")
+            named[name] = torch.zeros(storage.stored_numel(n, MOMENTS[moments]), dtype=MOMENTS[moments])
+            storage.narrow(value, named[name], signed=name == "exp_avg")
     return {name: grid.Guarded.around(value, offset) for name, value in named.items()}
 
 
@@ -70,8 +70,8 @@ def wide(buffers: dict[str, grid.Guarded], n: int) -> dict[str, torch.Tensor]:
     found = {name: item.inner for name, item in buffers.items()}
     rest = found.pop("remainder", None)
     master = found.pop("master")
-    values = {name: ops.widen(value, n, signed=name == "exp_avg") for name, value in found.items() if name != "low"}
-    return {**values, "master": master.float() if rest is None else ops.join(master, rest)}
+    values = {name: storage.widen(value, n, signed=name == "exp_avg") for name, value in found.items() if name != "low"}
+    return {**values, "master": master.float() if rest is None else storage.join(master, rest)}
 
 
 def update(buffers: dict[str, grid.Guarded], grad: torch.Tensor, parts: list[Segment], **options: Any) -> None:
@@ -197,8 +197,8 @@ def test_halves_make_the_same_bits_as_a_whole(isa: str) -> None:
 def test_a_split_is_to_nearest_with_ties_away_and_joins_again() -> None:
     every = torch.arange(-(2**15), 2**15).int() << 16
     x = torch.cat([every + rest for rest in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]).view(F32)
-    upper, rest = ops.split(x)
-    grid.assert_same(ops.join(upper, rest), x)
+    upper, rest = storage.split(x)
+    grid.assert_same(storage.join(upper, rest), x)
     finite = x.isfinite() & upper.isfinite()
     wide, half = x[finite].double(), upper[finite].double()
     beyond = torch.nextafter(upper[finite], torch.where(wide > half, torch.inf, -torch.inf).bfloat16()).double()
@@ -207,7 +207,7 @@ def test_a_split_is_to_nearest_with_ties_away_and_joins_again() -> None:
     assert (nearer | (tied & (half.abs() > beyond.abs()))).all()
     assert tied.any()
     largest = torch.tensor([3.4e38])
-    assert ops.split(largest)[0].isinf() and torch.equal(ops.join(*ops.split(largest)), largest)
+    assert storage.split(largest)[0].isinf() and torch.equal(storage.join(*storage.split(largest)), largest)
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -217,23 +217,23 @@ def test_every_code_comes_back(signed: bool, exponent: int) -> None:
     for largest in (0xFF, 0xE0, 0x7F) if not signed else (0x7F, 0x60):  # in blocks whose largest value is lower, too
         kept = codes.clamp(max=largest) if not signed else codes & 0x80 | (codes & 0x7F).clamp(max=largest)
         stored = torch.cat([kept, torch.full((4,), exponent, dtype=torch.uint8)])
-        value = ops.widen(stored, 256, signed=signed)
+        value = storage.widen(stored, 256, signed=signed)
         again = torch.zeros_like(stored)
-        ops.narrow(value, again, signed=signed)
-        grid.assert_same(ops.widen(again, 256, signed=signed), value)
+        storage.narrow(value, again, signed=signed)
+        grid.assert_same(storage.widen(again, 256, signed=signed), value)
 
 
 def test_codes_are_near_and_no_second_moment_becomes_zero() -> None:
     x = torch.randn(64_000).square() * torch.exp2(torch.randint(-30, 30, (1000, 1)).float()).expand(1000, 64).flatten()
     x[::64] *= 1e-30
-    stored = torch.zeros(ops.stored_numel(len(x), torch.uint8), dtype=torch.uint8)
-    ops.narrow(x, stored, signed=False)
-    value = ops.widen(stored, len(x), signed=False)
+    stored = torch.zeros(storage.stored_numel(len(x), torch.uint8), dtype=torch.uint8)
+    storage.narrow(x, stored, signed=False)
+    value = storage.widen(stored, len(x), signed=False)
     assert ((value == 0) == (x == 0)).all()
     near = x >= 2.0**-14 * x.view(1000, 64).amax(1).repeat_interleave(64)
     assert ((value - x).abs() <= x * 2.0**-5)[near].all() and near.float().mean() > 0.9
-    ops.narrow(-x.sqrt(), stored, signed=True)
-    value = ops.widen(stored, len(x), signed=True)
+    storage.narrow(-x.sqrt(), stored, signed=True)
+    value = storage.widen(stored, len(x), signed=True)
     near = x >= 2.0**-12 * x.view(1000, 64).amax(1).repeat_interleave(64)
     assert ((value + x.sqrt()).abs() <= x.sqrt() * 2.0**-5)[near].all() and near.float().mean() > 0.9
 
@@ -242,8 +242,8 @@ def test_a_block_with_an_infinity_is_lost_and_no_other() -> None:
     x = torch.ones(192)
     x[70] = torch.inf
     stored = torch.zeros(195, dtype=torch.uint8)
-    ops.narrow(x, stored, signed=True)
-    assert ops.widen(stored, 192, signed=True).isnan().nonzero().flatten().tolist() == list(range(64, 128))
+    storage.narrow(x, stored, signed=True)
+    assert storage.widen(stored, 192, signed=True).isnan().nonzero().flatten().tolist() == list(range(64, 128))
 
 
 @pytest.mark.parametrize(("masters", "moments"), STORED)
@@ -261,8 +261,8 @@ def test_what_is_stored_depends_on_neither_cut_nor_threads(masters: str, moments
             piece = {name: item.inner[cut] for name, item in whole.items() if name in ("master", "remainder")}
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                 dtype = MOMENTS[moments]
-                piece[name] = torch.zeros(ops.stored_numel(end - begin, dtype), dtype=dtype)
-                ops.narrow(values[name][cut], piece[name], signed=name == "exp_avg")
+                piece[name] = torch.zeros(storage.stored_numel(end - begin, dtype), dtype=dtype)
+                storage.narrow(values[name][cut], piece[name], signed=name == "exp_avg")
             part = replace(step, begin=0, end=end - begin, place=begin, amsgrad=True)
             ops.flat_adam(grad=grad[cut], segments=[part], seed=9, **piece)
             guarded = {name: grid.Guarded.around(value, 0) for name, value in piece.items()}
@@ -281,12 +281,12 @@ def test_a_second_moment_in_few_bits_follows_its_gradients(moments: str) -> None
     exact = torch.ones(n)
     for name, item in buffers.items():
         if name != "master":
-            ops.narrow(torch.ones(n), item.inner, signed=name == "exp_avg")
+            storage.narrow(torch.ones(n), item.inner, signed=name == "exp_avg")
     for step in range(1, steps + 1):
         grad = torch.randn(n) * 0.1
         exact = 0.999 * exact + 0.001 * grad.square()
         update(buffers, grad, [replace(ADAMW, end=n, step=step)])
-    kept = ops.widen(buffers["exp_avg_sq"].inner, n, signed=False)
+    kept = storage.widen(buffers["exp_avg_sq"].inner, n, signed=False)
     assert abs(float(kept.double().mean() / exact.double().mean()) - 1) < 0.02
     assert float((kept / exact - 1).abs().mean()) < 0.25
 
@@ -406,7 +406,7 @@ def _with(**changes: Any) -> Callable[[], None]:
 
 
 def _in_blocks(n: int) -> list[torch.Tensor]:
-    moments = [torch.zeros(ops.stored_numel(n, torch.uint8), dtype=torch.uint8) for _ in range(2)]
+    moments = [torch.zeros(storage.stored_numel(n, torch.uint8), dtype=torch.uint8) for _ in range(2)]
     return [torch.zeros(n), *moments, torch.zeros(n)]
 
 

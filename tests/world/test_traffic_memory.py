@@ -74,6 +74,13 @@ def test_report_equals_predict(plan: str, precision: str, recipe: Recipe) -> Non
     assert_foretold(recipe, plan, precision=precision)
 
 
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("masters", ["split", "none", "fp32"])
+def test_report_equals_predict_however_states_are_stored(plan: str, masters: str, moments: str) -> None:
+    assert_foretold(ONE, plan, precision=Precision(torch.bfloat16, masters=masters, moments=moments))
+
+
 #: Cut as deep as can be, held in between, summed in two levels; the others are swept by `make test-all`.
 QUICK_PLANS = [
     pytest.param(plan, marks=() if plan in ("zero3", "hpz", "hsdp") else pytest.mark.slow) for plan in npuzero.PRESETS

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from npuzero.ops import _stored
+from npuzero.ops import storage
 
 _LOW32 = 0xFFFFFFFF
 
@@ -15,10 +15,10 @@ def cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset:
     elif rounding == "tf32":
         dst.copy_(tf32(src))
     elif rounding == "away":
-        dst.copy_(_stored.upper_half(src))
+        dst.copy_(storage.upper_half(src))
     else:
         place = torch.arange(offset, offset + src.numel(), dtype=torch.int64, device=src.device)
-        dst.copy_(_stored.stochastic(src, draws(place, seed)))
+        dst.copy_(storage.stochastic(src, draws(place, seed)))
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from npuzero.ops import _stored
+from npuzero.ops import storage
 from npuzero.ops.reference.cast import draws
-from npuzero.plan import MOMENT_BLOCK
 
 if TYPE_CHECKING:
     from npuzero.ops.flat_adam import Coefficients
@@ -50,44 +49,27 @@ def flat_adam(
             if grad_scale is not None:
                 g = g * grad_scale
             p = _read_master(master[mine], None if remainder is None else remainder[mine])
-            moments = [_Moment(x, n, mine, signed=x is m) for x in (m, v, top if k.amsgrad else None) if x is not None]
-            _update(p, g, k, *(moment.value for moment in moments))
+            moments = [x for x in (m, v, top if k.amsgrad else None) if x is not None]
+            values = [storage.read(x, n, mine, signed=x is m) for x in moments]
+            _update(p, g, k, *values)
             if remainder is not None:
-                master[mine], remainder[mine] = _stored.split(p)
+                master[mine], remainder[mine] = storage.split(p)
             elif master.dtype == torch.bfloat16:
-                master[mine] = _stored.stochastic(p, draws(places, seed, stream, k.step))
+                master[mine] = storage.stochastic(p, draws(places, seed, stream, k.step))
             else:
                 master[mine] = p
-            for i, moment in enumerate(moments):
-                second = i == 1 and v.dtype != torch.float32
-                moment.store(draws(places, seed, stream + _SECOND, k.step) if second else None)
+            for moment, value in zip(moments, values, strict=True):
+                second = moment is v and v.dtype != torch.float32
+                bits = draws(places, seed, stream + _SECOND, k.step) if second else None
+                storage.write(value, moment, n, mine, signed=moment is m, draws=bits)
             if low is not None:
-                low[mine] = _stored.upper_half(p) if low.dtype == torch.bfloat16 else p.to(low.dtype)
+                low[mine] = storage.upper_half(p) if low.dtype == torch.bfloat16 else p.to(low.dtype)
         start += n
-
-
-class _Moment:
-    """A range of a stored moment, and its value in float32, which :meth:`store` rounds."""
-
-    def __init__(self, stored: Tensor, numel: int, mine: slice, *, signed: bool) -> None:
-        self._numel, self._signed = mine.stop - mine.start, signed
-        self._pieces = [stored[mine]]
-        if stored.dtype == torch.uint8:  # the exponents of the blocks follow the codes
-            blocks = slice(numel + mine.start // MOMENT_BLOCK, numel - (-mine.stop // MOMENT_BLOCK))
-            self._pieces.append(stored[blocks])
-
-        self.value = _stored.widen(torch.cat(self._pieces), self._numel, signed=signed)
-
-    def store(self, bits: Tensor | None) -> None:
-        stored = torch.cat(self._pieces)
-        _stored.narrow(self.value, stored, signed=self._signed, draws=bits)
-        for piece, part in zip(self._pieces, stored.split([len(piece) for piece in self._pieces]), strict=True):
-            piece.copy_(part)
 
 
 def _read_master(master: Tensor, remainder: Tensor | None) -> Tensor:
     """A copy, in float32."""
-    return master.to(torch.float32, copy=True) if remainder is None else _stored.join(master, remainder)
+    return master.to(torch.float32, copy=True) if remainder is None else storage.join(master, remainder)
 
 
 def _with_row(k: Coefficients, dynamic: Tensor | None) -> Coefficients:

@@ -68,6 +68,29 @@ def narrow(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | None = No
         _encode(x, stored, signed, torch.tensor(1 << (_DROPPED - 1)) if draws is None else draws << (_DROPPED - 16))
 
 
+def read(stored: Tensor, numel: int, own: slice, *, signed: bool) -> Tensor:
+    """float32: the range ``own`` of a stored moment of ``numel`` elements; of codes, from the start of a block on."""
+    return widen(torch.cat(_pieces(stored, numel, own)), own.stop - own.start, signed=signed)
+
+
+def write(x: Tensor, stored: Tensor, numel: int, own: slice, *, signed: bool, draws: Tensor | None = None) -> None:
+    """:func:`narrow` into the range that :func:`read` reads."""
+    if not x.numel():
+        return
+    pieces = _pieces(stored, numel, own)
+    whole = torch.cat(pieces)
+    narrow(x, whole, signed=signed, draws=draws)
+    for piece, part in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
+        piece.copy_(part)
+
+
+def _pieces(stored: Tensor, numel: int, own: slice) -> list[Tensor]:
+    if stored.dtype != torch.uint8:
+        return [stored[own]]
+    first, last = own.start // MOMENT_BLOCK, -(-own.stop // MOMENT_BLOCK)
+    return [stored[own], stored[numel + first : numel + last]]
+
+
 def _encode(x: Tensor, stored: Tensor, signed: bool, added: Tensor) -> None:
     n, span = x.numel(), _MAGNITUDE[signed] >> 4
     pattern = x.view(torch.int32).long() & 0xFFFFFFFF
