@@ -2,16 +2,22 @@
 
     torchrun --standalone --nproc-per-node 2 examples/gpt/train.py --preset zero3 --out runs/gpt
     python examples/gpt/train.py --steps 50                     # one process, no launcher
+    python examples/gpt/train.py --checkpoint-dir runs/gpt/checkpoints --resume    # goes on where it was stopped
 
-The loop is torch's own; npuzero's are ``init``, ``zero``, ``AdamW`` and ``clip_grad_norm_``. It leaves in ``--out``:
+The loop is torch's own; npuzero's are ``init``, ``zero``, ``AdamW``, ``clip_grad_norm_``, ``LossScaler`` (at work in
+float16 only) and ``Checkpointer``. It leaves in ``--out``:
 
+    steps.jsonl          a line for each step: step, loss, norm of the gradients, whether it was skipped
     result.json          losses by step, tokens/s, bytes held and sent (measured and predicted), held-out losses
     model.safetensors    whole weights, which load into the plain model of model.py
+    tensorboard/         with --tensorboard: loss and norm
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import math
 import sys
@@ -30,6 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import LambdaLR
 
 import npuzero
+from npuzero.checkpoint import Checkpointer, latest
 from npuzero.comm import World
 
 PROMPT = b"def "
@@ -40,8 +47,9 @@ WEIGHT_DECAY = 0.1
 
 
 def option(default: Any, help: str, kind: type | None = None) -> Any:
-    """A field of Options that is a command line option as well."""
-    return field(default=default, metadata={"help": help, "type": kind or type(default)})
+    """A field of Options that is a command line option as well; a bool is a switch."""
+    how = {"action": "store_true"} if isinstance(default, bool) else {"type": kind or type(default)}
+    return field(default=default, metadata={"help": help, **how})
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,10 @@ class Options:
 
     preset: str = option("zero3", f"where the training state rests: {', '.join(npuzero.PRESETS)}")
     local_size: int | None = option(None, "ranks in a group for presets with two levels; None: those of a host", int)
-    precision: str = option("fp32", "of parameters and wires: fp32 or bf16 (masters and moments are fp32)")
+    precision: str = option("fp32", f"of the training state: {', '.join(npuzero.PRECISIONS)}")
     steps: int = option(360, "optimizer steps")
-    batch: int = option(4, "sequences per rank and step")
+    batch: int = option(4, "sequences per rank and micro-batch")
+    accumulate: int = option(1, "micro-batches per step")
     seq: int = option(128, "bytes per sequence")
     dim: int = option(96, "model width")
     layers: int = option(6, "blocks")
@@ -63,6 +72,10 @@ class Options:
     seed: int = option(0, "of weights, batches and sampling")
     sample: int = option(300, "bytes to continue the prompt by at the end; 0: none")
     device: str = option("auto", "auto, cpu, cuda or npu")
+    checkpoint_dir: str | None = option(None, "folder for checkpoints; None: none are kept", str)
+    checkpoint_every: int = option(100, "steps between checkpoints")
+    resume: bool = option(False, "go on from the last checkpoint in --checkpoint-dir, if there is one")
+    tensorboard: bool = option(False, "write loss and norm for TensorBoard as well (needs the package tensorboard)")
     out: str = option("runs/gpt", "folder for the result")
 
     @property
@@ -79,32 +92,93 @@ class Options:
         return cls(**vars(parser.parse_args(arguments)))
 
 
-class Progress:
-    """Mean losses over all ranks, the speed, and the line that shows them (by rank 0; in place on a terminal)."""
+class StepLog:
+    """What each step came to, as lines of JSON in the folder of the run and, if asked for, for TensorBoard; by rank 0.
 
-    def __init__(self, model: nn.Module, options: Options, world: World) -> None:
-        self.losses: list[float] = []
+    A run that resumes after ``first`` steps keeps the lines of these.
+
+    Raises:
+        npuzero.ConfigError: TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, options: Options, first: int) -> None:
+        folder = Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "steps.jsonl"
+        kept = path.read_text().splitlines()[:first] if first else []
+        self.losses = [float(json.loads(line)["loss"]) for line in kept]
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self._file = path.open("a")
+        self._board = tensorboard_writer(folder / "tensorboard") if options.tensorboard else None
+
+    def write(self, step: int, loss: float, norm: float) -> None:
+        """``step`` counts from 1. A step is skipped where the gradients overflowed, which their norm shows."""
+        skipped = not math.isfinite(norm)
+        line = {"step": step, "loss": loss, "norm": None if skipped else norm, "skipped": skipped}
+        self._file.write(json.dumps(line) + "\n")
+        if self._board is not None:
+            self._board.add_scalar("loss", loss, step)
+            self._board.add_scalar("norm", norm, step)
+
+    def flush(self) -> None:
+        self._file.flush()
+        if self._board is not None:
+            self._board.flush()
+
+
+def tensorboard_writer(folder: Path) -> Any:
+    """torch's SummaryWriter.
+
+    Raises:
+        npuzero.ConfigError: the package tensorboard is missing.
+    """
+    try:
+        return importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+    except ImportError as error:
+        raise npuzero.ConfigError(
+            "--tensorboard", expected="the package tensorboard", got=str(error), do="pip install tensorboard"
+        ) from error
+
+
+class Progress:
+    """Mean losses over all ranks, the speed, and the line that shows them (by rank 0; in place on a terminal).
+
+    Args:
+        first: steps that were taken before this run.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, world: World, first: int) -> None:
         self.tokens_per_s = 0.0  # of all ranks together, without the first step
         self._model, self._options, self._world = model, options, world
+        self._log = StepLog(options, first) if world.rank == 0 else None
+        self.losses: list[float] = world.exchange(self._log.losses if self._log else None)[0]
+        self._first = first
         self._pending: list[Tensor] = []
         self._started_s = 0.0
 
-    def add(self, loss: Tensor) -> None:
+    def add(self, loss: Tensor, norm: Tensor) -> None:
         """Take note of this rank's loss; collective, and in step with the device, every few steps only."""
-        self._pending.append(loss.detach())
+        self._pending.append(torch.stack([loss.detach().float(), norm.detach()]))
         step = len(self.losses) + len(self._pending)
-        if step == 1 or step % FLUSH_EVERY == 0 or step == self._options.steps:
+        saved = self._options.checkpoint_dir is not None and step % self._options.checkpoint_every == 0
+        if saved or step == self._first + 1 or step % FLUSH_EVERY == 0 or step == self._options.steps:
             self._flush()
 
     def _flush(self) -> None:
         by_rank = self._world.exchange(torch.stack(self._pending).tolist())
-        self.losses += [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
+        for ranks in zip(*by_rank, strict=True):
+            self.losses.append(sum(loss for loss, _ in ranks) / len(ranks))
+            if self._log is not None:
+                self._log.write(len(self.losses), self.losses[-1], norm=ranks[0][1])
+        if self._log is not None:
+            self._log.flush()
         self._pending.clear()
-        if len(self.losses) == 1:
+        taken = len(self.losses) - self._first
+        if taken == 1:
             self._started_s = time.perf_counter()
             return
-        tokens = (len(self.losses) - 1) * self._world.size * self._options.batch * self._options.seq
-        self.tokens_per_s = tokens / (time.perf_counter() - self._started_s)
+        sequences = (taken - 1) * self._world.size * self._options.batch * self._options.accumulate
+        self.tokens_per_s = sequences * self._options.seq / (time.perf_counter() - self._started_s)
         if self._world.rank == 0:
             self._show(len(self.losses), self._options.steps)
 
@@ -139,25 +213,63 @@ def build_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Opt
 def train(model: nn.Module, text: Tensor, options: Options, world: World) -> Progress:
     """The loop. ``text`` u8[n] is the same on all ranks."""
     optimizer, scheduler = build_optimizer(model, options)
-    progress = Progress(model, options, world)
-    for step in range(options.steps):
-        window = train_batch(
-            text,
-            seed=options.seed,
-            step=step,
-            rank=world.rank,
-            ranks=world.size,
-            batch=options.batch,
-            length=options.seq,
-        )
-        loss = next_byte_loss(model, window.to(world.device))
-        loss.backward()
-        npuzero.clip_grad_norm_(model, options.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        progress.add(loss)
+    half = npuzero.PRECISIONS[options.precision].parameters is torch.float16
+    scaler = npuzero.LossScaler(enabled=half)
+    with contextlib.ExitStack() as stack:
+        checkpoints: Checkpointer | None = None
+        if options.checkpoint_dir is not None:
+            kept: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+            kept["scaler"] = scaler if half else None
+            checkpoints = Checkpointer(options.checkpoint_dir, every=options.checkpoint_every, **kept)
+            stack.enter_context(checkpoints)
+        first = checkpoints.resume() if checkpoints and options.resume else 0
+        progress = Progress(model, options, world, first)
+        for step in range(first, options.steps):
+            total = torch.zeros((), device=world.device)
+            for micro_batch in range(options.accumulate):
+                window = train_batch(
+                    text,
+                    seed=options.seed,
+                    step=step * options.accumulate + micro_batch,
+                    rank=world.rank,
+                    ranks=world.size,
+                    batch=options.batch,
+                    length=options.seq,
+                )
+                loss = next_byte_loss(model, window.to(world.device)) / options.accumulate
+                scaler.scale(loss).backward()
+                total += loss.detach()
+            scaler.unscale_(optimizer)
+            norm = npuzero.clip_grad_norm_(model, options.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+            progress.add(total, norm)
+            if checkpoints is not None:
+                checkpoints.after(step + 1)
     return progress
+
+
+def check(options: Options) -> None:
+    """What the parser cannot see.
+
+    Raises:
+        npuzero.ConfigError: options that contradict each other, or what is there.
+    """
+    if options.precision not in npuzero.PRECISIONS:
+        expected = f"one of {', '.join(npuzero.PRECISIONS)}"
+        raise npuzero.ConfigError("--precision", expected=expected, got=options.precision, do="Choose one of them.")
+    if options.resume and options.checkpoint_dir is None:
+        do = "Say where the checkpoints are."
+        raise npuzero.ConfigError("--resume", expected="--checkpoint-dir beside it", got="none", do=do)
+    if not options.resume and options.checkpoint_dir is not None and latest(options.checkpoint_dir) is not None:
+        raise npuzero.ConfigError(
+            "--checkpoint-dir",
+            expected="a folder without checkpoints, or --resume",
+            got=f"{latest(options.checkpoint_dir)}, of another run",
+            do="Resume that run, or give another folder.",
+        )
 
 
 @torch.no_grad()
@@ -203,12 +315,13 @@ def finish(options: Options, result: dict[str, Any], state: Mapping[str, Tensor]
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     options = Options.parse(arguments)
+    check(options)
     world = npuzero.init(None if options.device == "auto" else options.device)
     corpus = Corpus.standard_library()
     torch.manual_seed(options.seed)  # the same first weights on every rank, under every preset
     model = GPT(options.model).to(world.device)
     plan = npuzero.Plan.preset(options.preset, precision=options.precision, local_size=options.local_size)
-    predicted = npuzero.predict(model, plan, world.size, clip=True)
+    predicted = npuzero.predict(model, plan, world.size, clip=True, micro_batches=options.accumulate)
 
     npuzero.zero(model, plan=plan)
     progress = train(model, corpus.train, options, world)

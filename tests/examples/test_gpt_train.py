@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+import npuzero
 
 GPT_FOLDER = Path(__file__).parents[2] / "examples" / "gpt"
 TINY = ["--steps", "3", "--batch", "2", "--seq", "32", "--dim", "32", "--layers", "2", "--heads", "2", "--sample", "8"]
@@ -84,6 +87,66 @@ def test_trains_as_a_plain_process(tmp_path: Path) -> None:
     output = launch([str(GPT_FOLDER / "train.py"), *TINY, "--out", str(tmp_path)])
     check_complete(json.loads((tmp_path / "result.json").read_text()))
     assert "tokens/s" in output
+
+
+def steps_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.world
+def test_a_resumed_run_is_that_which_was_not_stopped_to_the_bit(tmp_path: Path) -> None:
+    """Of five steps of two micro-batches each, the resumed run takes the last three."""
+    how = ["--preset", "zero3", "--steps", "5", "--accumulate", "2", "--checkpoint-every", "2", "--sample", "0"]
+    folder = tmp_path / "checkpoints"
+    whole = train(tmp_path / "whole", *how, "--checkpoint-dir", str(folder))
+    saved = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
+    assert len(saved) == 2
+    shutil.rmtree(saved[1])  # as if the run had been stopped before
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    resumed = train(tmp_path / "resumed", *how, "--checkpoint-dir", str(folder), "--resume")
+    assert resumed["losses"] == whole["losses"] and resumed["held_out_loss"] == whole["held_out_loss"]
+    lines = steps_of(tmp_path / "resumed")
+    assert lines == steps_of(tmp_path / "whole")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line.keys() == {"step", "loss", "norm", "skipped"} and not line["skipped"] for line in lines)
+    weights = [load_file(tmp_path / out / "model.safetensors") for out in ("whole", "resumed")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(name, marks=() if name == "fp16" else pytest.mark.slow)
+        for name in npuzero.PRECISIONS
+        if name != "tf32"  # which the CPU refuses
+    ],
+)
+def test_every_precision(precision: str, tmp_path: Path) -> None:
+    """float16 begins with a scale that is too large: some steps are skipped, and said to be."""
+    more = ["--precision", precision, "--steps", "20", "--lr", "1e-2"]
+    launch([str(GPT_FOLDER / "train.py"), *TINY, *more, "--out", str(tmp_path)])
+    lines = steps_of(tmp_path)
+    assert len(lines) == 20 and all(math.isfinite(line["loss"]) for line in lines)
+    assert any(line["skipped"] for line in lines) == (precision == "fp16")
+    assert all((line["norm"] is None) == line["skipped"] for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_options_that_contradict_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import train as example
+
+    with pytest.raises(npuzero.ConfigError, match="--resume: expected --checkpoint-dir"):
+        example.check(example.Options(resume=True))
+    with pytest.raises(npuzero.ConfigError, match="--precision"):
+        example.check(example.Options(precision="fp12"))
+    (tmp_path / "step-00000002").mkdir()
+    with pytest.raises(npuzero.ConfigError, match="step-00000002, of another run"):
+        example.check(example.Options(checkpoint_dir=str(tmp_path)))
+    example.check(example.Options(checkpoint_dir=str(tmp_path), resume=True))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(npuzero.ConfigError, match="pip install tensorboard"):
+        example.tensorboard_writer(tmp_path)
 
 
 def test_exported_weights_are_those_of_the_state(tmp_path: Path) -> None:
