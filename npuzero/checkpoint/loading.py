@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from npuzero.checkpoint import parts, rng
 from npuzero.checkpoint.metadata import Tensors
-from npuzero.checkpoint.parts import CutOptimizer, Part
+from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.errors import CheckpointError
 from npuzero.shard.engine import Engine
+from npuzero.shard.layout import overlap
 from npuzero.shard.unit import Flat
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
@@ -58,8 +59,8 @@ class Names:
             for prefix in sorted(prefixes)
             if all(any(prefix + other in keys for other in aliases[id(value)]) for value in named.values())
         ]
-        if len(fitting) > 1 and f"{parts.MODEL}." in fitting:
-            fitting = [f"{parts.MODEL}."]
+        if len(fitting) > 1 and f"{MODEL}." in fitting:
+            fitting = [f"{MODEL}."]
         if len(fitting) != 1:
             likely = fitting or [max(prefixes, key=lambda p: sum(p + n in keys for n in named), default="model.")]
             missing = [name for name in named if likely[0] + name not in keys]
@@ -141,6 +142,7 @@ class Loader:
         self._engine = engine
         self._optimizer = optimizer
         self._names = Names(source, model, optimizer)
+        self._buffers: dict[str, Tensor] = {}
         for part in parts.model_parts(model, engine):
             for cut in part.cuts:
                 self._check(self._names.parameters[str(cut.paths[0][1])], cut.slot.shape)
@@ -159,12 +161,22 @@ class Loader:
 
     def _load_parameters(self, part: Part) -> None:
         begin, end = part.flat.shard(part.placed)
-        values = torch.zeros(end - begin, dtype=part.dtype)
+        values = self._buffer(MODEL, end - begin, part.dtype)
+        for gap in part.flat.layout.gaps:
+            first, last = overlap(gap, (begin, end))
+            values[first - begin : last - begin].zero_()
         keys = {cut: self._names.parameters[str(cut.paths[0][1])] for cut in part.cuts}
         self._source.fill(
             [Wanted(keys[cut], *own) for cut in part.cuts for own in parts.own_boxes(cut.slot, begin, values)]
         )
         parts.write(part, values)
+
+    def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] on the host, undefined; the same memory for every flat, since fresh pages take long."""
+        nbytes = numel * dtype.itemsize
+        if name not in self._buffers or self._buffers[name].numel() < nbytes:
+            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffers[name][:nbytes].view(dtype)
 
     def _load_entry(self, name: str, value: object) -> None:
         loaded = self._source.read_object(self._names.parameters[name])
@@ -184,7 +196,7 @@ class Loader:
                 described = self._source.tensors[key]
                 if type(described) is Tensors and described.size == slot.shape and (slot.shape or name != "step"):
                     state[name] = None
-                    buffer = buffers.setdefault(name, torch.zeros(end - begin))
+                    buffer = buffers.setdefault(name, self._buffer(name, end - begin, torch.float32))
                     wanted += [Wanted(key, *own) for own in parts.own_boxes(slot, begin, buffer)]
                 else:
                     state[name] = self._number(key)

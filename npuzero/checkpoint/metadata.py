@@ -98,14 +98,18 @@ class Draft:
         chunks.append(chunk)
 
 
-def load(raw: bytes, path: Path) -> Any:
+def load(raw: bytes, path: Path, *, intact: bool) -> Any:
     """The ``Metadata`` in ``raw``, known to be one: types, shapes, boxes, and where they lie.
+
+    Args:
+        path: where ``raw`` is from.
+        intact: its checksum was verified.
 
     Raises:
         CheckpointError: it is something else, or contradicts itself or the files beside it.
     """
     try:
-        found = safe_pickle.loads(raw, _ALLOWED)
+        found = safe_pickle.loads(raw, _ALLOWED, intact=intact)
     except safe_pickle.Refused as error:
         raise _broken(path, str(error)) from error
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 #: Opcodes that build numbers, texts, containers and objects of the classes that are let in. Left out are those that
@@ -24,7 +24,29 @@ class Refused(pickle.UnpicklingError):
     """The pickle wants something that is not let in."""
 
 
-class _Unpickler(pickle._Unpickler):
+class _Restricted:
+    """Lets in what it is told to, and nothing else."""
+
+    allowed: Mapping[tuple[str, str], Any]
+    persistent: Callable[[Any], Any] | None
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self.allowed[module, name]
+        except KeyError:
+            raise Refused(f"{module}.{name} is not let in") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.persistent is None:
+            raise Refused("a persistent id")
+        return self.persistent(pid)
+
+
+class _Quick(_Restricted, pickle.Unpickler):
+    """Python's own in C."""
+
+
+class _Careful(_Restricted, pickle._Unpickler):
     """Python's own in Python: its memo is a dict, so that no number in a broken file becomes an allocation."""
 
     dispatch = {  # noqa: RUF012
@@ -33,35 +55,28 @@ class _Unpickler(pickle._Unpickler):
         if code in {getattr(pickle, name)[0] for name in _OPCODES}
     }
 
-    def __init__(self, raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Any) -> None:
-        super().__init__(io.BytesIO(raw))
-        self._allowed = allowed
-        self._persistent = persistent
 
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return self._allowed[module, name]
-        except KeyError:
-            raise Refused(f"{module}.{name} is not let in") from None
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self._persistent is None:
-            raise Refused("a persistent id")
-        return self._persistent(pid)
-
-
-def loads(raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Any = None) -> Any:
+def loads(
+    raw: bytes,
+    allowed: Mapping[tuple[str, str], Any],
+    persistent: Callable[[Any], Any] | None = None,
+    *,
+    intact: bool = False,
+) -> Any:
     """The object that ``raw`` pickles, built of nothing but containers, numbers, texts and what ``allowed`` names.
 
     Args:
         allowed: what stands for each (module, name) that the pickle may ask for.
         persistent: makes an object of a persistent id.
+        intact: a checksum says that no byte has changed since it was written: then it is read three times as fast.
 
     Raises:
         Refused: it wants something else, or is no pickle.
     """
+    unpickler = (_Quick if intact else _Careful)(io.BytesIO(raw))
+    unpickler.allowed, unpickler.persistent = allowed, persistent
     try:
-        return _Unpickler(raw, allowed, persistent).load()
+        return unpickler.load()
     except Refused:
         raise
     except Exception as error:  # whatever broken bytes lead to: they are no pickle

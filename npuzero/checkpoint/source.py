@@ -60,7 +60,7 @@ class Source:
         self.path = path
         self.manifest = Manifest(path) if (path / MANIFEST).exists() else None
         raw = self.manifest.read(METADATA) if self.manifest else read(path / METADATA)
-        found = metadata.load(raw, path / METADATA)
+        found = metadata.load(raw, path / METADATA, intact=self.manifest is not None)
         self.tensors: dict[str, Any] = found.state_dict_metadata
         self._stored: dict[Any, Any] = found.storage_data
         self._checksums: dict[str, dict[int, int]] = {}
