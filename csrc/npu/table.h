@@ -18,20 +18,27 @@ constexpr int32_t kF16 = 2;
 
 constexpr int32_t kSlotBytes = 16384;  // what one load or store moves, of the widest dtype in it
 
+constexpr int32_t kGrain = 256;  // elements; from one place to the next, what is written stays on a 512-byte boundary
+
 // [begin, end) of the line, and the index of the part that begin is in.
 struct Share {
   int64_t begin, end, part;
 };
 
-// Every table begins with this; the shares follow the head, the parts the shares, and groups (of flat_adam) the parts.
+// Every table begins with this. The shares follow the head, the parts the shares, groups (of flat_adam) the parts.
 struct Head {
   int32_t cores, parts;
 };
 
-// lead: elements before the first one at which what is written lies on a 512-byte boundary.
+// What all parts have. lead: elements before the first one at which everything written lies on a 512-byte boundary.
+struct Piece {
+  int64_t count, line;
+  int32_t lead, tile;  // tile: elements of one turn of load, compute and store
+};
+
 struct PackRow {
+  Piece piece;
   uint64_t source, target;
-  int64_t count, line, lead;
   int32_t source_dtype, target_dtype;
 };
 
@@ -49,13 +56,40 @@ struct CastHead {
   int32_t rounding, reserved;
 };
 
+// Shares are of elements here, in multiples of kNormBlock.
 struct NormHead {
   Head head;
   uint64_t x, addend, out, workspace;
   int32_t x_dtype, addend_dtype;
   float scale;
   int32_t reserved;
-  int64_t count;
+};
+
+// What is summed together before the sums are added exactly; it decides where float32 pairs round, so it is not free.
+constexpr int32_t kNormBlock = 4096;
+constexpr int32_t kNormBytes = 256;  // of the workspace, that one core leaves its sums in
+
+struct AdamGroup {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay, decay, step_size, bias2_sqrt;
+  int32_t l2, maximize, amsgrad, row;
+  uint32_t step;
+};
+constexpr int32_t kAdamColumns = 4;  // of dynamic: step_size, bias2_sqrt, decay, step
+
+// master_dtype kBF16: with a remainder its upper half, without one all there is, rounded stochastically.
+struct AdamRow {
+  Piece piece;
+  uint64_t master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, low, place;
+  int32_t master_dtype, grad_dtype, low_dtype, group;
+  uint32_t stream, reserved;
+};
+
+// tile: of all rows, by which UB is laid out; narrow, drawn: whether any master is kBF16, and any of them has no
+// remainder.
+struct AdamHead {
+  Head head;
+  uint64_t grad_scale, skip, dynamic, seed;
+  int32_t tile, amsgrad, narrow, drawn;
 };
 
 }  // namespace npu

@@ -1,0 +1,97 @@
+// The contract is in ops/cast.h.
+#include "npu/philox.h"
+#include "npu/walk.h"
+
+namespace npuzero {
+namespace npu {
+
+constexpr int32_t kStochastic = 1;  // ops/cast.h's Rounding
+constexpr int32_t kTf32 = 2;
+constexpr int32_t kAway = 3;
+
+class CastKernel {
+ public:
+  __aicore__ inline explicit CastKernel(GM_ADDR table) : tiles_(table) {
+    __gm__ const CastHead* head = reinterpret_cast<__gm__ const CastHead*>(table);
+    rounding_ = head->rounding;
+    seed_ = head->seed_low | static_cast<uint64_t>(head->seed_high) << 32;
+    offset_ = head->offset;
+    pipe_.InitBuffer(in_, 2, kSlotBytes);
+    pipe_.InitBuffer(out_, 2, kSlotBytes);
+    pipe_.InitBuffer(wide_, 2 * kSlotBytes);
+    pipe_.InitBuffer(mask_, kSlotBytes / 32);
+    if (rounding_ == kStochastic) draws_.Init(pipe_, kSlotBytes / 4);
+  }
+
+  __aicore__ inline void Run() {
+    bool more = tiles_.Next();
+    if (more) LoadTile();
+    while (more) {
+      __gm__ const PackRow* row = tiles_.row;
+      const int64_t at = tiles_.at;
+      const int32_t count = tiles_.count;
+      more = tiles_.Next();
+      if (more) LoadTile();
+      Compute(row, at, count);
+      LocalTensor<uint8_t> out = out_.DeQue<uint8_t>();
+      const int32_t size = ItemSize(row->target_dtype);
+      Store(row->target + at * size, out, count * size);
+      out_.FreeTensor(out);
+    }
+  }
+
+ private:
+  __aicore__ inline void LoadTile() {
+    LocalTensor<uint8_t> in = in_.AllocTensor<uint8_t>();
+    const int32_t size = ItemSize(tiles_.row->source_dtype);
+    Load(in, tiles_.row->source + tiles_.at * size, tiles_.count * size);
+    in_.EnQue(in);
+  }
+
+  __aicore__ inline void Compute(__gm__ const PackRow* row, int64_t at, int32_t count) {
+    LocalTensor<uint8_t> in = in_.DeQue<uint8_t>();
+    LocalTensor<uint8_t> out = out_.AllocTensor<uint8_t>();
+    PipeBarrier<PIPE_V>();  // the last tile may still read what lies between
+    if (rounding_ == kTf32) {
+      RoundTf32(out.ReinterpretCast<float>(), in.ReinterpretCast<float>(), count);
+    } else if (rounding_ == kStochastic) {
+      draws_.Make(seed_, offset_ + static_cast<uint64_t>(at), 0, 0, count);
+      draws_.Round(out, in.ReinterpretCast<float>(), wide_.Get<float>(), mask_.Get<uint8_t>(), count);
+    } else if (rounding_ == kAway) {
+      Round(out, in.ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
+    } else {
+      Convert(out, row->target_dtype, in, row->source_dtype, wide_.Get<float>(), count);
+    }
+    out_.EnQue(out);
+    in_.FreeTensor(in);
+  }
+
+  // The pattern plus half of what is dropped, and that cleared; infinity and NaN as they are. The sum overflows for
+  // some NaNs alone, where it is not chosen.
+  __aicore__ inline void RoundTf32(const LocalTensor<float>& out, const LocalTensor<float>& in, int32_t count) {
+    const LocalTensor<uint32_t> pattern = out.ReinterpretCast<uint32_t>();
+    Adds(out.ReinterpretCast<int32_t>(), in.ReinterpretCast<int32_t>(), 0x1000, count);
+    PipeBarrier<PIPE_V>();
+    ShiftRight(pattern, pattern, 13u, count);
+    PipeBarrier<PIPE_V>();
+    ShiftLeft(pattern, pattern, 13u, count);
+    KeepSpecial(out, in, wide_.Get<float>(), mask_.Get<uint8_t>(), count);
+  }
+
+  Tiles<CastHead, PackRow> tiles_;
+  TPipe pipe_;
+  TQue<TPosition::VECIN, 2> in_;
+  TQue<TPosition::VECOUT, 2> out_;
+  TBuf<TPosition::VECCALC> wide_, mask_;
+  Draws draws_;
+  int32_t rounding_;
+  uint64_t seed_, offset_;
+};
+
+}  // namespace npu
+}  // namespace npuzero
+
+extern "C" __global__ __aicore__ void npuzero_cast(GM_ADDR table) {
+  npuzero::npu::CastKernel cast(table);
+  cast.Run();
+}

@@ -1,0 +1,257 @@
+// The contract is in ops/flat_adam.h. A tile of master, moments and gradient lies in one of two slots, is updated where
+// it lies, and is stored from there, while the other slot is loaded or stored; flags of our own order the three pipes,
+// since queues would want every tile twice. One operation of the formula is one vector instruction.
+#include "npu/philox.h"
+#include "npu/walk.h"
+
+namespace npuzero {
+namespace npu {
+
+constexpr int32_t kSlots = 2;
+
+class FlatAdam {
+ public:
+  __aicore__ inline explicit FlatAdam(GM_ADDR table) : tiles_(table) {
+    __gm__ const AdamHead* head = reinterpret_cast<__gm__ const AdamHead*>(table);
+    dynamic_ = head->dynamic;
+    seed_ = head->seed;
+    grad_scale_ = ScalarAt(head->grad_scale, 1.0f);
+    __gm__ const AdamRow* rows = RowsOf<AdamHead, AdamRow>(table);
+    groups_ = reinterpret_cast<__gm__ const AdamGroup*>(rows + head->head.parts);
+    place_bytes_ = head->tile * 4;
+    places_ = head->amsgrad != 0 ? 5 : 4;
+    pipe_.InitBuffer(slots_, kSlots * places_ * place_bytes_);
+    pipe_.InitBuffer(scratch_, place_bytes_);
+    if (head->narrow != 0) pipe_.InitBuffer(other_, place_bytes_);
+    pipe_.InitBuffer(divisor_, kBlockBytes);
+    pipe_.InitBuffer(larger_, head->tile / 8);
+    pipe_.InitBuffer(number_, head->tile / 8);
+    if (head->drawn != 0) draws_.Init(pipe_, head->tile);
+    for (int32_t i = 0; i < kSlots; ++i) {
+      loaded_[i] = pipe_.AllocEventID<HardEvent::MTE2_V>();
+      updated_[i] = pipe_.AllocEventID<HardEvent::V_MTE3>();
+      stored_[i] = pipe_.AllocEventID<HardEvent::MTE3_MTE2>();
+      used_[i] = false;
+    }
+  }
+
+  __aicore__ inline void Run() {
+    int32_t slot = 0;
+    bool more = tiles_.Next();
+    if (more) LoadTile(slot);
+    while (more) {
+      __gm__ const AdamRow* row = tiles_.row;
+      const int64_t at = tiles_.at;
+      const int32_t count = tiles_.count;
+      const int32_t mine = slot;
+      slot = kSlots - 1 - slot;
+      more = tiles_.Next();
+      if (more) LoadTile(slot);
+      TakeGroup(row->group);
+      WaitFlag<HardEvent::MTE2_V>(loaded_[mine]);
+      Update(row, mine, at, count);
+      SetFlag<HardEvent::V_MTE3>(updated_[mine]);
+      WaitFlag<HardEvent::V_MTE3>(updated_[mine]);
+      StoreTile(row, mine, at, count);
+      SetFlag<HardEvent::MTE3_MTE2>(stored_[mine]);
+      used_[mine] = true;
+    }
+    for (int32_t i = 0; i < kSlots; ++i) {
+      if (used_[i]) WaitFlag<HardEvent::MTE3_MTE2>(stored_[i]);
+    }
+  }
+
+ private:
+  // A slot's places: master, first and second moment, gradient (then the low copy), greatest second moment. A master
+  // that is no f32 lies in the first half of its place, the remainder in the second; it is an f32 in between.
+  __aicore__ inline LocalTensor<uint8_t> Place(int32_t slot, int32_t place) {
+    return slots_.Get<uint8_t>()[(slot * places_ + place) * place_bytes_];
+  }
+  __aicore__ inline LocalTensor<uint8_t> Remainder(int32_t slot) { return Place(slot, 0)[place_bytes_ / 2]; }
+
+  __aicore__ inline void LoadTile(int32_t slot) {
+    __gm__ const AdamRow* row = tiles_.row;
+    const int64_t at = tiles_.at, count = tiles_.count;
+    if (used_[slot]) WaitFlag<HardEvent::MTE3_MTE2>(stored_[slot]);
+    used_[slot] = false;
+    const int32_t master = ItemSize(row->master_dtype), grad = ItemSize(row->grad_dtype);
+    Load(Place(slot, 0), row->master + at * master, count * master);
+    if (row->remainder != 0) Load(Remainder(slot), row->remainder + at * 2, count * 2);
+    Load(Place(slot, 1), row->exp_avg + at * 4, count * 4);
+    Load(Place(slot, 2), row->exp_avg_sq + at * 4, count * 4);
+    Load(Place(slot, 3), row->grad + at * grad, count * grad);
+    if (groups_[row->group].amsgrad != 0) Load(Place(slot, 4), row->max_exp_avg_sq + at * 4, count * 4);
+    SetFlag<HardEvent::MTE2_V>(loaded_[slot]);
+  }
+
+  __aicore__ inline void StoreTile(__gm__ const AdamRow* row, int32_t slot, int64_t at, int64_t count) {
+    const int32_t master = ItemSize(row->master_dtype);
+    Store(row->master + at * master, Place(slot, 0), count * master);
+    if (row->remainder != 0) Store(row->remainder + at * 2, Remainder(slot), count * 2);
+    Store(row->exp_avg + at * 4, Place(slot, 1), count * 4);
+    Store(row->exp_avg_sq + at * 4, Place(slot, 2), count * 4);
+    if (row->low != 0) Store(row->low + at * 2, Place(slot, 3), count * 2);
+    if (amsgrad_) Store(row->max_exp_avg_sq + at * 4, Place(slot, 4), count * 4);
+  }
+
+  // The coefficients of a group, where it is another one than the last tile's.
+  __aicore__ inline void TakeGroup(int32_t index) {
+    if (index == group_) return;
+    group_ = index;
+    __gm__ const AdamGroup* group = groups_ + index;
+    beta1_ = group->beta1;
+    one_minus_beta1_ = group->one_minus_beta1;
+    beta2_ = group->beta2;
+    one_minus_beta2_ = group->one_minus_beta2;
+    eps_ = group->eps;
+    weight_decay_ = group->weight_decay;
+    l2_ = group->l2 != 0;
+    amsgrad_ = group->amsgrad != 0;
+    scale_ = group->maximize != 0 ? -grad_scale_ : grad_scale_;
+    const bool given = group->row >= 0;
+    const uint64_t row = dynamic_ + static_cast<int64_t>(group->row) * kAdamColumns * 4;
+    step_size_ = given ? ScalarAt(row, 0.0f) : group->step_size;
+    decay_ = given ? ScalarAt(row + 8, 0.0f) : group->decay;
+    step_ = given ? static_cast<uint32_t>(ScalarAt(row + 12, 0.0f)) : group->step;
+    Duplicate(divisor_.Get<float>(), given ? ScalarAt(row + 4, 0.0f) : group->bias2_sqrt, kBlockBytes / 4);
+  }
+
+  __aicore__ inline void Update(__gm__ const AdamRow* row, int32_t slot, int64_t at, int32_t count) {
+    const LocalTensor<float> p = Place(slot, 0).ReinterpretCast<float>(), m = Place(slot, 1).ReinterpretCast<float>();
+    const LocalTensor<float> v = Place(slot, 2).ReinterpretCast<float>(), g = Place(slot, 3).ReinterpretCast<float>();
+    const LocalTensor<float> t = scratch_.Get<float>();
+    if (row->master_dtype != kF32) WidenMaster(row, slot, count);
+    if (row->grad_dtype == kF32) {
+      Muls(g, g, scale_, count);
+    } else {
+      Widen(t, Place(slot, 3), row->grad_dtype, count);
+      PipeBarrier<PIPE_V>();
+      Muls(g, t, scale_, count);
+    }
+    if (l2_) {
+      PipeBarrier<PIPE_V>();
+      Muls(t, p, weight_decay_, count);
+      PipeBarrier<PIPE_V>();
+      Add(g, g, t, count);
+    }
+    PipeBarrier<PIPE_V>();
+    Muls(p, p, decay_, count);
+    Muls(m, m, beta1_, count);
+    Muls(v, v, beta2_, count);
+    Muls(t, g, one_minus_beta1_, count);
+    PipeBarrier<PIPE_V>();
+    Add(m, m, t, count);
+    PipeBarrier<PIPE_V>();
+    Muls(t, g, one_minus_beta2_, count);
+    PipeBarrier<PIPE_V>();
+    Mul(t, t, g, count);
+    PipeBarrier<PIPE_V>();
+    Add(v, v, t, count);
+    PipeBarrier<PIPE_V>();
+    Muls(g, m, step_size_, count);
+    if (amsgrad_) {
+      const LocalTensor<float> top = Place(slot, 4).ReinterpretCast<float>();
+      TakeLarger(top, v, t, count);
+      Sqrt(t, top, count);
+    } else {
+      Sqrt(t, v, count);
+    }
+    PipeBarrier<PIPE_V>();
+    const uint8_t repeats = static_cast<uint8_t>(RoundUp(count, kRepeat) / kRepeat);
+    Div(t, t, divisor_.Get<float>(), static_cast<uint64_t>(kRepeat), repeats, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
+    PipeBarrier<PIPE_V>();
+    Adds(t, t, eps_, count);
+    PipeBarrier<PIPE_V>();
+    Div(g, g, t, count);
+    PipeBarrier<PIPE_V>();
+    Sub(p, p, g, count);
+    if (row->low != 0) {
+      PipeBarrier<PIPE_V>();
+      Round(Place(slot, 3), p, row->low_dtype, count, RoundMode::CAST_ROUND);
+    }
+    if (row->master_dtype != kF32) NarrowMaster(row, slot, at, count);
+  }
+
+  // In place by way of t: bits of the f32 = bits of the bf16, widened, + remainder.
+  __aicore__ inline void WidenMaster(__gm__ const AdamRow* row, int32_t slot, int32_t count) {
+    const LocalTensor<float> t = scratch_.Get<float>(), rest = other_.Get<float>();
+    const LocalTensor<int32_t> p = Place(slot, 0).ReinterpretCast<int32_t>();
+    PipeBarrier<PIPE_V>();  // the last tile may still read t and rest
+    Widen(t, Place(slot, 0), kBF16, count);
+    if (row->remainder == 0) {
+      PipeBarrier<PIPE_V>();
+      Copy(Place(slot, 0), t.ReinterpretCast<uint8_t>(), 4 * count);
+    } else {
+      Cast(rest, Remainder(slot).ReinterpretCast<int16_t>(), RoundMode::CAST_NONE, count);
+      PipeBarrier<PIPE_V>();
+      Cast(rest.ReinterpretCast<int32_t>(), rest, RoundMode::CAST_RINT, count);
+      PipeBarrier<PIPE_V>();
+      Add(p, t.ReinterpretCast<int32_t>(), rest.ReinterpretCast<int32_t>(), count);
+    }
+    PipeBarrier<PIPE_V>();
+  }
+
+  // The other way; the remainder of NaN is 0.
+  __aicore__ inline void NarrowMaster(__gm__ const AdamRow* row, int32_t slot, int64_t at, int32_t count) {
+    const LocalTensor<float> p = Place(slot, 0).ReinterpretCast<float>(), rest = other_.Get<float>();
+    const LocalTensor<uint8_t> upper = scratch_.Get<uint8_t>(), number = number_.Get<uint8_t>();
+    if (row->remainder == 0) {
+      draws_.Make(seed_, row->place + static_cast<uint64_t>(at), row->stream, step_, count);
+      draws_.Round(Place(slot, 0), p, rest, number, count);
+      return;
+    }
+    PipeBarrier<PIPE_V>();
+    Round(upper, p, kBF16, count, RoundMode::CAST_ROUND);
+    Compare(number, p, p, CMPMODE::EQ, RoundUp(count, kRepeat));
+    PipeBarrier<PIPE_V>();
+    Widen(rest, upper, kBF16, count);
+    PipeBarrier<PIPE_V>();
+    Sub(rest.ReinterpretCast<int32_t>(), p.ReinterpretCast<int32_t>(), rest.ReinterpretCast<int32_t>(), count);
+    PipeBarrier<PIPE_V>();
+    Cast(rest, rest.ReinterpretCast<int32_t>(), RoundMode::CAST_RINT, count);
+    PipeBarrier<PIPE_V>();
+    Select(rest, number, rest, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
+    Copy(Place(slot, 0), upper, 2 * count);
+    PipeBarrier<PIPE_V>();
+    Cast(Remainder(slot).ReinterpretCast<int16_t>(), rest, RoundMode::CAST_RINT, count);
+  }
+
+  // top = max(top, v), NaN if either is: Max does not say what it does with one.
+  __aicore__ inline void TakeLarger(const LocalTensor<float>& top, const LocalTensor<float>& v,
+                                    const LocalTensor<float>& t, int32_t count) {
+    const LocalTensor<uint8_t> larger = larger_.Get<uint8_t>(), number = number_.Get<uint8_t>();
+    Compare(larger, top, v, CMPMODE::GT, RoundUp(count, kRepeat));
+    Compare(number, top, top, CMPMODE::EQ, RoundUp(count, kRepeat));
+    PipeBarrier<PIPE_V>();
+    Select(t, larger, top, v, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
+    PipeBarrier<PIPE_V>();
+    Select(top, number, t, top, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
+    PipeBarrier<PIPE_V>();
+  }
+
+  Tiles<AdamHead, AdamRow> tiles_;
+  TPipe pipe_;
+  TBuf<TPosition::VECCALC> slots_, scratch_, other_, divisor_, larger_, number_;
+  Draws draws_;
+  TEventID loaded_[kSlots], updated_[kSlots], stored_[kSlots];
+  bool used_[kSlots];
+  __gm__ const AdamGroup* groups_;
+  uint64_t dynamic_, seed_;
+  int32_t place_bytes_, places_;
+  uint32_t step_;
+  int32_t group_ = -1;
+  float grad_scale_, scale_, beta1_, one_minus_beta1_, beta2_, one_minus_beta2_, eps_, weight_decay_, decay_,
+      step_size_;
+  bool l2_, amsgrad_;
+};
+
+}  // namespace npu
+}  // namespace npuzero
+
+extern "C" __global__ __aicore__ void npuzero_flat_adam(GM_ADDR table) {
+  using npuzero::npu::AdamHead;
+  // NaN is no zero either: then nothing is written.
+  if (!(npuzero::npu::ScalarAt(reinterpret_cast<__gm__ const AdamHead*>(table)->skip, 0.0f) == 0.0f)) return;
+  npuzero::npu::FlatAdam adam(table);
+  adam.Run();
+}

@@ -1,0 +1,188 @@
+// From Args to tables. What is written by whom is decided in tiling.h; a table's layout is in table.h.
+#include "npu/launch.h"
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "npu/tiling.h"
+
+namespace npuzero::npu {
+namespace {
+
+uint64_t address(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+template <class T>
+void append(std::vector<char>& bytes, const T* items, size_t count) {
+  const auto* from = reinterpret_cast<const char*>(items);
+  bytes.insert(bytes.end(), from, from + count * sizeof(T));
+}
+
+// One launch: a head, a share for each core, a row for each part, groups.
+template <class TableHead, class Row, class Group = char>
+void launch(const char* kernel, TableHead head, const std::vector<LinePart>& parts, std::vector<Row> rows, int cores,
+            Stream stream, Launcher& launcher, const std::vector<Group>& groups = {}) {
+  if (parts.empty()) return;
+  const int64_t total = parts.back().line + parts.back().count;
+  int64_t tile = rows[0].piece.tile;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    rows[i].piece.count = parts[i].count;
+    rows[i].piece.line = parts[i].line;
+    rows[i].piece.lead = lead(parts[i]);
+    tile = std::min<int64_t>(tile, rows[i].piece.tile);
+  }
+  const std::vector<Share> shares = cut(parts, total, cores, tile);
+  head.head = {static_cast<int32_t>(shares.size()), static_cast<int32_t>(parts.size())};
+  std::vector<char> table;
+  append(table, &head, 1);
+  append(table, shares.data(), shares.size());
+  append(table, rows.data(), rows.size());
+  append(table, groups.data(), groups.size());
+  const uint64_t at = launcher.table(table.data(), static_cast<int64_t>(table.size()), stream);
+  launcher.launch(kernel, static_cast<int>(shares.size()), at, stream);
+}
+
+// The indices of the parts that have elements, by the address of `first`, and their line.
+template <class Part, class First>
+std::vector<int64_t> in_order(const Part* parts, int64_t count, const First& first) {
+  std::vector<int64_t> order;
+  for (int64_t i = 0; i < count; ++i) {
+    if (parts[i].count) order.push_back(i);
+  }
+  std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return first(parts[a]) < first(parts[b]); });
+  return order;
+}
+
+PackRow row_of(const void* source, Dtype source_dtype, const void* target, Dtype target_dtype) {
+  PackRow row = {};
+  row.piece.tile = tile_of(std::max(itemsize(source_dtype), itemsize(target_dtype)));
+  row.source = address(source);
+  row.target = address(target);
+  row.source_dtype = static_cast<int32_t>(source_dtype);
+  row.target_dtype = static_cast<int32_t>(target_dtype);
+  return row;
+}
+
+LinePart part_of(int64_t count, int64_t line, const void* target, Dtype dtype) {
+  return {count, line, {{{address(target), itemsize(dtype)}}}, 1};
+}
+
+}  // namespace
+
+void launch_cast(const CastArgs& args, Stream stream, int cores, Launcher& launcher) {
+  if (args.source.count == 0) return;
+  CastHead head = {};
+  head.seed_low = static_cast<uint32_t>(args.seed);
+  head.seed_high = static_cast<uint32_t>(args.seed >> 32);
+  head.offset = args.offset;
+  head.rounding = static_cast<int32_t>(args.rounding);
+  const std::vector<PackRow> rows = {row_of(args.source.data, args.source.dtype, args.target.data, args.target.dtype)};
+  launch("npuzero_cast", head, {part_of(args.source.count, 0, args.target.data, args.target.dtype)}, rows, cores,
+         stream, launcher);
+}
+
+void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launcher& launcher) {
+  const std::vector<int64_t> order =
+      in_order(args.parts, args.part_count, [](const FlatAdamPart& part) { return part.master; });
+  AdamHead head = {};
+  head.grad_scale = address(args.grad_scale);
+  head.skip = address(args.skip);
+  head.dynamic = address(args.dynamic);
+  head.seed = args.seed;
+  int64_t last_group = -1;
+  for (const int64_t i : order) {
+    const FlatAdamPart& part = args.parts[i];
+    if (part.moment_dtype != Dtype::f32) {
+      throw Error(Error::Kind::KernelUnavailable, "flat_adam", "moments in f32, which npu has a kernel for",
+                  name(part.moment_dtype), "Keep moments in float32 on this device (Precision.moments).");
+    }
+    last_group = std::max(last_group, part.group);
+    head.amsgrad |= args.groups[part.group].amsgrad;
+    head.narrow |= part.master_dtype != Dtype::f32;
+    head.drawn |= part.master_dtype != Dtype::f32 && !part.remainder;
+  }
+  head.tile = adam_tile(head.amsgrad, head.narrow, head.drawn);
+  std::vector<AdamGroup> groups;
+  for (int64_t i = 0; i <= last_group; ++i) {
+    const FlatAdamGroup& group = args.groups[i];
+    groups.push_back({group.beta1, group.one_minus_beta1, group.beta2, group.one_minus_beta2, group.eps,
+                      group.weight_decay, group.decay, group.step_size, group.bias2_sqrt, group.l2, group.maximize,
+                      group.amsgrad, static_cast<int32_t>(group.row), group.step});
+  }
+  std::vector<LinePart> parts;
+  std::vector<AdamRow> rows;
+  int64_t line = 0;
+  for (const int64_t i : order) {
+    const FlatAdamPart& part = args.parts[i];
+    AdamRow row = {};
+    row.piece.tile = head.tile;
+    row.master = address(part.master);
+    row.remainder = address(part.remainder);
+    row.exp_avg = address(part.exp_avg.values);
+    row.exp_avg_sq = address(part.exp_avg_sq.values);
+    row.max_exp_avg_sq = address(part.max_exp_avg_sq.values);
+    row.grad = address(part.grad);
+    row.low = address(part.low);
+    row.place = static_cast<uint64_t>(part.place);
+    row.master_dtype = static_cast<int32_t>(part.master_dtype);
+    row.grad_dtype = static_cast<int32_t>(part.grad_dtype);
+    row.low_dtype = static_cast<int32_t>(part.low_dtype);
+    row.group = static_cast<int32_t>(part.group);
+    row.stream = part.stream;
+    rows.push_back(row);
+    LinePart range{
+        part.count, line, {{{row.master, itemsize(part.master_dtype)}, {row.exp_avg, 4}, {row.exp_avg_sq, 4}}}, 3};
+    const auto writes = [&](uint64_t at, int64_t size) {
+      if (at) range.written[range.written_count++] = {at, size};
+    };
+    writes(args.groups[part.group].amsgrad ? row.max_exp_avg_sq : 0, 4);
+    writes(row.remainder, 2);
+    writes(row.low, 2);
+    parts.push_back(range);
+    line += part.count;
+  }
+  launch("npuzero_flat_adam", head, parts, rows, cores, stream, launcher, groups);
+}
+
+void launch_norm(const NormArgs& args, Stream stream, int cores, Launcher& launcher) {
+  NormHead head = {};
+  head.x = address(args.x.data);
+  head.out = address(args.out.data);
+  // Every core's sums begin a 32-byte line; what rounding up takes is less than the rest of its bytes.
+  head.workspace = (address(args.workspace.data) + line_bytes - 1) / line_bytes * line_bytes;
+  head.x_dtype = static_cast<int32_t>(args.x.dtype);
+  if (args.addend) {
+    head.addend = address(args.addend->data);
+    head.addend_dtype = static_cast<int32_t>(args.addend->dtype);
+    head.scale = args.scale;
+  }
+  const std::vector<Share> shares = cut_norm(args.x.count, args.addend && head.x % line_bytes != 0 ? 1 : cores);
+  head.head = {static_cast<int32_t>(shares.size()), 1};
+  std::vector<char> table;
+  append(table, &head, 1);
+  append(table, shares.data(), shares.size());
+  const uint64_t at = launcher.table(table.data(), static_cast<int64_t>(table.size()), stream);
+  launcher.launch("npuzero_norm", static_cast<int>(shares.size()), at, stream);
+  if (shares.size() > 1) launcher.launch("npuzero_norm_finish", 1, at, stream);
+}
+
+void launch_pack(const PackArgs& args, Stream stream, int cores, Launcher& launcher) {
+  PackHead head = {};
+  head.scale_at = address(args.scale_at);
+  head.factor = args.factor;
+  head.scaled = args.scaled;
+  head.accumulate = args.accumulate;
+  std::vector<LinePart> parts;
+  std::vector<PackRow> rows;
+  int64_t line = 0;
+  for (const int64_t i : in_order(args.parts, args.part_count, [](const PackPart& part) { return part.target; })) {
+    const PackPart& part = args.parts[i];
+    parts.push_back(part_of(part.count, line, part.target, part.target_dtype));
+    rows.push_back(row_of(part.source, part.source_dtype, part.target, part.target_dtype));
+    line += part.count;
+  }
+  launch("npuzero_pack", head, parts, rows, cores, stream, launcher);
+}
+
+}  // namespace npuzero::npu

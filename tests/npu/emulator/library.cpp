@@ -1,0 +1,193 @@
+// The npu kernels behind C functions, for ctypes: csrc/npu's own launch code over a launcher that is the emulator.
+// Buffers are the caller's; each call says first which of them the kernels may read and write.
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/check.h"
+#include "npu/launch.h"
+#include "npu/tiling.h"
+#include "run.h"
+
+// Weak: a library of one op's kernels has not the others.
+extern "C" {
+[[gnu::weak]] void npuzero_cast(uint8_t* table);
+[[gnu::weak]] void npuzero_flat_adam(uint8_t* table);
+[[gnu::weak]] void npuzero_norm(uint8_t* table);
+[[gnu::weak]] void npuzero_norm_finish(uint8_t* table);
+[[gnu::weak]] void npuzero_pack(uint8_t* table);
+}
+
+namespace {
+
+using namespace npuzero;
+
+emulator::Setting setting;
+emulator::Counts counts;
+std::string answer;
+
+struct Named {
+  const char* name;
+  emulator::Kernel kernel;
+};
+const Named kernels[] = {{"npuzero_cast", npuzero_cast},
+                         {"npuzero_flat_adam", npuzero_flat_adam},
+                         {"npuzero_norm", npuzero_norm},
+                         {"npuzero_norm_finish", npuzero_norm_finish},
+                         {"npuzero_pack", npuzero_pack}};
+
+class Emulated final : public npu::Launcher {
+ public:
+  uint64_t table(const void* content, int64_t bytes, Stream) override {
+    copy_.assign((bytes + 7) / 8, 0);
+    std::memcpy(copy_.data(), content, bytes);
+    return reinterpret_cast<uint64_t>(copy_.data());
+  }
+
+  void launch(const char* kernel, int cores, uint64_t table, Stream) override {
+    for (const Named& named : kernels) {
+      if (std::strcmp(named.name, kernel) != 0) continue;
+      counts.launches += 1;
+      return emulator::run(named.kernel, cores, reinterpret_cast<uint8_t*>(table), setting, counts);
+    }
+    throw emulator::Fault("dtype", std::string("no kernel of the name ") + kernel);
+  }
+
+ private:
+  std::vector<uint64_t> copy_;
+};
+
+// Runs body over a launcher; null, or what went wrong.
+template <class Body>
+const char* run(const Body& body) {
+  answer.clear();
+  try {
+    Emulated launcher;
+    body(launcher);
+  } catch (const Error& error) {
+    answer = std::string(error.python_name()) + ": " + error.what();
+  } catch (const emulator::Fault& fault) {
+    answer = fault.what();
+  }
+  setting.extents.clear();
+  return answer.empty() ? nullptr : answer.c_str();
+}
+
+View view(const int64_t* words) {
+  return {reinterpret_cast<void*>(words[0]), words[1], static_cast<Dtype>(words[2]), Device::npu};
+}
+
+}  // namespace
+
+extern "C" {
+
+void emulator_configure(int cores, int schedule, int64_t seed, int drop, const char* dropped) {
+  setting = {};
+  setting.cores = cores;
+  setting.schedule = static_cast<emulator::Schedule>(schedule);
+  setting.seed = seed;
+  setting.drop = static_cast<emulator::Drop>(drop);
+  setting.dropped = dropped;
+}
+
+void emulator_extent(int64_t begin, int64_t bytes, int writable) {
+  setting.extents[static_cast<uint64_t>(begin)] = {static_cast<uint64_t>(begin + bytes), writable != 0};
+}
+
+// The counts since they were last asked for.
+void emulator_counts(int64_t* out) {
+  std::memcpy(out, &counts, sizeof counts);
+  counts = {};
+}
+
+// "file:line call count" of each synchronization since emulator_configure, a line each.
+const char* emulator_sites() {
+  answer.clear();
+  for (const auto& [site, times] : setting.sites) {
+    answer += site.first + " " + site.second + " " + std::to_string(times) + "\n";
+  }
+  return answer.c_str();
+}
+
+const char* run_cast(const int64_t* source, const int64_t* target, int rounding, uint64_t seed, uint64_t offset) {
+  return run([&](npu::Launcher& launcher) {
+    npu::launch_cast({view(source), view(target), static_cast<Rounding>(rounding), seed, offset}, 0, setting.cores,
+                     launcher);
+  });
+}
+
+const char* run_pack(const int64_t* rows, int64_t count, float factor, const float* scale_at, int scaled,
+                     int accumulate) {
+  return run([&](npu::Launcher& launcher) {
+    std::vector<PackPart> parts;
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i, rows += 5) {
+      parts.push_back({reinterpret_cast<const void*>(rows[0]), reinterpret_cast<void*>(rows[1]), rows[2], total,
+                       static_cast<Dtype>(rows[3]), static_cast<Dtype>(rows[4])});
+      total += rows[2];
+    }
+    npu::launch_pack({parts.data(), count, total, factor, scale_at, scaled != 0, accumulate != 0}, 0, setting.cores,
+                     launcher);
+  });
+}
+
+const char* run_norm(const int64_t* x, const int64_t* out, const int64_t* workspace, const int64_t* addend,
+                     float scale) {
+  return run([&](npu::Launcher& launcher) {
+    const View other = view(addend);
+    npu::launch_norm({view(x), view(out), view(workspace), other.data ? &other : nullptr, scale}, 0, setting.cores,
+                     launcher);
+  });
+}
+
+// Of each part: addresses of master, of values and exponents of the three moments, of low copy, remainder and gradient;
+// count; dtypes of master, moments, low copy and gradient; group, stream, place. Of each group: nine floats' patterns,
+// three flags, step, row.
+const char* run_flat_adam(const int64_t* rows, int64_t count, const int64_t* words, int64_t group_count,
+                          const float* grad_scale, const float* skip, const float* dynamic, uint64_t seed) {
+  return run([&](npu::Launcher& launcher) {
+    const auto real = [](int64_t word) {
+      const auto bits = static_cast<uint32_t>(word);
+      float value;
+      std::memcpy(&value, &bits, sizeof value);
+      return value;
+    };
+    std::vector<FlatAdamGroup> groups;
+    for (int64_t i = 0; i < group_count; ++i, words += 14) {
+      groups.push_back({real(words[0]), real(words[1]), real(words[2]), real(words[3]), real(words[4]), real(words[5]),
+                        real(words[6]), real(words[7]), real(words[8]), words[9] != 0, words[10] != 0, words[11] != 0,
+                        static_cast<uint32_t>(words[12]), words[13]});
+    }
+    std::vector<FlatAdamPart> parts;
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i, rows += 18) {
+      const auto at = [&](int k) { return reinterpret_cast<void*>(rows[k]); };
+      const auto moment = [&](int k) { return FlatAdamMoment{at(k), static_cast<uint8_t*>(at(k + 1))}; };
+      const auto dtype = [&](int k) { return static_cast<Dtype>(rows[k]); };
+      parts.push_back({at(0), static_cast<int16_t*>(at(8)), moment(1), moment(3), moment(5), at(9), at(7), rows[10],
+                       total, rows[15], rows[17], static_cast<uint32_t>(rows[16]), dtype(11), dtype(12), dtype(14),
+                       dtype(13)});
+      total += rows[10];
+    }
+    npu::launch_flat_adam({parts.data(), count, total, groups.data(), grad_scale, skip, dynamic, seed}, 0,
+                          setting.cores, launcher);
+  });
+}
+
+// The shares of a line of parts: of each (count, buffers, then address and itemsize of six); out: begin, end, part.
+int64_t cut_line(const int64_t* words, int64_t count, int cores, int64_t tile, int64_t* out) {
+  std::vector<npu::LinePart> parts;
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i, words += 14) {
+    npu::LinePart part{words[0], total, {}, static_cast<int>(words[1])};
+    for (int w = 0; w < 6; ++w) part.written[w] = {static_cast<uint64_t>(words[2 + 2 * w]), words[3 + 2 * w]};
+    parts.push_back(part);
+    total += part.count;
+  }
+  const std::vector<npu::Share> shares = npu::cut(parts, total, cores, tile);
+  std::memcpy(out, shares.data(), shares.size() * sizeof(npu::Share));
+  return static_cast<int64_t>(shares.size());
+}
+
+}  // extern "C"
