@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from npu.emulated import Emulator, emulator
 from npuzero import _native
+from npuzero.errors import KernelUnavailable
 from ops.emulated import Driver
 
-# Set by `make test-aarch64`: the command that runs the kernels of another processor.
+# Set by `make test-aarch64`: the command that runs the kernels of another processor; by `make emulate`: that of an NPU.
 _DRIVER = os.environ.get("EMULATED_DRIVER", "").split()
+_NPU = os.environ.get("EMULATED_NPU", "")
 
 
 @pytest.fixture(autouse=True)
@@ -24,19 +28,34 @@ def _restored() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def emulated() -> Iterator[Driver]:
-    driver = Driver(_DRIVER)
-    yield driver
-    driver.close()
+def emulated() -> Iterator[Driver | Emulator]:
+    if _NPU:
+        yield emulator()
+    else:
+        driver = Driver(_DRIVER)
+        yield driver
+        driver.close()
 
 
-@pytest.fixture(params=["emulated"] if _DRIVER else _native.supported_isas())
+@pytest.fixture(params=["emulated"] if _DRIVER or _NPU else _native.supported_isas())
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every built instruction set that this machine can run, in turn; or the one that is emulated."""
     if request.param == "emulated":
         for name, function in request.getfixturevalue("emulated").functions().items():
-            monkeypatch.setattr(_native, name, function)
+            monkeypatch.setattr(_native, name, _or_skip(function))
     else:
         _native.use_isa(request.param)
         assert _native.isa() == request.param
     return str(request.param)
+
+
+def _or_skip(function: Callable[..., None]) -> Callable[..., None]:
+    """What a device has no kernel for (docs/npu.md lists it) is not tested on it."""
+
+    def call(*arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except KernelUnavailable as error:
+            pytest.skip(error.got)
+
+    return call

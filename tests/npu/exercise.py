@@ -1,0 +1,134 @@
+"""Calls of every op that reach all of its npu kernel: several tiles, cores, tails and dtypes, in little time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from npuzero import ops
+from npuzero.ops import storage
+from npuzero.ops.flat_adam import Segment
+from ops import grid
+
+F32, BF16, F16 = grid.FLOATS
+TILE = 4096
+LENGTH = 3 * TILE + 21  # three cores, two tiles for one of them, a tail
+ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
+KINDS = (
+    ADAMW,
+    replace(ADAMW, decoupled=False, step=1),
+    replace(ADAMW, amsgrad=True, weight_decay=0.0),
+    replace(ADAMW, decoupled=False, amsgrad=True, maximize=True, eps=0.0),
+)
+
+
+def cast() -> None:
+    for source, target in itertools.product(grid.FLOATS, repeat=2):
+        _cast(source, target, "nearest", 2 * LENGTH)
+    _cast(F32, F32, "tf32", 2 * LENGTH)
+    _cast(F32, BF16, "away", LENGTH)
+    _cast(F32, BF16, "stochastic", LENGTH)
+
+
+def _cast(source: torch.dtype, target: torch.dtype, rounding: str, n: int) -> None:
+    x = grid.Guarded.around(grid.values(n, source), 1).inner
+    actual, expected = (grid.Guarded.around(torch.zeros(n, dtype=target), 3) for _ in range(2))
+    _compare(
+        lambda out: ops.cast(x, out[0].inner, rounding=rounding, seed=2**40 + 3, offset=2**35 - 9), [actual], [expected]
+    )
+
+
+def pack() -> None:
+    _pack((101,) * 200, F32, F16, False, False)  # more neighbours in one line of memory than boundaries of 512 bytes
+    for source, target, scaled, accumulate in (
+        (F32, BF16, True, False),
+        (F32, F32, False, False),
+        (BF16, F16, False, False),
+        (BF16, F32, True, True),
+        (F16, BF16, True, True),
+        (F32, F32, True, True),
+    ):
+        _pack((5, 2 * LENGTH, 0, 9, 3 * TILE), source, target, scaled, accumulate)
+
+
+def _pack(sizes: tuple[int, ...], source: torch.dtype, target: torch.dtype, scaled: bool, accumulate: bool) -> None:
+    offsets = [3 + at for at in itertools.accumulate(sizes, initial=0)][:-1]
+    tensors = [grid.values(n, source) for n in sizes]
+    scale = torch.tensor([0.37]) if scaled else None
+    wire = grid.values(sum(sizes) + 9, target)
+    actual, expected = (grid.Guarded.around(wire, 1) for _ in range(2))
+    _compare(
+        lambda out: ops.pack(tensors, offsets, out[0].inner, scale=scale, accumulate=accumulate), [actual], [expected]
+    )
+
+
+def norm() -> None:
+    for n, dtype, addend, special in (
+        (0, F32, None, False),
+        (5, F32, None, False),
+        (3 * TILE, F32, None, False),
+        (2 * TILE + 21, BF16, None, False),
+        (3 * TILE + 777, F32, BF16, False),
+        (3 * TILE + 777, F32, F32, True),
+        (2 * 131072 + 77, F16, None, True),
+        (2 * 131072 + 77, F32, F16, False),
+    ):
+        x = grid.values(n, dtype, special=special)
+        other = None if addend is None else grid.values(n, addend, special=special)
+        actual, expected = grid.Guarded.around(x, 16), grid.Guarded.around(x, 16)
+        sums = [torch.full((2,), -1.0, dtype=torch.float64) for _ in range(2)]
+        ops.norm(actual.inner, sums[0], addend=other, scale=0.37)
+        grid.with_reference(lambda x=expected.inner, out=sums[1], o=other: ops.norm(x, out, addend=o, scale=0.37))
+        grid.assert_same(actual.inner, expected.inner)
+        actual.assert_guards()
+        assert sums[0][1] == sums[1][1]
+        torch.testing.assert_close(*sums, rtol=2**-40, atol=0, equal_nan=True)
+
+
+def flat_adam() -> None:
+    for dtype, low in ((BF16, BF16), (F32, F16), (F16, None)):
+        _adam(LENGTH, dtype, "fp32", low)
+    _adam(LENGTH, F32, "split", None)
+    _adam(LENGTH // 2, BF16, "none", None)
+
+
+def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None) -> None:
+    grad = grid.values(n, dtype)
+    content = {name: grid.values(n) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    content["exp_avg_sq"].abs_()
+    if low is not None:
+        content["low"] = torch.zeros(n, dtype=low)
+    if masters != "fp32":
+        content["master"], remainder = storage.split(content["master"])
+        if masters == "split":
+            content["remainder"] = remainder
+    actual, expected = ({name: grid.Guarded.around(value, 5) for name, value in content.items()} for _ in range(2))
+    bounds = [0, 5000, 5032, 6000, n]
+    segments = [
+        replace(kind, begin=begin, end=end, row=(None, 0, 1)[i % 3], stream=2**17 + i, place=8 * i + 2**36)
+        for i, (kind, begin, end) in enumerate(zip(KINDS, bounds[:-1], bounds[1:], strict=True))
+    ]
+    table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, 9.0]])
+    options = {"grad_scale": torch.tensor([0.3]), "dynamic": table, "seed": 2**63 + 5}
+
+    def update(buffers: list[grid.Guarded]) -> None:
+        named = {name: buffer.inner for name, buffer in zip(content, buffers, strict=True)}
+        ops.flat_adam(grad=grad, segments=segments, **named, **options)
+
+    _compare(update, list(actual.values()), list(expected.values()))
+
+
+def _compare(
+    call: Callable[[list[grid.Guarded]], None], actual: list[grid.Guarded], expected: list[grid.Guarded]
+) -> None:
+    call(actual)
+    grid.with_reference(lambda: call(expected))
+    for one, other in zip(actual, expected, strict=True):
+        grid.assert_same(one.inner, other.inner)
+        one.assert_guards()
+
+
+ALL = {"cast": cast, "flat_adam": flat_adam, "norm": norm, "pack": pack}

@@ -1,0 +1,88 @@
+"""How work is cut: what must hold of any parts at any addresses."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from npu.emulated import build
+
+LINE, TILE = 32, 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    count: int
+    written: tuple[tuple[int, int], ...]  # address, itemsize
+
+
+def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
+    """(begin, end, part) of each share."""
+    library = ctypes.CDLL(str(build()))
+    library.cut_line.restype = ctypes.c_int64
+    words: list[int] = []
+    for part in parts:
+        words += [part.count, len(part.written)]
+        for address, itemsize in (*part.written, *[(0, 1)] * (6 - len(part.written))):
+            words += [address, itemsize]
+    out = (ctypes.c_int64 * (3 * cores))()
+    made = library.cut_line(
+        (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(parts)), cores, ctypes.c_int64(TILE), out
+    )
+    return [tuple(out[3 * i : 3 * i + 3]) for i in range(made)]  # type: ignore[misc]
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> list[Part]:
+    """Parts whose buffers lie close to each other, in whatever order, at addresses aligned to nothing but elements."""
+    sizes = draw(st.lists(st.sampled_from([4, 2]), min_size=1, max_size=5))
+    counts = draw(st.lists(st.integers(1, 20000) | st.integers(1, 40), min_size=1, max_size=8))
+    parts = [Part(count, ()) for count in counts]
+    address = 1 << 40
+    for size in sizes:
+        address += draw(st.sampled_from([0, 4, 32, 508, 512]))
+        for i in draw(st.permutations(range(len(counts)))):
+            parts[i] = Part(counts[i], (*parts[i].written, (address, size)))
+            address += counts[i] * size + draw(st.sampled_from([0, 0, 4, 28, 512]))
+            address += -address % 4
+    return parts
+
+
+@settings(deadline=None, max_examples=300)
+@given(lines(), st.integers(1, 48))
+def test_shares_cover_the_line_and_no_two_cores_write_one_memory_line(parts: list[Part], cores: int) -> None:
+    shares = cut(parts, cores)
+    starts = [sum(part.count for part in parts[:i]) for i in range(len(parts) + 1)]
+    assert 1 <= len(shares) <= cores
+    assert [begin for begin, _, _ in shares] == [0, *(end for _, end, _ in shares[:-1])]
+    assert shares[-1][1] == starts[-1]
+    owner: dict[int, int] = {}
+    for core, (begin, end, first) in enumerate(shares):
+        assert begin < end
+        assert starts[first] <= begin < starts[first + 1]
+        for part, start in zip(parts, starts, strict=False):
+            low, high = max(begin - start, 0), min(end - start, part.count)
+            if low < high:
+                for address, size in part.written:
+                    for line in ((address + low * size) // LINE, (address + high * size - 1) // LINE):
+                        assert owner.setdefault(line, core) == core
+    # Inner lines belong to whoever has both ends, or to a share between: ends of all shares and parts are all there is.
+
+
+@pytest.mark.parametrize("cores", [1, 7, 40, 48])
+def test_a_flat_is_cut_evenly_at_512_bytes(cores: int) -> None:
+    count = 25_600_000 + 37
+    flat = Part(count, tuple((1 << 40 | i << 36, size) for i, size in enumerate((4, 4, 4, 2))))
+    shares = cut([flat], cores)
+    assert len(shares) == cores
+    assert all(begin % 256 == 0 for begin, _, _ in shares)
+    assert max(end - begin for begin, end, _ in shares) - min(end - begin for begin, end, _ in shares) <= 512
+
+
+def test_little_work_goes_to_few_cores() -> None:
+    assert len(cut([Part(TILE, ((1 << 40, 4),))], 48)) == 1
+    assert len(cut([Part(2 * TILE + 1, ((1 << 40, 4),))], 48)) == 3
