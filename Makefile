@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -59,6 +59,12 @@ test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernel
 	$(VENV)/bin/cmake --build $(AARCH64)
 	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
 
+# The npu kernels, compiled for this machine, in an emulator that checks what a device would not: docs/npu.md.
+emulate: $(VENV)/.installed-dev  ## the npu kernels in an emulator: op tests under all schedules, mutants, counts (g++)
+	$(PYTEST) tests/npu/test_*.py $(ARGS)
+	EMULATED_NPU=1 $(PYTEST) tests/ops -k emulated $(ARGS)
+	PYTHONPATH=.:tests $(PY) -m npu.figures --out $(RESULTS)/npu/counts.json
+
 bench: bench-kernels bench-step  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
 
 bench-kernels: $(VENV)/.installed-bench  ## of these, ops, collectives, installation and the host's work; 10 minutes
@@ -91,13 +97,13 @@ figures: $(VENV)/.installed-bench  ## README's table and the picture in docs, fr
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --quiet --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu,$(BUILT_FROM))
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu,$(BUILT_FROM)) tests/npu/emulator/*
 	MYPYPATH=examples/gpt $(VENV)/bin/mypy npuzero examples/gpt
 
 format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format would have them
 	$(VENV)/bin/ruff check --quiet --fix .
 	$(VENV)/bin/ruff format --quiet .
-	$(VENV)/bin/clang-format -i $(filter %.h %.cpp %.cu,$(BUILT_FROM))
+	$(VENV)/bin/clang-format -i $(filter %.h %.cpp %.cu,$(BUILT_FROM)) tests/npu/emulator/*
 
 build: $(VENV)/.created  ## a wheel in dist/
 	$(PIP) wheel --no-deps --wheel-dir dist .
