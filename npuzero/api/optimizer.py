@@ -248,19 +248,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     own = {k: flat.cut_like_own(i, v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
                     self._restore(engine, flat, i, own)
 
-    def cut_state(self, flat: Flat) -> tuple[dict[str, Tensor], list[dict[str, float | None]]]:
-        """This rank's states of ``flat``, as every storage of them gives them.
+    def cut_state(self, flat: Flat) -> list[dict[str, float | None]]:
+        """Per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
 
-        Returns:
-            [n/S] float32 buffers by name, and per slot its numbers by name: None where it has a part of the buffer of
-            that name. The numbers are the same on all ranks.
+        The same on all ranks.
         """
-        return self._flat_state(flat), [self._described(flat, i) for i in flat.slots]
+        return [self._described(flat, i) for i in flat.slots]
+
+    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
+        """[n/S] float32: this rank's part of the tensors ``name`` of all slots, however they are kept; maybe a copy."""
+        return self._flat_state(flat)[name]
 
     def load_cut_state(
         self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: Sequence[Mapping[str, float | None]]
     ) -> None:
-        """Take what :meth:`cut_state` gave, on whatever ranks; a slot without anything loses its state.
+        """Take what :meth:`cut_state` and :meth:`cut_buffer` gave; a slot without anything loses its state.
 
         Raises:
             CheckpointError: a slot lacks what the optimizer class needs.
@@ -673,6 +675,9 @@ class Adam(ZeroOptimizer):
     def state_names(self) -> tuple[str, ...]:
         amsgrad = any(group["amsgrad"] for group in self.param_groups)
         return ("step", *MOMENTS[: 3 if amsgrad else 2])
+
+    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
+        return self._moments[flat].read(name)
 
     def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
         if flat not in self._moments:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,8 +37,11 @@ class CutOptimizer(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def cut_state(self, flat: Flat) -> tuple[dict[str, Tensor], SlotStates]:
-        """This rank's [n/S] buffers by name, and what each slot has of them."""
+    def cut_state(self, flat: Flat) -> SlotStates:
+        """What each slot has: numbers, and None for what is in the buffer of that name."""
+
+    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
+        """[n/S] float32 of this rank."""
 
     def state_names(self) -> tuple[str, ...]:
         """What the state of every parameter will consist of, as far as the class says it beforehand."""
@@ -166,20 +170,23 @@ def optimizer_parts(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part]
     """The states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
     parts, entries = [], []
     for flat in engine.flats():
-        buffers, slots = optimizer.cut_state(flat)
-        for name, buffer in sorted(buffers.items()):
+        slots = optimizer.cut_state(flat)
+        for name in sorted({name for state in slots for name, number in state.items() if number is None}):
             cuts = tuple(
                 Cut(((OPTIMIZER, "state", slot.name, name),), slot, torch.float32)
                 for slot, state in zip(flat.layout.slots, slots, strict=True)
                 if name in state and state[name] is None
             )
-            if cuts:
-                parts.append(Part(flat, "states", cuts, buffer.__getitem__))
+            parts.append(Part(flat, "states", cuts, partial(_read_state, optimizer, flat, name)))
         for slot, state in zip(flat.layout.slots, slots, strict=True):
             for name, number in state.items():
                 if number is not None:
                     entries.append(Entry((OPTIMIZER, "state", slot.name, name), torch.tensor(number)))
     return parts, entries
+
+
+def _read_state(optimizer: CutOptimizer, flat: Flat, name: str, own: slice) -> Tensor:
+    return optimizer.cut_buffer(flat, name)[own]
 
 
 def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:

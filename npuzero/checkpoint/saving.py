@@ -146,7 +146,7 @@ class Saver:
         items = self._items(job.parts)
         if asynchronous:
             with observe.span("snapshot", job.path.name):
-                items = iter(self._copied(items))
+                items = iter(self._copied(items, job.parts))
         saving = self._last = Saving(job.path)
         saving.run(lambda: write_job(job, items, self._world, self._shape), beside=asynchronous)
         return saving
@@ -160,19 +160,23 @@ class Saver:
             for item in part.items(self._world.rank, self._shape):
                 yield item, values[item.begin - begin : item.begin - begin + item.box.numel]
 
-    def _copied(self, items: Iterator[tuple[Item, Tensor]]) -> list[tuple[Item, Tensor]]:
+    def _copied(self, items: Iterator[tuple[Item, Tensor]], parts: Sequence[Part]) -> list[tuple[Item, Tensor]]:
         """The same, in host memory that is kept from save to save."""
-        listed = list(items)
-        needed = sum(item.nbytes for item, _ in listed)
+        needed = sum(_aligned(item.nbytes) for part in parts for item in part.items(self._world.rank, self._shape))
         if self._snapshot.numel() < needed:
             pinned = self._world.device.type != "cpu"
             self._snapshot = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
         copies, start = [], 0
-        for item, values in listed:
+        for item, values in items:
             copy = self._snapshot[start : start + item.nbytes].view(item.cut.dtype)
             copies.append((item, copy.copy_(values)))
-            start += item.nbytes
+            start += _aligned(item.nbytes)
         return copies
+
+
+def _aligned(nbytes: int) -> int:
+    """So many bytes and up to 63 more, so that what follows may be of any dtype."""
+    return -(-nbytes // 64) * 64
 
 
 def saver_of(engine: Engine) -> Saver:

@@ -33,7 +33,20 @@ def without_losses(training: Training) -> State:
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("bf16", None), (None, "bf16"), ("bf16", "fp16"), ("fp16", "bf16")])
+#: What the second keeps of the first's, it keeps whole: masters in float32, or the same as the first's.
+KEPT = [
+    *(("bf16", None), (None, "bf16"), ("bf16", "fp16"), ("fp16", "bf16")),
+    *(
+        ("bf16", "bf16-split"),
+        ("bf16-split", None),
+        ("bf16-stochastic", "bf16"),
+        ("bf16-stochastic", "bf16-stochastic"),
+    ),
+    *(("bf16-8bit", "bf16"), ("bf16-8bit", "bf16-8bit")),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), KEPT)
 def test_masters_keep_their_bits_whatever_the_precision(saved: Any, loaded: Any, tmp_path: Path) -> None:
     def write(world: World) -> dict[str, Any]:
         training = Training(world, "zero3", precision=saved)
@@ -105,6 +118,28 @@ def test_any_elementwise_optimizer(name: str, tmp_path: Path) -> None:
     expected = comm.run_threads(2, write)[0]
     for found in comm.run_threads(2, read):
         assert_same_bits(found, expected)
+
+
+class Adapter(nn.Module):
+    """A frozen bfloat16 layer of odd size beside what trains in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(False)
+        self.extra = nn.Linear(3, 5)
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_frozen_parameters_of_another_dtype(asynchronous: bool, tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        first, second = (npuzero.zero(build(seed, Adapter), plan="zero3", world=world) for seed in (0, 1))
+        save = checkpoint.save(tmp_path, first, npuzero.AdamW(first.parameters()), step=1, asynchronous=asynchronous)
+        source = checkpoint.source.Source(save.wait())
+        assert source.tensors["model.base.weight"].properties.dtype == torch.bfloat16
+        checkpoint.load(tmp_path, second, npuzero.AdamW(second.parameters()))
+        assert_same_bits(*(npuzero.full_state_dict(model, rank0_only=False) for model in (second, first)))
+
+    comm.run_threads(2, rank)
 
 
 @pytest.mark.parametrize("plan", ("zero0", "zero3"))
