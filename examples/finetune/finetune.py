@@ -1,0 +1,103 @@
+"""Fine-tune a transformers model from its safetensors files, cut over any number of ranks, and hand it back.
+
+    python examples/finetune/pretrained.py runs/pretrained               # a small Llama, trained a little, as files
+    torchrun --standalone --nproc-per-node 2 examples/finetune/finetune.py runs/pretrained --out runs/finetuned
+    python examples/finetune/finetune.py runs/pretrained --out runs/adapter --lora 8
+
+The model is built on ``meta``; each rank reads the bytes that rest with it. What is left in ``--out`` is what
+transformers' ``from_pretrained`` loads, or PEFT's with ``--lora``; losses are in ``result.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from text import SENTENCES, batch_of
+from torch.distributed.elastic.multiprocessing.errors import record
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import npuzero
+
+
+def build(folder: Path, lora: int) -> tuple[Any, Callable[[str], str | None], Callable[[str], str | None]]:
+    """The model without data; the files' name for a tensor of it, and the name it is exported by."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    if not lora:
+        return model, str, str
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        adapted = get_peft_model(model, LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear"))
+
+    def in_base(name: str) -> str | None:
+        return None if "lora_" in name else name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+    def in_adapter(name: str) -> str | None:
+        return name.replace(".default", "") if "lora_" in name else None
+
+    return adapted, in_base, in_adapter
+
+
+def initializer(model: Any) -> Callable[[torch.nn.Module], None]:
+    """Fills what no file has: adapters by PEFT's own rule, rotary frequencies and the like by transformers'."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def initialize(module: Any) -> None:
+        if hasattr(module, "reset_lora_parameters"):
+            module.reset_lora_parameters("default", init_lora_weights=True)
+        else:
+            base._init_weights(module)
+
+    return initialize
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune a transformers model under ZeRO.")
+    parser.add_argument("pretrained", type=Path, help="folder with config.json and safetensors files")
+    parser.add_argument("--out", type=Path, default=Path("runs/finetuned"), help="folder for the result")
+    parser.add_argument("--preset", default="zero3", help=f"one of {', '.join(npuzero.PRESETS)}")
+    parser.add_argument("--precision", default=None, help=f"{', '.join(npuzero.PRECISIONS)}; default: as it is")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank (0: all)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    options = parser.parse_args(arguments)
+
+    world = npuzero.init()
+    torch.manual_seed(0)
+    model, in_files, in_export = build(options.pretrained, options.lora)
+    weights = npuzero.Weights(options.pretrained, rename=in_files)
+    npuzero.zero(
+        model, plan=options.preset, precision=options.precision, weights=weights, initialize=initializer(model)
+    )
+    optimizer = npuzero.AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr)
+    losses = []
+    for step in range(options.steps):
+        tokens = batch_of(SENTENCES, options.batch, step * world.size + world.rank).to(world.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        npuzero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    by_rank = world.exchange(losses)
+
+    files = options.out / "adapter_model.safetensors" if options.lora else options.out
+    npuzero.export(model, files, rename=in_export)
+    if world.rank == 0:
+        config = model.peft_config["default"] if options.lora else model.config
+        config.save_pretrained(options.out)
+        mean = [sum(ranks) / len(ranks) for ranks in zip(*by_rank, strict=True)]
+        (options.out / "result.json").write_text(json.dumps({"losses": mean, "ranks": world.size}) + "\n")
+        print(f"loss {mean[0]:.3f} -> {mean[-1]:.3f}; {options.out} is what from_pretrained() loads")
+
+
+if __name__ == "__main__":
+    main()
