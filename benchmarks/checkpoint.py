@@ -74,8 +74,8 @@ class Disk:
         loading = {PLAIN: self._read_plain, DCP: self._load_theirs, OURS: self._load}
         done, cold = saver_of(self._model._npuzero).finish, self._drop_cache  # type: ignore[arg-type]
         return [
-            Benchmark("save", "saving", self._contenders(saving, done), DCP, self._check, facts),
-            Benchmark("load", "loading", self._contenders(loading, cold), DCP, self._check, facts),
+            Benchmark("checkpoint/save", "saving", self._contenders(saving, done), DCP, self._check, facts),
+            Benchmark("checkpoint/load", "loading", self._contenders(loading, cold), DCP, self._check, facts),
         ]
 
     def _contenders(self, ways: Mapping[str, Callable[[], object]], prepare: Callable[[], object]) -> list[Contender]:
