@@ -62,8 +62,8 @@ class FlatAdam {
   }
 
  private:
-  // A slot's places: master, first and second moment, gradient (then the low copy), greatest second moment. A master
-  // that is no f32 lies in the first half of its place, the remainder in the second; it is an f32 in between.
+  // A slot's places: master, first and second moment, gradient (then the low copy), greatest second moment. What is
+  // bf16 in memory lies in the first half of its place, a master's remainder in the second; it is f32 in between.
   __aicore__ inline LocalTensor<uint8_t> Place(int32_t slot, int32_t place) {
     return slots_.Get<uint8_t>()[(slot * places_ + place) * place_bytes_];
   }
@@ -77,10 +77,13 @@ class FlatAdam {
     const int32_t master = ItemSize(row->master_dtype), grad = ItemSize(row->grad_dtype);
     Load(Place(slot, 0), row->master + at * master, count * master);
     if (row->remainder != 0) Load(Remainder(slot), row->remainder + at * 2, count * 2);
-    Load(Place(slot, 1), row->exp_avg + at * 4, count * 4);
-    Load(Place(slot, 2), row->exp_avg_sq + at * 4, count * 4);
+    const int32_t moment = ItemSize(row->moment_dtype);
+    Load(Place(slot, 1), row->exp_avg + at * moment, count * moment);
+    Load(Place(slot, 2), row->exp_avg_sq + at * moment, count * moment);
     Load(Place(slot, 3), row->grad + at * grad, count * grad);
-    if (groups_[row->group].amsgrad != 0) Load(Place(slot, 4), row->max_exp_avg_sq + at * 4, count * 4);
+    if (groups_[row->group].amsgrad != 0) {
+      Load(Place(slot, 4), row->max_exp_avg_sq + at * moment, count * moment);
+    }
     SetFlag<HardEvent::MTE2_V>(loaded_[slot]);
   }
 
@@ -88,10 +91,11 @@ class FlatAdam {
     const int32_t master = ItemSize(row->master_dtype);
     Store(row->master + at * master, Place(slot, 0), count * master);
     if (row->remainder != 0) Store(row->remainder + at * 2, Remainder(slot), count * 2);
-    Store(row->exp_avg + at * 4, Place(slot, 1), count * 4);
-    Store(row->exp_avg_sq + at * 4, Place(slot, 2), count * 4);
+    const int32_t moment = ItemSize(row->moment_dtype);
+    Store(row->exp_avg + at * moment, Place(slot, 1), count * moment);
+    Store(row->exp_avg_sq + at * moment, Place(slot, 2), count * moment);
     if (row->low != 0) Store(row->low + at * 2, Place(slot, 3), count * 2);
-    if (amsgrad_) Store(row->max_exp_avg_sq + at * 4, Place(slot, 4), count * 4);
+    if (amsgrad_) Store(row->max_exp_avg_sq + at * moment, Place(slot, 4), count * moment);
   }
 
   // The coefficients of a group, where it is another one than the last tile's.
@@ -120,7 +124,16 @@ class FlatAdam {
     const LocalTensor<float> p = Place(slot, 0).ReinterpretCast<float>(), m = Place(slot, 1).ReinterpretCast<float>();
     const LocalTensor<float> v = Place(slot, 2).ReinterpretCast<float>(), g = Place(slot, 3).ReinterpretCast<float>();
     const LocalTensor<float> t = scratch_.Get<float>();
-    if (row->master_dtype != kF32) WidenMaster(row, slot, count);
+    if (row->moment_dtype != kF32) {
+      WidenPlace(slot, 1, count);
+      WidenPlace(slot, 2, count);
+      if (amsgrad_) WidenPlace(slot, 4, count);
+    }
+    if (row->remainder != 0) {
+      Join(slot, count);
+    } else if (row->master_dtype != kF32) {
+      WidenPlace(slot, 0, count);
+    }
     if (row->grad_dtype == kF32) {
       Muls(g, g, scale_, count);
     } else {
@@ -169,37 +182,60 @@ class FlatAdam {
       PipeBarrier<PIPE_V>();
       Round(Place(slot, 3), p, row->low_dtype, count, RoundMode::CAST_ROUND);
     }
-    if (row->master_dtype != kF32) NarrowMaster(row, slot, at, count);
+    if (row->remainder != 0) {
+      Split(slot, count);
+    } else if (row->master_dtype != kF32) {
+      NarrowByChance(slot, 0, row, at, row->stream, count);
+    }
+    if (row->moment_dtype != kF32) {
+      NarrowAway(slot, 1, count);
+      if (amsgrad_) NarrowAway(slot, 4, count);
+      NarrowByChance(slot, 2, row, at, row->stream + 0x80000000u, count);
+    }
   }
 
-  // In place by way of t: bits of the f32 = bits of the bf16, widened, + remainder.
-  __aicore__ inline void WidenMaster(__gm__ const AdamRow* row, int32_t slot, int32_t count) {
+  // A place's bf16 to f32, by way of t.
+  __aicore__ inline void WidenPlace(int32_t slot, int32_t place, int32_t count) {
+    Widen(scratch_.Get<float>(), Place(slot, place), kBF16, count);
+    PipeBarrier<PIPE_V>();
+    Copy(Place(slot, place), scratch_.Get<uint8_t>(), 4 * count);
+    PipeBarrier<PIPE_V>();
+  }
+
+  // And back: to nearest, ties away from zero,
+  __aicore__ inline void NarrowAway(int32_t slot, int32_t place, int32_t count) {
+    PipeBarrier<PIPE_V>();
+    Round(scratch_.Get<uint8_t>(), Place(slot, place).ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
+    PipeBarrier<PIPE_V>();
+    Copy(Place(slot, place), scratch_.Get<uint8_t>(), 2 * count);
+  }
+
+  // or stochastically, by the draws of a stream.
+  __aicore__ inline void NarrowByChance(int32_t slot, int32_t place, __gm__ const AdamRow* row, int64_t at,
+                                        uint32_t stream, int32_t count) {
+    draws_.Make(seed_, row->place + static_cast<uint64_t>(at), stream, step_, count);
+    draws_.Round(Place(slot, place), Place(slot, place).ReinterpretCast<float>(), other_.Get<float>(),
+                 number_.Get<uint8_t>(), count);
+  }
+
+  // The master's f32 from its halves: the bits of the bf16, widened, + the remainder.
+  __aicore__ inline void Join(int32_t slot, int32_t count) {
     const LocalTensor<float> t = scratch_.Get<float>(), rest = other_.Get<float>();
     const LocalTensor<int32_t> p = Place(slot, 0).ReinterpretCast<int32_t>();
     PipeBarrier<PIPE_V>();  // the last tile may still read t and rest
     Widen(t, Place(slot, 0), kBF16, count);
-    if (row->remainder == 0) {
-      PipeBarrier<PIPE_V>();
-      Copy(Place(slot, 0), t.ReinterpretCast<uint8_t>(), 4 * count);
-    } else {
-      Cast(rest, Remainder(slot).ReinterpretCast<int16_t>(), RoundMode::CAST_NONE, count);
-      PipeBarrier<PIPE_V>();
-      Cast(rest.ReinterpretCast<int32_t>(), rest, RoundMode::CAST_RINT, count);
-      PipeBarrier<PIPE_V>();
-      Add(p, t.ReinterpretCast<int32_t>(), rest.ReinterpretCast<int32_t>(), count);
-    }
+    Cast(rest, Remainder(slot).ReinterpretCast<int16_t>(), RoundMode::CAST_NONE, count);
+    PipeBarrier<PIPE_V>();
+    Cast(rest.ReinterpretCast<int32_t>(), rest, RoundMode::CAST_RINT, count);
+    PipeBarrier<PIPE_V>();
+    Add(p, t.ReinterpretCast<int32_t>(), rest.ReinterpretCast<int32_t>(), count);
     PipeBarrier<PIPE_V>();
   }
 
-  // The other way; the remainder of NaN is 0.
-  __aicore__ inline void NarrowMaster(__gm__ const AdamRow* row, int32_t slot, int64_t at, int32_t count) {
+  // And its halves; the remainder of NaN is 0.
+  __aicore__ inline void Split(int32_t slot, int32_t count) {
     const LocalTensor<float> p = Place(slot, 0).ReinterpretCast<float>(), rest = other_.Get<float>();
     const LocalTensor<uint8_t> upper = scratch_.Get<uint8_t>(), number = number_.Get<uint8_t>();
-    if (row->remainder == 0) {
-      draws_.Make(seed_, row->place + static_cast<uint64_t>(at), row->stream, step_, count);
-      draws_.Round(Place(slot, 0), p, rest, number, count);
-      return;
-    }
     PipeBarrier<PIPE_V>();
     Round(upper, p, kBF16, count, RoundMode::CAST_ROUND);
     Compare(number, p, p, CMPMODE::EQ, RoundUp(count, kRepeat));

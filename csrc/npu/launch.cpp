@@ -93,14 +93,15 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
   int64_t last_group = -1;
   for (const int64_t i : order) {
     const FlatAdamPart& part = args.parts[i];
-    if (part.moment_dtype != Dtype::f32) {
-      throw Error(Error::Kind::KernelUnavailable, "flat_adam", "moments in f32, which npu has a kernel for",
-                  name(part.moment_dtype), "Keep moments in float32 on this device (Precision.moments).");
+    if (part.moment_dtype == Dtype::u8) {
+      throw Error(Error::Kind::KernelUnavailable, "flat_adam", "moments in f32 or bf16, which npu has kernels for",
+                  "moments in codes of 8 bits", "Keep moments in more bits on this device (Precision.moments).");
     }
     last_group = std::max(last_group, part.group);
     head.amsgrad |= args.groups[part.group].amsgrad;
-    head.narrow |= part.master_dtype != Dtype::f32;
-    head.drawn |= part.master_dtype != Dtype::f32 && !part.remainder;
+    const bool moments = part.moment_dtype != Dtype::f32, master = part.master_dtype != Dtype::f32;
+    head.narrow |= moments || master;
+    head.drawn |= moments || (master && !part.remainder);
   }
   head.tile = adam_tile(head.amsgrad, head.narrow, head.drawn);
   std::vector<AdamGroup> groups;
@@ -126,17 +127,21 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
     row.low = address(part.low);
     row.place = static_cast<uint64_t>(part.place);
     row.master_dtype = static_cast<int32_t>(part.master_dtype);
+    row.moment_dtype = static_cast<int32_t>(part.moment_dtype);
     row.grad_dtype = static_cast<int32_t>(part.grad_dtype);
     row.low_dtype = static_cast<int32_t>(part.low_dtype);
     row.group = static_cast<int32_t>(part.group);
     row.stream = part.stream;
     rows.push_back(row);
-    LinePart range{
-        part.count, line, {{{row.master, itemsize(part.master_dtype)}, {row.exp_avg, 4}, {row.exp_avg_sq, 4}}}, 3};
+    LinePart range{part.count, line, {}, 0};
     const auto writes = [&](uint64_t at, int64_t size) {
       if (at) range.written[range.written_count++] = {at, size};
     };
-    writes(args.groups[part.group].amsgrad ? row.max_exp_avg_sq : 0, 4);
+    const int64_t moment = itemsize(part.moment_dtype);
+    writes(row.master, itemsize(part.master_dtype));
+    writes(row.exp_avg, moment);
+    writes(row.exp_avg_sq, moment);
+    writes(args.groups[part.group].amsgrad ? row.max_exp_avg_sq : 0, moment);
     writes(row.remainder, 2);
     writes(row.low, 2);
     parts.push_back(range);

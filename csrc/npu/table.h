@@ -80,12 +80,12 @@ constexpr int32_t kAdamColumns = 4;  // of dynamic: step_size, bias2_sqrt, decay
 struct AdamRow {
   Piece piece;
   uint64_t master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, low, place;
-  int32_t master_dtype, grad_dtype, low_dtype, group;
-  uint32_t stream, reserved;
+  int32_t master_dtype, moment_dtype, grad_dtype, low_dtype, group;
+  uint32_t stream;
 };
 
-// tile: of all rows, by which UB is laid out; narrow, drawn: whether any master is kBF16, and any of them has no
-// remainder.
+// tile: of all rows, by which UB is laid out. narrow: whether any master or moment is kBF16; drawn: whether any is
+// rounded stochastically.
 struct AdamHead {
   Head head;
   uint64_t grad_scale, skip, dynamic, seed;

@@ -91,14 +91,17 @@ def norm() -> None:
 def flat_adam() -> None:
     for dtype, low in ((BF16, BF16), (F32, F16), (F16, None)):
         _adam(LENGTH, dtype, "fp32", low)
-    _adam(LENGTH, F32, "split", None)
+    _adam(LENGTH, BF16, "split", None)
     _adam(LENGTH // 2, BF16, "none", None)
+    _adam(LENGTH // 2, F32, "split", None, moments=BF16)
+    _adam(LENGTH // 2, F32, "fp32", BF16, moments=BF16)
 
 
-def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None) -> None:
+def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, moments: torch.dtype = F32) -> None:
     grad = grid.values(n, dtype)
     content = {name: grid.values(n) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
     content["exp_avg_sq"].abs_()
+    content.update({name: value.to(moments) for name, value in content.items() if name != "master"})
     if low is not None:
         content["low"] = torch.zeros(n, dtype=low)
     if masters != "fp32":
