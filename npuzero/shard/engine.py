@@ -35,7 +35,7 @@ from npuzero.shard.restore import Restorer
 from npuzero.shard.unit import Flat, ParameterState, Unit
 
 #: Elements that are read, or sent to be written, at once.
-PIECE = 2**22
+PIECE = 2**20
 
 
 class Engine:
