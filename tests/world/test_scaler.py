@@ -101,7 +101,10 @@ def test_decisions_are_torchs_on_fewer_ranks(plan: str, size: int) -> None:
     check(CLIPPED, size, plan=plan)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "bf16-stochastic", "bf16-8bit"))],
+)
 @every_plan
 def test_a_skipped_step_leaves_no_trace(plan: str, precision: str) -> None:
     """With a scaler and overflows: bit for bit what the other steps alone give, bias correction and all."""

@@ -1,0 +1,155 @@
+"""One training run per precision, all on the same batches from the same weights, and how far each strays from fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import npuzero
+from npuzero import Precision, comm
+from npuzero.comm import World
+from npuzero.plan import PrecisionLike
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+
+from data import Corpus, train_batch
+from model import GPT, next_byte_loss
+from train import Options, build_optimizer
+
+RANKS, PLAN, STEPS = 2, "zero3", 300
+_FIRST_WEIGHTS = threading.Lock()
+BASELINE = "fp32"
+#: Losses are compared as means over so many steps: a single batch's says little.
+WINDOW = 20
+#: Steps of warming up, in which losses fall steeply, and any two runs part for a while.
+AFTER = 60
+
+
+@dataclass(frozen=True)
+class Contender:
+    """How one run is made, and how far its mean loss may be from fp32's: nats per byte.
+
+    Attributes:
+        precision: the model's.
+        band: largest distance after the first :data:`AFTER` steps.
+        scaled: with a loss scaler, from 2^24 down.
+        autocast: forward under torch's autocast to bfloat16.
+    """
+
+    precision: PrecisionLike
+    band: float
+    scaled: bool = False
+    autocast: bool = False
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CONTENDERS = {
+    BASELINE: Contender("fp32", 0.0),
+    "autocast bf16": Contender("fp32", 0.03, autocast=True),
+    "fp32, reduced in bf16": Contender(Precision(FP32, wires=BF16), 0.03),
+    "bf16": Contender("bf16", 0.03),
+    "bf16, reduced in fp32": Contender(Precision(BF16, wires=FP32), 0.03),
+    "fp16": Contender("fp16", 0.03, scaled=True),
+    "bf16-split": Contender("bf16-split", 0.03),
+    "bf16-stochastic": Contender("bf16-stochastic", 0.03),
+    "bf16-8bit": Contender("bf16-8bit", 0.03),
+    "fp32, moments in bf16": Contender(Precision(FP32, moments="bf16"), 0.03),
+}
+
+
+class MatrixUnits(TorchDispatchMode):
+    """Float16 matrix products as an accelerator's units make them: sums in float32, rounded once.
+
+    A CPU without float16 units takes ten times as long, for the same.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or args[0].dtype is not torch.float16:
+            return func(*args, **kwargs)
+        wide = [arg.float() if isinstance(arg, Tensor) and arg.dtype is torch.float16 else arg for arg in args]
+        made = func(*wide, **kwargs)
+        if func is _ATTENTION:  # and the sums of exponentials, which stay as they are
+            return made[0].half(), made[1]
+        return made.half() if isinstance(made, Tensor) else tuple(each.half() for each in made)
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    _ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one run left: the mean loss over the ranks of each step, and how many steps its scaler skipped."""
+
+    losses: list[float]
+    skipped: int
+
+
+def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
+    """Train for ``options.steps`` on :data:`RANKS` ranks."""
+
+    def rank(world: World) -> Curve:
+        with _FIRST_WEIGHTS:
+            torch.manual_seed(options.seed)
+            model = GPT(options.model)
+        model = npuzero.zero(model, plan=PLAN, precision=contender.precision, world=world)
+        optimizer, scheduler = build_optimizer(model, options)
+        scaler = npuzero.LossScaler(enabled=contender.scaled)
+        losses = []
+        for step in range(options.steps):
+            window = train_batch(
+                text,
+                seed=options.seed,
+                step=step,
+                rank=world.rank,
+                ranks=RANKS,
+                batch=options.batch,
+                length=options.seq,
+            )
+            with MatrixUnits() if contender.precision == "fp16" else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype=BF16, enabled=contender.autocast):
+                    loss = next_byte_loss(model, window)
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            npuzero.clip_grad_norm_(model, options.clip)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        by_rank = world.exchange(losses)
+        mean = [sum(each) / RANKS for each in zip(*by_rank, strict=True)]
+        return Curve(mean, scaler.skipped if contender.scaled else 0)
+
+    return comm.run_threads(RANKS, rank)[0]
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Means over :data:`WINDOW` steps, by their last step."""
+    return [sum(losses[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(losses) + 1)]
+
+
+def distance(losses: Sequence[float], baseline: Sequence[float]) -> float:
+    """The largest distance of two curves' means, windows that begin before :data:`AFTER` left out."""
+    pairs = zip(smoothed(losses[AFTER:]), smoothed(baseline[AFTER:]), strict=True)
+    return max(abs(own - other) for own, other in pairs)
+
+
+def corpus() -> torch.Tensor:
+    """What the demo trains on: u8[n]."""
+    return Corpus.standard_library().train

@@ -1,0 +1,87 @@
+"""Loss curves by precision: the arithmetic of the comparison, the committed record, and (slow) every curve anew."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.precision import __main__ as command
+from benchmarks.precision import curves
+from benchmarks.precision.curves import (
+    BASELINE,
+    CONTENDERS,
+    Contender,
+    Curve,
+    Options,
+    corpus,
+    curve,
+    distance,
+    smoothed,
+)
+from npuzero.plan import PRECISIONS, parse_precision
+
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "precision" / "curves.json"
+
+
+def test_means_and_distances():
+    assert smoothed([1.0] * 20 + [21.0]) == [1.0, 2.0]
+    base = [2.0] * 100
+    apart = [9.0] * curves.AFTER + [2.0] * 20 + [2.0 + 0.5] * 20  # before AFTER nothing counts
+    assert distance(base, base) == 0.0 and distance(apart, base) == 0.5
+
+
+def test_every_named_precision_a_cpu_has_is_run():
+    run = {parse_precision(contender.precision) for contender in CONTENDERS.values()}
+    assert {precision for precision in PRECISIONS.values() if precision.matmul == "ieee"} <= run
+
+
+def test_a_curve_outside_its_band_is_said(capsys):
+    flat, high = Curve([2.0] * 100, 0), Curve([2.5] * 100, 0)
+    assert command.judge({BASELINE: vars(flat), "bf16": vars(high), "fp16": vars(flat)}) == ["bf16"]
+    assert "bf16: 0.5000 nats" in capsys.readouterr().out
+
+
+def test_a_record_keeps_the_curves_of_the_same_options(tmp_path):
+    path, options = tmp_path / "curves.json", {"steps": 2}
+    record = command.load(path, options)
+    record["curves"]["bf16"] = {"losses": [1.0, 0.123456789], "skipped": 0}
+    command.write(path, record)
+    assert command.load(path, options)["curves"]["bf16"]["losses"] == [1.0, 0.12346]
+    assert command.load(path, {"steps": 3})["curves"] == {}
+
+
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.precision.plot import plot
+
+    ramp = [3.0 - i / 100 for i in range(120)]
+    plot({BASELINE: {"losses": ramp}, "bf16": {"losses": ramp}}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", [BASELINE, "fp16", "bf16-8bit"])
+def test_a_curve_is_run(name):
+    tiny = Options(steps=3, batch=1, seq=16, dim=32, layers=1, heads=1)
+    found = curve(CONTENDERS[name], torch.arange(5000, dtype=torch.uint8), tiny)
+    assert len(found.losses) == 3 and all(loss > 0 for loss in found.losses)
+    assert found.skipped == (3 if CONTENDERS[name].scaled else 0)  # from 2^24 down, which takes a while
+
+
+@cache
+def whole(name: str) -> Curve:
+    return curve(CONTENDERS[name], corpus(), Options(steps=curves.STEPS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_three_hundred_steps_stay_within_the_band(name):
+    contender: Contender = CONTENDERS[name]
+    assert distance(whole(name).losses, whole(BASELINE).losses) <= contender.band
+
+
+@pytest.mark.slow
+def test_split_masters_give_the_same_curve_to_the_bit():
+    assert whole("bf16-split") == whole("bf16")
