@@ -29,7 +29,7 @@ Figures = dict[str, Any]
 
 
 def measure(world: World, folder: Path, width: int, layers: int) -> Figures:
-    """The figures of ``layers`` matrices of ``width`` x ``width`` in float32; collective. Leaves files in ``folder``."""
+    """Figures of ``layers`` matrices of ``width`` x ``width`` in float32; collective. Files stay in ``folder``."""
     # What is made once, whatever the size: communicators, buffers of slots.
     warm = npuzero.zero(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), 3, world=world)
     npuzero.export(warm, folder / "warm.safetensors")
