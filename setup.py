@@ -19,6 +19,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -60,6 +61,27 @@ class CMakeBuild(build_ext):
         ]
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build)], check=True)
+        if os.environ.get("ASCEND_HOME_PATH"):
+            self.build_npu_kernels(cmake, build / "npu", target.parent / "kernels")
+
+    def build_npu_kernels(self, cmake: str, build: Path, folder: Path) -> None:
+        """A library of its own, by CANN's compiler; where there is no CANN, `npuzero build-npu` makes it later."""
+        configure = [cmake, "-S", str(ROOT / "csrc" / "npu"), "-B", str(build), f"-DNPUZERO_OUTPUT={folder}"]
+        try:
+            subprocess.run(configure, check=True)
+            subprocess.run([cmake, "--build", str(build)], check=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit("npuzero: unset ASCEND_HOME_PATH to install without kernels for the NPU") from error
 
 
-setup(ext_modules=[Extension("npuzero._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class CopySources(build_py):
+    """The npu kernels' sources go with the package: `npuzero build-npu` compiles them on the machine with CANN."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            inside = Path(self.build_lib) / "npuzero" / "csrc" / "npu"
+            shutil.copytree(ROOT / "csrc" / "npu", inside, dirs_exist_ok=True, ignore=shutil.ignore_patterns("host"))
+
+
+setup(ext_modules=[Extension("npuzero._C", sources=[])], cmdclass={"build_ext": CMakeBuild, "build_py": CopySources})

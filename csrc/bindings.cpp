@@ -14,6 +14,7 @@
 #include "core/kernel_table.h"
 #include "core/view.h"
 #include "cpu/dispatch/isa.h"
+#include "npu/host/kernels.h"
 #include "ops/cast.h"
 #include "ops/flat_adam.h"
 #include "ops/norm.h"
@@ -218,6 +219,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("overlap", &overlap, py::arg("begins"), py::arg("bytes"), py::arg("written"),
         "Indices of two spans that share memory, at least one of them among the first `written`; or None.");
   m.def("kernels", &kernels, "Which devices have a kernel, by op.");
+  m.def(
+      "use_npu_kernels", &npu::use_kernels, py::arg("library"),
+      "Take the npu kernels from a library that `npuzero build-npu` made, loaded at the first launch; \"\" for none.");
+  m.def("npu_kernels", &npu::kernels_in_use, "The library that the npu kernels are taken from, or \"\".");
   m.def("norm_block", [] { return norm_block; });
   m.def("cast", &cast);
   m.def("flat_adam", &flat_adam);

@@ -13,6 +13,7 @@ import torch
 
 from npuzero import device as devices
 from npuzero.config import environment
+from npuzero.device import kernels as npu_kernels
 from npuzero.errors import ConfigError, CoreMissing, KernelUnavailable
 
 try:
@@ -49,6 +50,7 @@ kernels, isa, built_isas, supported_isas, use_isa = (
     _C.supported_isas,
     _C.use_isa,
 )
+npu_library = _C.npu_kernels
 NORM_BLOCK: int = _C.norm_block()
 # Collectives between the ranks of one host; npuzero.comm.shared_memory is their Python side.
 comm: Any = _C.comm
@@ -136,6 +138,7 @@ def _warn_if_two_openmps() -> None:
 
 _MAPS = Path("/proc/self/maps")
 ONE_OPENMP = "Import torch before other packages that bring one, and build npuzero with the system's libgomp."
+_C.use_npu_kernels(str(npu_kernels.find() or ""))
 _environment = environment()
 _backend = _environment.backend
 use_isa(_environment.isa)

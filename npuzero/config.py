@@ -146,6 +146,7 @@ class Environment(_Checked):
         "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
     timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
+    npu_kernels: str = setting("", str, "the library of npu kernels, instead of the one that is looked for")
 
     @classmethod
     def subject(cls, key: str) -> str:
@@ -324,3 +325,8 @@ def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolk
     texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(root.glob(pattern)))
     found = (re.search(r'"?version"?\s*[:=]\s*"?([\w.]+)', text) for text in texts)
     return Toolkit(name, root, next((match.group(1) for match in found if match), None))
+
+
+def cache_folder() -> Path:
+    """Where this user's caches of npuzero lie; not made here."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npuzero"

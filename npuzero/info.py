@@ -16,17 +16,19 @@ import torch.distributed
 from npuzero import _native, device
 from npuzero.config import find_toolkit
 
-_ADD_KERNELS = (
-    "NPUZERO_BACKEND=reference runs the ops there in plain torch, slowly; "
-    "docs/adding-a-device.md says how to add kernels."
-)
+_ADD_KERNELS = {
+    "cuda": "docs/adding-a-device.md says how to add kernels.",
+    "npu": "`npuzero build-npu` makes them with CANN.",
+}
+_REFERENCE = "NPUZERO_BACKEND=reference runs the ops there in plain torch, slowly; "
 
 
 def info() -> dict[str, Any]:
     """The facts behind ``npuzero info``: plain dicts, lists and texts, ready for JSON.
 
     Keys: ``versions``, ``platform``, ``devices`` (by kind), ``kernels`` (op → kind → bool), ``isa``, ``backend``,
-    ``openmp`` (runtimes in this process), ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
+    ``npu_kernels`` (their library), ``openmp`` (runtimes in this process),
+    ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
     """
     devices = {kind: _device(found) for kind, found in device.KINDS.items()}
     kernels = {op: {kind: kind in kinds for kind in devices} for op, kinds in sorted(_native.kernels().items())}
@@ -42,6 +44,7 @@ def info() -> dict[str, Any]:
             "built": list(_native.built_isas()),
         },
         "backend": _native.backend(),
+        "npu_kernels": _native.npu_library(),
         "openmp": _native.openmp_libraries(),
         "collectives": collectives,
         "missing": _missing(devices, kernels, collectives),
@@ -104,7 +107,7 @@ def _missing(
         lacking = [op for op, kinds in kernels.items() if not kinds[kind]]
         if lacking:
             why = f"this build has none for {', '.join(lacking)}"
-            missing.append({"what": f"kernels for {kind}", "why": why, "do": _ADD_KERNELS})
+            missing.append({"what": f"kernels for {kind}", "why": why, "do": _REFERENCE + _ADD_KERNELS.get(kind, "")})
         wanted = collectives[kind]["wanted"]
         if facts["available"] and wanted not in collectives[kind]["backends"]:
             do = f"Install a torch built with {wanted}."

@@ -25,8 +25,9 @@ void set_kernel(Device device, Kernel<Args> kernel) {
 template <class Args>
 void run_kernel(Device device, const Args& args, Stream stream) {
   if (!has_kernel<Args>(device)) {
-    throw Error(Error::Kind::KernelUnavailable, Args::op, std::string("a kernel for ") + name(device),
-                "a build without one", "Build npuzero where that toolkit is found, or set NPUZERO_BACKEND=reference.");
+    throw Error(Error::Kind::KernelUnavailable, Args::op, std::string("a kernel for ") + name(device), "none",
+                device == Device::npu ? "Run `npuzero build-npu` where CANN is, or set NPUZERO_BACKEND=reference."
+                                      : "Build npuzero where that toolkit is found, or set NPUZERO_BACKEND=reference.");
   }
   kernel_slots<Args>[static_cast<int>(device)](args, stream);
 }

@@ -39,6 +39,7 @@ def render(facts: dict[str, Any]) -> str:
         f"run by: {facts['backend']}; instruction set of the cpu kernels: {isa['chosen']}",
         f"(this machine has {', '.join(isa['supported'])}; built are {', '.join(isa['built'])})",
         f"their threads: {', '.join(facts['openmp']) or 'unknown'}",
+        *([f"npu kernels: {facts['npu_kernels']}"] if facts["npu_kernels"] else []),
     ]
     sections["Missing"] = [f"{item['what']}: {item['why']}. {item['do']}" for item in facts["missing"]] or ["nothing"]
     return "\n\n".join(_section(title, lines) for title, lines in sections.items())

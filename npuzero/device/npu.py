@@ -41,7 +41,7 @@ class Npu(Accelerator):
         """
         try:
             importlib.import_module("torch_npu")
-        except (ImportError, OSError) as error:
+        except Exception as error:  # of any kind: it checks CANN's environment as it is imported
             raise ConfigError(
                 "device npu",
                 expected="torch_npu, in the release for this torch, and CANN",

@@ -22,6 +22,7 @@ def test_the_settings_there_are_is_a_promise():
         "Environment.backend",
         "Environment.isa",
         "Environment.timeout_s",
+        "Environment.npu_kernels",
         "Launch.rank",
         "Launch.world_size",
         "Launch.local_rank",

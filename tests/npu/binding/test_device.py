@@ -181,6 +181,17 @@ def test_saturation_is_refused():
     assert "expected overflows that show as inf and nan; got saturation" in refused
 
 
+@pytest.mark.slow
+def test_half_an_environment_of_cann_is_a_config_error():
+    code = "import npuzero, npuzero.device.npu\ntry: npuzero.device.npu.Npu.module()\n"
+    code += "except npuzero.ConfigError as error: print(error)"
+    paths = [str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "ASCEND_HOME_PATH": str(libraries.HERE / "cann"), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", f"from npu.fake import libraries; libraries.load()\n{code}"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    assert "ASCEND_OPP_PATH" in done.stdout and "set_env.sh" in done.stdout, done.stderr
+
+
 def test_a_full_device_is_out_of_space(npu):
     with pytest.raises(OutOfSpace) as raised:
         Space(npu.device).allocate(1 << 40, torch.float32, "states")

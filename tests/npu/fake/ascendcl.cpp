@@ -40,7 +40,7 @@ int setting(const char* name, int otherwise) {
 
 std::mutex mutex;  // of everything below that is not a stream's own
 std::string recent;
-std::map<uintptr_t, size_t> allocations;  // device memory: begin, bytes
+std::map<uintptr_t, size_t> allocated;  // device memory: begin, bytes
 std::atomic<size_t> used{0};
 std::map<int, int64_t> options;
 
@@ -178,7 +178,7 @@ int allocate(void** out, size_t bytes) {
   if (!memory) return fake::fail(fake::out_of_memory, "aclrtMalloc: the host is full");
   std::memset(memory, fresh, rounded);
   const std::lock_guard<std::mutex> lock(mutex);
-  allocations[reinterpret_cast<uintptr_t>(memory)] = rounded;
+  allocated[reinterpret_cast<uintptr_t>(memory)] = rounded;
   used += rounded;
   *out = memory;
   return fake::success;
@@ -205,10 +205,15 @@ void enqueue(void* stream, std::function<void()> task) { stream_of(stream).push(
 bool on_device(const void* begin, size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto address = reinterpret_cast<uintptr_t>(begin);
-  auto after = allocations.upper_bound(address);
-  if (after == allocations.begin()) return false;
+  auto after = allocated.upper_bound(address);
+  if (after == allocated.begin()) return false;
   const auto& [start, size] = *--after;
   return address + bytes <= start + size;
+}
+
+std::map<uintptr_t, size_t> allocations() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return allocated;
 }
 
 int fail(int result, const std::string& text) {
@@ -307,11 +312,11 @@ FAKE_API int aclrtMallocAlign32(void** out, size_t bytes, int) { return allocate
 FAKE_API int aclrtFree(void* memory) {
   synchronize_all(-1);
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = allocations.find(reinterpret_cast<uintptr_t>(memory));
-  if (found == allocations.end()) return fake::invalid_param;
+  const auto found = allocated.find(reinterpret_cast<uintptr_t>(memory));
+  if (found == allocated.end()) return fake::invalid_param;
   std::memset(memory, freed, found->second);
   used -= found->second;
-  allocations.erase(found);
+  allocated.erase(found);
   std::free(memory);
   return success;
 }

@@ -7,7 +7,9 @@ as ever. npuzero's own kernels do not go this way.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 #: What torch_npu does itself, by the fake's documented calls: allocation, storages, streams, single values.
 THEIRS = (
-    "empty", "resize", "set_", "record_stream", "is_pinned", "pin_memory", "local_scalar_dense", "copy_from",
+    "empty", "resize", "set_", "record_stream", "is_pinned", "pin_memory", "copy_from",
     "has_compatible_shallow_copy_type", "is_set_to",
 )  # fmt: skip
 
@@ -56,7 +58,34 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     return host_view(tensor) if tensor.device.type == "npu" else tensor
 
 
+_reads = True
+
+
+@contextlib.contextmanager
+def unread() -> Iterator[None]:
+    """Whoever reads a tensor of the device on the host inside fails: it would wait for all that was issued before."""
+    global _reads
+    _reads = False
+    try:
+        yield
+    finally:
+        _reads = True
+
+
+def _check_reads() -> None:
+    if not _reads:
+        raise AssertionError("the host reads a tensor of the device, and waits for it")
+
+
+def _item(tensor: torch.Tensor) -> Any:
+    _check_reads()
+    torch.npu.current_stream().synchronize()
+    return host_view(tensor).item()
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if target.device.type == "cpu":
+        _check_reads()
     torch.npu.current_stream().synchronize()
     _memory(target).copy_(_memory(source))
     return target
@@ -66,7 +95,10 @@ def _to_copy(source: torch.Tensor, *, device: torch.device | None = None, **opti
     torch.npu.current_stream().synchronize()
     options = {key: options[key] for key in ("dtype", "memory_format") if options.get(key) is not None}
     copy = torch.ops.aten._to_copy(_memory(source), device="cpu", **options)
-    return copy if device is not None and device.type == "cpu" else _put(copy)
+    if device is None or device.type != "cpu":
+        return _put(copy)
+    _check_reads()
+    return copy
 
 
 def _put(value: torch.Tensor) -> torch.Tensor:
@@ -118,4 +150,9 @@ def _matmul_backward(
     )
 
 
-_OWN = {"copy_": _copy, "_to_copy": _to_copy, "matmul_backward": partial(_on_host, _matmul_backward)}
+_OWN = {
+    "copy_": _copy,
+    "_to_copy": _to_copy,
+    "_local_scalar_dense": _item,
+    "matmul_backward": partial(_on_host, _matmul_backward),
+}

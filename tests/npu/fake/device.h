@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 
 #define FAKE_API extern "C" __attribute__((visibility("default")))
@@ -29,6 +30,9 @@ __attribute__((visibility("default"))) void enqueue(void* stream, std::function<
 
 // Whether [begin, begin + bytes) lies in one allocation of device memory.
 __attribute__((visibility("default"))) bool on_device(const void* begin, size_t bytes);
+
+// Device memory: begin and bytes of each allocation.
+__attribute__((visibility("default"))) std::map<uintptr_t, size_t> allocations();
 
 // Sets what aclGetRecentErrMsg tells, and returns `result`.
 __attribute__((visibility("default"))) int fail(int result, const std::string& text);

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import os
 import subprocess
 import sys
@@ -48,6 +49,21 @@ def _compile(folder: Path, name: str, sources: tuple[str, ...]) -> None:
     inputs = [str(HERE / source) for source in sources] or ["-xc++", os.devnull]
     command = [*_COMPILE, f"-I{ROOT / 'csrc'}", f"-Wl,-soname,{name}", *inputs, *below, "-ldl", "-lrt"]
     subprocess.run([*command, "-o", str(folder / name)], check=True)
+
+
+@functools.cache
+def kernels(folder: Path = BUILT) -> Path:
+    """The emulated kernels' library, by `npuzero build-npu` with a CANN whose compiler makes them; it is cached."""
+    variables = {"ASCEND_HOME_PATH": str(HERE / "cann"), "XDG_CACHE_HOME": str(build(folder) / "cache")}
+    newest = max(path.stat().st_mtime for path in (*HERE.glob("*.*"), *(HERE.parent / "emulator").iterdir()))
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for library in folder.glob("cache/npuzero/npu/*/*.so"):
+            if library.stat().st_mtime < newest:
+                library.unlink()
+        command = [sys.executable, "-m", "npuzero", "build-npu"]
+        done = subprocess.run(command, env={**os.environ, **variables}, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(done.stdout.splitlines()[0].removeprefix("there already: "))
 
 
 def load(folder: Path = BUILT) -> None:

@@ -1,0 +1,32 @@
+// What is used of libascendcl, found when it is first needed: the extension is linked against nothing of CANN.
+// Names, signatures and numbers are those of the documented C API.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace npuzero::npu {
+
+struct AscendCl {
+  int (*aclrtGetDevice)(int32_t* device);
+  int (*aclGetDeviceCapability)(uint32_t device, int fact, int64_t* value);
+  int (*aclrtMalloc)(void** memory, size_t bytes, int policy);
+  int (*aclrtMallocHost)(void** memory, size_t bytes);
+  int (*aclrtMemcpyAsync)(void* target, size_t room, const void* source, size_t bytes, int kind, void* stream);
+  int (*aclrtCreateEventExWithFlag)(void** event, uint32_t flag);
+  int (*aclrtRecordEvent)(void* event, void* stream);
+  int (*aclrtQueryEventStatus)(void* event, int* status);
+  const char* (*aclGetRecentErrMsg)();
+};
+
+// Error::KernelUnavailable where there is no libascendcl, or one that lacks some of it.
+const AscendCl& ascendcl();
+
+// Error::State where `result` is not success: says which call of CANN's failed, and what CANN says of it.
+void check(int result, const char* call);
+
+// The function `name` of the shared object `library`, loaded on the way. `purpose` and `remedy` are for the error,
+// Error::KernelUnavailable.
+void* find(const char* library, const char* name, const char* purpose, const char* remedy);
+
+}  // namespace npuzero::npu

@@ -1,0 +1,90 @@
+"""The engine on the fake device: kernels in the emulator, collectives over the fake hccl, the model on the host."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import npuzero
+from npu.fake import compute
+from npuzero.comm import World
+from world.parity_ranks import STAGES, digest
+from world.toy import Recipe, build, loss_of, tokens_of
+from world.train import CutSession, State, assert_same_bits, run_cut, train
+
+#: Two micro-batches would change the order of sums between plans.
+RECIPE = Recipe(steps=3, clip=0.5, groups=True)
+MICRO_BATCHES = Recipe(steps=2, micro_batches=3, clip=0.5, groups=True)
+
+
+class NpuSession(CutSession):
+    """npuzero on this rank's npu; its data comes from the host."""
+
+    def __init__(self, world: World, **options: Any) -> None:
+        self.device = world.device
+        super().__init__(build().to(world.device), world, **options)
+
+    def loss(self, step: int = 0, micro_batch: int = 0, **options: Any) -> Tensor:
+        (rank,) = self.ranks
+        return loss_of(self.model, tokens_of(step, micro_batch, rank).to(self.device), **options)
+
+    def state(self) -> State:
+        return {name: value.cpu() for name, value in super().state().items()}
+
+
+def trained(world: World, recipe: Recipe, **options: Any) -> State:
+    session = NpuSession(world, **options)
+    norms = train(session, recipe)
+    return {name: value.cpu() for name, value in norms.items()} | session.state()
+
+
+def on_cpu(recipe: Recipe, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    """What the same training gives on two ranks that are threads: its digest and values. Without torch_npu."""
+    torch.set_num_threads(1)
+    state = run_cut(partial(train, recipe=recipe), 2, plan=plan, **options)[0]
+    return digest({name: value.float() for name, value in state.items()}), _values(state)
+
+
+def _values(state: State) -> dict[str, Any]:
+    return {name: value.float().flatten().tolist() for name, value in state.items()}
+
+
+def stages(world: World) -> dict[str, str]:
+    """Digests of what each plan trains; the stages to the same bits."""
+    compute.serve()
+    states = {plan: trained(world, RECIPE, plan=plan) for plan in STAGES}
+    for state in states.values():
+        assert_same_bits(state, states["zero0"])
+    states["micro-batches"] = trained(world, MICRO_BATCHES, plan="zero3")
+    return {name: digest(state) for name, state in states.items()}
+
+
+def low_precision(world: World) -> dict[str, Any]:
+    """Values in bfloat16, to be compared within a bound: hccl rounds sums of bfloat16 wires to bfloat16."""
+    compute.serve()
+    state = trained(world, RECIPE, plan="zero3", precision="bf16")
+    return _values(state)
+
+
+def steady_step(world: World) -> int:
+    """A step reads nothing of the device on the host: neither to decide nor to wait."""
+    compute.serve()
+    session = NpuSession(world, plan="zero3")
+    optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        session.loss(number).backward()
+        session.clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(2):
+        step(number)
+    with compute.unread():
+        for number in range(2, 4):
+            step(number)
+    assert torch.isfinite(torch.cat([value.flatten() for value in session.state().values()])).all()
+    return npuzero.report(session.model).bytes_sent["control"]

@@ -1,0 +1,60 @@
+"""Training on the emulated device, end to end: it equals the CPU's, whose collectives sum in the same order."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu.binding import engine_cases
+from npu.binding.engine_cases import MICRO_BATCHES, RECIPE
+from npu.binding.ranks import run
+from npu.fake import libraries
+from world.parity_ranks import STAGES
+from world.toy import Recipe
+from world.train import assert_close
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, str]:
+    """Variables that let ranks find the emulated kernels."""
+    return {"NPUZERO_NPU_KERNELS": str(libraries.kernels())}
+
+
+@functools.cache
+def on_cpu(recipe: Recipe, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
+    """In a process of its own: here torch_npu may be at work, which wants its part in whatever is seeded."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(engine_cases.on_cpu, (recipe, plan), options)
+
+
+def expected() -> dict[str, str]:
+    plain, micro_batches = (on_cpu(*what)[0] for what in ((RECIPE, "zero0"), (MICRO_BATCHES, "zero3")))
+    return dict.fromkeys(STAGES, plain) | {"micro-batches": micro_batches}
+
+
+def test_every_stage_trains_to_the_bits_of_the_cpu(kernels, tmp_path: Path):
+    assert run("engine_cases:stages", 2, tmp_path, **kernels) == [expected()] * 2
+
+
+@pytest.mark.slow
+def test_work_that_comes_late_changes_nothing(kernels, tmp_path: Path):
+    """Whoever forgot to wait for a stream reads what was there before."""
+    assert run("engine_cases:stages", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US="500") == [expected()] * 2
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_as_on_the_cpu(kernels, tmp_path: Path):
+    found = run("engine_cases:low_precision", 2, tmp_path, **kernels)[0]
+    cpu = on_cpu(RECIPE, "zero3", precision="bf16")[1]
+    assert_close(*({name: torch.tensor(value) for name, value in state.items()} for state in (found, cpu)), 0.05)
+
+
+@pytest.mark.slow
+def test_a_steady_step_reads_nothing_on_the_host(kernels, tmp_path: Path):
+    first, second = run("engine_cases:steady_step", 2, tmp_path, **kernels)
+    assert first == second > 0

@@ -1,0 +1,97 @@
+"""npuzero's ops on npu tensors: the host's part of a launch over the fake device, the kernels in the emulator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from npu.fake import libraries
+from npuzero import _native, ops
+from npuzero.errors import KernelUnavailable
+from npuzero.ops.flat_adam import Segment
+
+NUMELS = (1, 77, 5000, 100_003)
+
+
+@pytest.fixture(autouse=True)
+def kernels(npu) -> Iterator[None]:
+    before = _native.npu_library()
+    _native._C.use_npu_kernels(str(libraries.kernels()))
+    yield
+    _native._C.use_npu_kernels(before)
+
+
+def there(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to("npu:0") for tensor in tensors]
+
+
+def test_casts_and_packs_equal_the_cpu_s():
+    for numel in NUMELS:
+        source, low = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
+        far, far_low = there(source, low)
+        ops.cast(source, low)
+        ops.cast(far, far_low)
+        assert torch.equal(far_low.cpu(), low)
+        wire, far_wire = torch.empty(3 * numel), torch.empty(3 * numel, device="npu:0")
+        ops.pack([source, low, source], [0, numel, 2 * numel], wire, scale=0.125)
+        ops.pack([far, far_low, far], [0, numel, 2 * numel], far_wire, scale=0.125)
+        assert torch.equal(far_wire.cpu(), wire)
+
+
+def test_norms_equal_the_cpu_s_as_float32():
+    for numel in NUMELS:
+        x, out = torch.randn(numel), torch.empty(2, dtype=torch.float64)
+        far, far_out = there(x, out)
+        ops.norm(x, out)
+        ops.norm(far, far_out)
+        assert torch.equal(far_out.cpu().float(), out.float())
+
+
+def test_an_update_equals_the_cpu_s():
+    for numel in NUMELS:
+        state = [torch.randn(numel), torch.randn(numel) * 0.1, torch.rand(numel) * 0.01]
+        grad, low = torch.randn(numel).bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
+        hyper = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+        segments = [Segment(0, numel, **hyper, decoupled=True, maximize=False, amsgrad=False)]
+        far_state, (far_grad, far_low) = there(*state), there(grad, low)
+        ops.flat_adam(*state, grad, segments, low=low)
+        ops.flat_adam(*far_state, far_grad, segments, low=far_low)
+        for mine, other in zip([*far_state, far_low], [*state, low], strict=True):
+            assert torch.equal(mine.cpu(), other)
+
+
+def test_many_launches_on_several_streams():
+    """Tables are lent until their launch is done: none is overwritten by a later one."""
+    streams = [torch.npu.Stream() for _ in range(3)]
+    sources = there(*(torch.full((2000 + k,), float(k)) for k in range(60)))
+    targets = [torch.empty(2000 + k, dtype=torch.bfloat16, device="npu:0") for k in range(60)]
+    torch.npu.synchronize()
+    for k, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        with torch.npu.stream(streams[k % 3]):
+            ops.cast(source, target)
+    torch.npu.synchronize()
+    for k, target in enumerate(targets):
+        assert target.cpu().eq(k).all(), k
+
+
+def test_a_launch_comes_after_what_torch_was_told():
+    target = torch.empty(1 << 16, dtype=torch.bfloat16, device="npu:0")
+    source, new = there(torch.zeros(1 << 16), torch.ones(1 << 16))
+    for _ in range(50):
+        source.copy_(new)
+    ops.cast(source, target)
+    assert target.cpu().eq(1).all()
+
+
+def test_a_library_that_cannot_be_loaded_is_an_error(tmp_path):
+    broken = tmp_path / "libnpuzero_kernels.so"
+    broken.write_text("no library")
+    _native._C.use_npu_kernels(os.fspath(broken))
+    with pytest.raises(KernelUnavailable, match="npuzero build-npu"):
+        ops.cast(*there(torch.ones(3), torch.ones(3).bfloat16()))
+    _native._C.use_npu_kernels("")
+    with pytest.raises(KernelUnavailable, match="expected a kernel for npu; got none"):
+        ops.cast(*there(torch.ones(3), torch.ones(3).bfloat16()))
