@@ -21,9 +21,11 @@ from npuzero.api import AdamW
 from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
 from npuzero.bench.shapes import gpt_shapes
 from npuzero.config import Settings
+from npuzero.ops import storage
 from npuzero.ops.reference import cast as cast_reference
 from npuzero.ops.reference import norm as norm_reference
 from npuzero.ops.reference import pack as pack_reference
+from npuzero.optim import MOMENT_DTYPES
 
 SUITE = "ops"
 ELEMENTS, QUICK_ELEMENTS = 64 * 2**20, 2**20
@@ -134,6 +136,76 @@ def flat_adam_flat(setting: Setting) -> Benchmark:
             *setting.probes("in place", "triad"),
         ],
         "torch fused",
+        check,
+        {"elements": n},
+    )
+
+
+class StoredAdam:
+    """One call of npuzero's update of bf16 parameters and what is kept beside them, on one flat buffer.
+
+    Args:
+        masters, moments: as a Precision has them.
+    """
+
+    def __init__(self, start: Tensor, gradient: Tensor, masters: str, moments: str) -> None:
+        upper, remainder = storage.split(start)
+        self.low = upper if masters == "fp32" else None
+        self.master = start.clone() if masters == "fp32" else upper
+        self.remainder = remainder if masters == "split" else None
+        dtype = MOMENT_DTYPES[moments]
+        stored = (storage.stored_numel(start.numel(), dtype) for _ in range(2))
+        exp_avg, exp_avg_sq = (torch.zeros(count, dtype=dtype, device=start.device) for count in stored)
+        self.line = ops.Line(self.master, exp_avg, exp_avg_sq, low=self.low, remainder=self.remainder, seed=_SEED)
+        self.gradient, self.step = gradient, 0
+        kept = 2 if masters == "none" else 4
+        # Read and written, but for the gradient and the rounded copy.
+        self.bytes_per_element = 2 * (kept + 2 * exp_avg.element_size()) + 2 + (2 if masters == "fp32" else 0)
+
+    def update(self) -> None:
+        self.step += 1
+        n = self.gradient.numel()
+        whole = ops.Segment(0, n, _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False)
+        self.line.update(self.gradient, [whole])
+
+    def value(self) -> Tensor:
+        """The masters in float32."""
+        return self.master.float() if self.remainder is None else storage.join(self.master, self.remainder)
+
+
+def flat_adam_stored(setting: Setting) -> Benchmark:
+    """AdamW on bf16 parameters, with what is kept beside them in fewer and fewer bits."""
+    n = setting.elements
+    start, gradient = setting.random(n), setting.random(n, dtype=torch.bfloat16).mul_(0.01)
+    kinds = {
+        OWN: ("fp32", "fp32"),
+        "split masters": ("split", "fp32"),
+        "split, bf16 moments": ("split", "bf16"),
+        "split, int8 moments": ("split", "int8"),
+        "no masters, bf16 moments": ("none", "bf16"),
+        "no masters, int8 moments": ("none", "int8"),
+    }
+    ways = {name: StoredAdam(start, gradient, *kind) for name, kind in kinds.items()}
+
+    def check() -> str:
+        for way in ways.values():
+            way.update()
+        want = ways[OWN].value()
+        for name, way in ways.items():
+            if way.remainder is not None:  # moments are rounded after they are used
+                check_equal(name, way.value(), want)
+            elif way.low is None:
+                check_close(name, way.value(), want, tolerance=2.0**-6)
+        return "after the first step split masters to the bit, parameters alone within two units"
+
+    return Benchmark(
+        "flat_adam/stored",
+        "AdamW on bf16 parameters, states in fewer bits",
+        [
+            *(setting.contender(name, way.update, way.bytes_per_element, n) for name, way in ways.items()),
+            *setting.probes("in place"),
+        ],
+        OWN,
         check,
         {"elements": n},
     )
@@ -525,6 +597,7 @@ def norm_of_sum(setting: Setting) -> Benchmark:
 #: What makes each benchmark of the suite, by its name.
 CASES: dict[str, Callable[[Setting], Benchmark]] = {
     "flat_adam/flat": flat_adam_flat,
+    "flat_adam/stored": flat_adam_stored,
     "flat_adam/400": flat_adam_tensors,
     "mixed_step": mixed_step,
     "pack": pack,
