@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/inline.h"
 #include "core/view.h"
 
 #ifndef NPUZERO_ISA
@@ -20,13 +21,13 @@
 namespace npuzero {
 inline namespace NPUZERO_ISA {
 
-inline uint32_t bits_of(float x) {
+NPUZERO_INLINE uint32_t bits_of(float x) {
   uint32_t u;
   std::memcpy(&u, &x, sizeof u);
   return u;
 }
 
-inline float float_of(uint32_t u) {
+NPUZERO_INLINE float float_of(uint32_t u) {
   float x;
   std::memcpy(&x, &u, sizeof x);
   return x;
@@ -34,14 +35,14 @@ inline float float_of(uint32_t u) {
 
 struct F32 {
   using Bits = float;
-  static float widen(float x) { return x; }
-  static float round(float x) { return x; }
+  NPUZERO_INLINE static float widen(float x) { return x; }
+  NPUZERO_INLINE static float round(float x) { return x; }
 };
 
 struct BF16 {
   using Bits = uint16_t;
-  static float widen(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
-  static uint16_t round(float x) {
+  NPUZERO_INLINE static float widen(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
+  NPUZERO_INLINE static uint16_t round(float x) {
     const uint32_t u = bits_of(x);
     const uint32_t nearest = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     const uint32_t nan = (u >> 16) | 0x40u;
@@ -53,24 +54,24 @@ struct BF16 {
 // f32's bits = (bf16's bits << 16) + remainder. (Ties to even would leave remainders of both signs at a tie.)
 struct UpperHalf {
   using Bits = uint16_t;
-  static float widen(uint16_t h) { return BF16::widen(h); }
-  static uint16_t round(float x) {
+  NPUZERO_INLINE static float widen(uint16_t h) { return BF16::widen(h); }
+  NPUZERO_INLINE static uint16_t round(float x) {
     const uint32_t u = bits_of(x);
     const uint32_t nan = (u >> 16) | 0x40u;
     return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : (u + 0x8000u) >> 16);
   }
-  static int16_t remainder(float x) {
+  NPUZERO_INLINE static int16_t remainder(float x) {
     const uint32_t u = bits_of(x);
     return static_cast<int16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0u : u);
   }
-  static float join(uint16_t upper, int16_t remainder) {
+  NPUZERO_INLINE static float join(uint16_t upper, int16_t remainder) {
     return float_of((static_cast<uint32_t>(upper) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
   }
 };
 
 struct F16 {
   using Bits = uint16_t;
-  static float widen(uint16_t h) {
+  NPUZERO_INLINE static float widen(uint16_t h) {
     const uint32_t sign = (static_cast<uint32_t>(h) & 0x8000u) << 16;
     const uint32_t magnitude = (static_cast<uint32_t>(h) & 0x7fffu) << 13;
     const uint32_t normal = magnitude + (112u << 23);
@@ -80,7 +81,7 @@ struct F16 {
     const uint32_t finite = magnitude < (1u << 23) ? denormal : normal;
     return float_of(sign | (magnitude >= (31u << 23) ? special : finite));
   }
-  static uint16_t round(float x) {
+  NPUZERO_INLINE static uint16_t round(float x) {
     const uint32_t u = bits_of(x);
     const uint32_t sign = (u >> 16) & 0x8000u;
     const uint32_t magnitude = u & 0x7fffffffu;
@@ -95,7 +96,7 @@ struct F16 {
 };
 
 // f32 with 10 bits of mantissa, nearest, ties away from zero; infinity and NaN unchanged.
-inline float round_tf32(float x) {
+NPUZERO_INLINE float round_tf32(float x) {
   const uint32_t u = bits_of(x);
   const uint32_t rounded = (u + 0x1000u) & ~0x1fffu;
   return float_of((u & 0x7f800000u) == 0x7f800000u ? u : rounded);
@@ -103,7 +104,7 @@ inline float round_tf32(float x) {
 
 // Calls body(F32{}), body(BF16{}) or body(F16{}). The doors admit no other dtype.
 template <class Body>
-inline void with_float(Dtype dtype, Body&& body) {
+NPUZERO_INLINE void with_float(Dtype dtype, Body&& body) {
   switch (dtype) {
     case Dtype::f32: return body(F32{});
     case Dtype::bf16: return body(BF16{});

@@ -71,7 +71,7 @@ float* widened(const FlatAdamMoment& moment, Dtype dtype, int64_t begin, int64_t
     convert<BF16, F32>(static_cast<const uint16_t*>(moment.values) + begin, room, n);
   } else {
     each_block(moment, begin, n, [&](const uint8_t* codes, uint8_t exponent, int64_t i, int64_t count) {
-      Code<with_sign>::widen(codes, exponent, room + i, count);
+      widen_block<with_sign>(codes, exponent, room + i, count);
     });
   }
   return room;
@@ -86,7 +86,7 @@ void rounded(const FlatAdamMoment& moment, Dtype dtype, int64_t begin, int64_t n
     random ? round_stochastically(room, out, random, n) : convert<F32, UpperHalf>(room, out, n);
   } else if (dtype == Dtype::u8) {
     each_block(moment, begin, n, [&](uint8_t* codes, uint8_t& exponent, int64_t i, int64_t count) {
-      const auto round = [&](const auto& add) { exponent = Code<with_sign>::round(room + i, codes, count, add); };
+      const auto round = [&](const auto& add) { exponent = round_block<with_sign>(room + i, codes, count, add); };
       if (random) {
         round([here = random + i](int64_t j) { return static_cast<uint32_t>(here[j]) << 3; });
       } else {
@@ -192,7 +192,7 @@ void flat_adam(const FlatAdamArgs& args, Stream) {
   const float grad_scale = args.grad_scale ? *args.grad_scale : 1.0f;
   const bool large = args.total * 2 >= stream_bytes;  // of low, were it everywhere
   for_line(args.parts, args.part_count, args.total, [&](const FlatAdamPart& part, int64_t begin, int64_t end) {
-    const FlatAdamGroup group = args.group(part.group);
+    const FlatAdamGroup group = args.groups[part.group].with_row(args.dynamic);
     const Walk walk{part, group, group.maximize ? -grad_scale : grad_scale, args.seed};
     const bool streaming = large && part.moment_dtype != Dtype::u8;  // whose lines would cut blocks
     with_float(part.grad_dtype, [&](auto grad) { walk_tiles<decltype(grad)>(walk, streaming, begin, end); });

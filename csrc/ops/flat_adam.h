@@ -60,6 +60,7 @@
 //   root; equal to the reference bit for bit (a NaN's payload aside)
 #pragma once
 
+#include "core/inline.h"
 #include "core/view.h"
 
 namespace npuzero {
@@ -71,6 +72,19 @@ struct FlatAdamGroup {
   bool l2, maximize, amsgrad;
   uint32_t step;
   int64_t row;  // of dynamic, or -1
+
+  static constexpr int64_t columns = 4;  // of dynamic
+
+  // With its row's coefficients.
+  NPUZERO_INLINE FlatAdamGroup with_row(const float* dynamic) const {
+    FlatAdamGroup group = *this;
+    if (row >= 0) {
+      const float* at = dynamic + columns * row;
+      group.step_size = at[0], group.bias2_sqrt = at[1], group.decay = at[2];
+      group.step = static_cast<uint32_t>(at[3]);
+    }
+    return group;
+  }
 };
 
 struct FlatAdamMoment {
@@ -98,19 +112,6 @@ struct FlatAdamArgs {
   const FlatAdamGroup* groups;
   const float *grad_scale, *skip, *dynamic;
   uint64_t seed;
-
-  static constexpr int64_t columns = 4;  // of dynamic
-
-  // Group i with its row's coefficients.
-  FlatAdamGroup group(int64_t i) const {
-    FlatAdamGroup group = groups[i];
-    if (group.row >= 0) {
-      const float* row = dynamic + columns * group.row;
-      group.step_size = row[0], group.bias2_sqrt = row[1], group.decay = row[2];
-      group.step = static_cast<uint32_t>(row[3]);
-    }
-    return group;
-  }
 };
 
 }  // namespace npuzero

@@ -1,0 +1,33 @@
+// Philox4x32-10 and the rounding that it is for; how elements share its draws is in ops/cast.h.
+#pragma once
+
+#include "core/numeric.h"
+
+namespace npuzero {
+inline namespace NPUZERO_ISA {
+
+// The four words of the counter (low, high, c2, c3), low and high being those of `counter`, under the key `seed`.
+NPUZERO_INLINE void philox(uint64_t counter, uint32_t c2, uint32_t c3, uint64_t seed, uint32_t* words) {
+  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32);
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0, p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(p1);
+    c3 = static_cast<uint32_t>(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+}
+
+// f32 to bf16, away from zero with the probability that the dropped bits give.
+NPUZERO_INLINE uint16_t round_stochastic(float x, uint16_t random) {
+  const uint32_t u = bits_of(x);
+  const bool special = (u & 0x7f800000u) == 0x7f800000u;
+  return special ? BF16::round(x) : static_cast<uint16_t>((u + random) >> 16);
+}
+
+}  // namespace NPUZERO_ISA
+}  // namespace npuzero
