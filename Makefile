@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 test-cuda-source emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -54,7 +54,7 @@ EMULATOR := qemu-aarch64 -L /usr/aarch64-linux-gnu
 test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernels (needs its g++ and qemu-user)
 	@for tool in aarch64-linux-gnu-g++ $(firstword $(EMULATOR)); do command -v $$tool >/dev/null || \
 	{ echo "make test-aarch64 needs $$tool: on Debian, apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
-	$(VENV)/bin/cmake -S csrc -B $(AARCH64) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja) -DNPUZERO_DRIVER=ON \
+	$(VENV)/bin/cmake -S csrc -B $(AARCH64) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja) -DNPUZERO_DRIVER=cpu \
 	-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	$(VENV)/bin/cmake --build $(AARCH64)
 	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
@@ -64,6 +64,14 @@ emulate: $(VENV)/.installed-dev  ## the npu kernels in an emulator: op tests und
 	$(PYTEST) tests/npu/test_*.py $(ARGS)
 	EMULATED_NPU=1 $(PYTEST) tests/ops -k emulated $(ARGS)
 	PYTHONPATH=.:tests $(PY) -m npu.figures --out $(RESULTS)/npu/counts.json
+
+# The cuda kernels' sources, unchanged, compiled for this processor: tests/cuda/host stands for the device.
+CUDA_SOURCE := build/cuda-source
+test-cuda-source: $(VENV)/.installed-dev  ## the op tests on the cuda kernels compiled for the processor (no GPU needed)
+	$(VENV)/bin/cmake -S csrc -B $(CUDA_SOURCE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja) -DNPUZERO_DRIVER=cuda \
+	-DNPUZERO_SANITIZE=ON
+	$(VENV)/bin/cmake --build $(CUDA_SOURCE)
+	EMULATED_DRIVER="$(CUDA_SOURCE)/driver" $(PY) -m pytest -q -n 2 tests/ops -k emulated $(ARGS)
 
 bench: bench-kernels bench-step  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
 
@@ -97,13 +105,15 @@ figures: $(VENV)/.installed-bench  ## README's table and the picture in docs, fr
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --quiet --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu,$(BUILT_FROM)) tests/npu/emulator/*
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu %.cuh,$(BUILT_FROM)) tests/npu/emulator/* \
+	tests/cuda/host/cuda/*
 	MYPYPATH=examples/gpt $(VENV)/bin/mypy npuzero examples/gpt
 
 format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format would have them
 	$(VENV)/bin/ruff check --quiet --fix .
 	$(VENV)/bin/ruff format --quiet .
-	$(VENV)/bin/clang-format -i $(filter %.h %.cpp %.cu,$(BUILT_FROM)) tests/npu/emulator/*
+	$(VENV)/bin/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(BUILT_FROM)) tests/npu/emulator/* \
+	tests/cuda/host/cuda/*
 
 build: $(VENV)/.created  ## a wheel in dist/
 	$(PIP) wheel --no-deps --wheel-dir dist .

@@ -19,6 +19,9 @@
 #include "ops/flat_adam.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
+#ifdef NPUZERO_BUILT_cuda
+#include "cuda/ops.h"
+#endif
 #ifdef NPUZERO_HAS_COMM
 #include "comm/bind.h"
 #endif
@@ -215,6 +218,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("supported_isas", &cpu::supported_isas, "Those of built_isas() that this machine can run.");
   m.def("use_isa", &cpu::use_isa, py::arg("isa"), "Choose one of supported_isas(), or \"auto\" for the best.");
   cpu::use_isa("auto");
+#ifdef NPUZERO_BUILT_cuda
+  cuda::fill();
+#endif
 
   m.def("overlap", &overlap, py::arg("begins"), py::arg("bytes"), py::arg("written"),
         "Indices of two spans that share memory, at least one of them among the first `written`; or None.");

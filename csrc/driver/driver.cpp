@@ -17,17 +17,22 @@
 #include "ops/norm.h"
 #include "ops/pack.h"
 
-namespace npuzero::cpu::NPUZERO_ISA {
-void cast(const CastArgs&, Stream);
-void flat_adam(const FlatAdamArgs&, Stream);
-void norm(const NormArgs&, Stream);
-void pack(const PackArgs&, Stream);
-}  // namespace npuzero::cpu::NPUZERO_ISA
+// The namespace of the kernels, npuzero::cpu::neon say.
+#ifndef NPUZERO_KERNELS
+#define NPUZERO_KERNELS npuzero::cpu::NPUZERO_ISA
+#endif
+
+namespace NPUZERO_KERNELS {
+void cast(const npuzero::CastArgs&, npuzero::Stream);
+void flat_adam(const npuzero::FlatAdamArgs&, npuzero::Stream);
+void norm(const npuzero::NormArgs&, npuzero::Stream);
+void pack(const npuzero::PackArgs&, npuzero::Stream);
+}  // namespace NPUZERO_KERNELS
 
 namespace {
 
 using namespace npuzero;
-namespace kernels = npuzero::cpu::NPUZERO_ISA;
+namespace kernels = NPUZERO_KERNELS;
 
 constexpr int64_t guard = 64;
 constexpr char untouched = 0x5a;
