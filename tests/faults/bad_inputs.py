@@ -779,11 +779,6 @@ def _(world: World) -> None:
     cut(world, model=build(make=Encoder)).encode(torch.zeros(1, 12, dtype=torch.int64))
 
 
-@bad("a submodule outside forward", StateError, "norm.weight", "forward", ranks=2)
-def _(world: World) -> None:
-    cut(world).norm(torch.zeros(1, 16))
-
-
 @bad("a part of a unit outside forward", StateError, r"blocks\.0", "forward", ranks=2)
 def _(world: World) -> None:
     cut(world).blocks[0].qkv(torch.zeros(1, 16))
@@ -1106,6 +1101,11 @@ def fine(name: str, ranks: int = 2) -> Callable[[Any], Any]:
         return function
 
     return add
+
+
+@fine("a submodule of the root outside forward")
+def _(world: World) -> None:
+    cut(world).norm(torch.zeros(1, 16))
 
 
 @fine("metadata and text of a cut parameter")
