@@ -203,7 +203,11 @@ class Loader:
             slots.append(state)
         self._source.fill(wanted)
         assert self._optimizer is not None
-        self._optimizer.load_cut_state(self._engine, flat, buffers, slots)
+        try:
+            self._optimizer.load_cut_state(self._engine, flat, buffers, slots)
+        except CheckpointError as error:
+            subject = f"load {self._source.path}: {error.subject}"
+            raise CheckpointError(subject, expected=error.expected, got=error.got, do=error.do) from error
 
     def _number(self, key: str) -> float:
         value = self._source.read_object(key)

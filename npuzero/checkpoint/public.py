@@ -83,9 +83,9 @@ def save(
         states, numbers = parts.optimizer_parts(engine, cut_optimizer)
         tensors += states
         entries += numbers + parts.group_entries(model, cut_optimizer)
-    shared = {"scheduler": scheduler and scheduler.state_dict(), "scaler": scaler and scaler.state_dict()}
-    shared |= {"extra": extra, "step": step}
-    entries += [Entry((name,), value) for name, value in shared.items() if value is not None]
+    shared = {"scheduler": scheduler, "scaler": scaler}
+    entries += [Entry((name,), kept.state_dict()) for name, kept in shared.items() if kept is not None]
+    entries += [Entry((name,), value) for name, value in {"extra": extra, "step": step}.items() if value is not None]
     own = {} if data is None else {"data": data.state_dict()}
     if rng:
         own["rng"] = generators.state_of(engine.world.device)

@@ -59,7 +59,9 @@ def _verdict(training: Training, folder: Path, name: str, expected: State) -> st
     try:
         loaded = _load(training, folder)
     except CheckpointError as error:
-        named = name in str(error) or Path(name).stem in str(error)
+        # Where no checksum vouches for the index, a name that changed is a tensor that is missing.
+        ours = (folder / "manifest.json").exists()
+        named = name in str(error) or Path(name).stem in str(error) or (not ours and str(folder) in str(error))
         return "detected" if named else f"missed: {error} does not name the file"
     return "harmless" if _same(loaded, expected) else "missed: other values"
 

@@ -78,6 +78,29 @@ def test_masters_keep_their_bits_whatever_the_precision(saved: Any, loaded: Any,
             assert_same_bits(state["state"][number], values)
 
 
+def test_a_loss_scale_goes_on(tmp_path: Path) -> None:
+    """With its window, and with the steps that only the device knows were skipped."""
+
+    def steps(training: Training, scaler: npuzero.LossScaler, begin: int, end: int) -> dict[str, Any]:
+        for step in range(begin, end):
+            scaler.scale(loss_of(training.model, tokens_of(step).chunk(2)[training.world.rank])).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+        return without_losses(training) | {k: torch.tensor(float(v)) for k, v in scaler.state_dict().items()}
+
+    def rank(world: World) -> None:
+        first, second = (Training(world, "zero3", precision="fp16", seed=seed) for seed in (0, 1))
+        scaler, other = npuzero.LossScaler(init_scale=2.0**30, growth_interval=3), npuzero.LossScaler()
+        steps(first, scaler, 0, 20)
+        assert 0 < next(iter(first.optimizer.state_dict()["state"].values()))["step"] < 20
+        first.save(tmp_path, 20, scaler=scaler)
+        second.load(tmp_path, scaler=other)
+        assert_same_bits(steps(second, other, 20, 25), steps(first, scaler, 20, 25))
+
+    comm.run_threads(2, rank)
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 OTHERS = {
