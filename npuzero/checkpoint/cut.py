@@ -142,13 +142,13 @@ def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[En
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():
-        zeros = torch.zeros(flat.master.numel(), device=engine.space.device)
         own = [s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if id(p) in members]
         for name in optimizer.state_names():
             paths = [(OPTIMIZER, "state", slot.name, name) for slot in own]
             if name == "step":
                 numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
             elif own:
+                zeros = torch.zeros(flat.master.numel(), device=engine.space.device)
                 cuts = tuple(Cut((path,), slot, torch.float32) for path, slot in zip(paths, own, strict=True))
                 tensors.append(Part(flat, "states", cuts, zeros.__getitem__))
     return tensors, numbers

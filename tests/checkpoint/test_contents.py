@@ -112,7 +112,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("momentum", "amsgrad") else pytest.mark.slow) for name in OTHERS]
+)
 def test_any_elementwise_optimizer(name: str, tmp_path: Path) -> None:
     kind, options = OTHERS[name]
 
