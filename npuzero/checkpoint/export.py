@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.errors import CheckpointError, ConfigError, StorageError
+from npuzero.memory import zeros
 from npuzero.shard.engine import PIECE, Engine
 from npuzero.shard.layout import overlap
 from npuzero.shard.unit import Flat
@@ -278,7 +279,7 @@ def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, read: Callable[[
     slot, count, first = flat.layout.slots[i], flat.ranks.count[part], flat.shard(part)[0]
     for start in range(slot.begin, slot.end, PIECE):
         stop = min(start + PIECE, slot.end)
-        piece = torch.empty(stop - start, dtype=read(slice(0, 0)).dtype, device=engine.space.device)
+        piece = zeros(stop - start, read(slice(0, 0)).dtype, engine.space.device)
         length = flat.layout.numel // count
         for owner in range(start // length, (stop - 1) // length + 1):
             begin, end = overlap((start, stop), flat.layout.shard(owner, count))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from npuzero import observe
 from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
 from npuzero.errors import CheckpointError, ConfigError
+from npuzero.memory import zeros
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -152,7 +153,7 @@ def read_range(descriptor: int, entry: Entry, begin: int, end: int) -> Tensor:
         CheckpointError: the file has become shorter, or cannot be read.
     """
     size = entry.dtype.itemsize
-    raw = torch.empty((end - begin) * size, dtype=torch.uint8)
+    raw = zeros((end - begin) * size, torch.uint8, torch.device("cpu"))
     view, offset = bytes_of(raw), entry.begin + begin * size
     observe.instant("weights", "read", file=entry.file.name, tensor=entry.name, nbytes=len(view))
     while view:

@@ -47,12 +47,7 @@ class Space:
         """
         nbytes = numel * dtype.itemsize
         try:
-            if source is not None:
-                buffer = source(numel, dtype)
-            elif self.device.type == "cpu" and nbytes >= _MAPPED_BYTES:
-                buffer = torch.frombuffer(_mapped(nbytes), dtype=dtype)
-            else:
-                buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+            buffer = zeros(numel, dtype, self.device) if source is None else source(numel, dtype)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError, as the CPU allocator's is
             raise self.out_of_space(label, nbytes) from error
         self.allocations += 1
@@ -86,6 +81,13 @@ class Space:
             nbytes=nbytes,
             held=dict(self.held),
         )
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zeroed 1-D buffer that nobody counts; on the host a large one goes back to the system when it is freed."""
+    if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
+        return torch.frombuffer(_mapped(numel * dtype.itemsize), dtype=dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class Transient(ABC):

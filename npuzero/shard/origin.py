@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
+from npuzero.memory import zeros
 from npuzero.shard.discover import UnitSpec, around
 
 #: Fills the parameters and buffers of a module, as a function for ``nn.Module.apply`` would: it is called with each
@@ -171,7 +172,7 @@ def _mark(dtype: torch.dtype) -> float | int:
 
 
 def _unset(like: Tensor, device: torch.device) -> Tensor:
-    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype, device=device)
+    return zeros(like.numel(), like.dtype, device).fill_(_mark(like.dtype)).view(like.shape)
 
 
 def _is_unset(tensor: Tensor) -> bool:

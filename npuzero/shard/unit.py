@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from npuzero import ops
 from npuzero.errors import StateError
-from npuzero.memory import Source, Space, Transient
+from npuzero.memory import Source, Space, Transient, zeros
 from npuzero.ops import storage
 from npuzero.plan import Plan
 from npuzero.shard import guard
@@ -219,7 +219,7 @@ class Flat:
             values: tensors of the slots' shapes, any floating dtype and device.
             share: makes the whole flat (float32) the same on all ranks.
         """
-        exact = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.resting.device)
+        exact = zeros(self.layout.numel, torch.float32, self.resting.device)
         for slot, value in zip(self.layout.slots, values, strict=True):
             exact[slot.begin : slot.end].copy_(value.reshape(-1))
         share(exact)
