@@ -59,7 +59,7 @@ def trained(plan: str, precision: Precision, recipe: Recipe, size: int) -> State
     return states[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4))])
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 def test_split_masters_are_whole_masters_to_the_bit(plan: str, size: int) -> None:
     if size % -(-size // 2):
@@ -99,7 +99,9 @@ def test_buckets_and_ranks_change_no_bit(precision: str) -> None:
         assert_same_bits(other, results[0])
 
 
-@pytest.mark.parametrize("precision", FEW)
+@pytest.mark.parametrize(
+    "precision", [p if p.startswith("no") else pytest.param(p, marks=pytest.mark.slow) for p in FEW]
+)
 def test_a_hundred_steps_stay_near_float32(precision: str) -> None:
     # Without masters one run differs from another by what its draws add; 3 % of the loss is three times that.
     def losses(session: Session) -> State:
