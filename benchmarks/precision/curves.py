@@ -41,13 +41,13 @@ class Contender:
     Attributes:
         precision: the model's.
         band: largest distance after the first :data:`AFTER` steps.
-        scaled: with a loss scaler, from 2^24 down.
+        scale: of the loss, to begin with; None: without a scaler.
         autocast: forward under torch's autocast to bfloat16.
     """
 
     precision: PrecisionLike
     band: float
-    scaled: bool = False
+    scale: float | None = None
     autocast: bool = False
 
 
@@ -57,12 +57,10 @@ CONTENDERS = {
     "autocast bf16": Contender("fp32", 0.03, autocast=True),
     "fp32, reduced in bf16": Contender(Precision(FP32, wires=BF16), 0.03),
     "bf16": Contender("bf16", 0.03),
-    "bf16, reduced in fp32": Contender(Precision(BF16, wires=FP32), 0.03),
-    "fp16": Contender("fp16", 0.03, scaled=True),
+    "fp16": Contender("fp16", 0.03, scale=2.0**14),
     "bf16-split": Contender("bf16-split", 0.03),
     "bf16-stochastic": Contender("bf16-stochastic", 0.03),
     "bf16-8bit": Contender("bf16-8bit", 0.03),
-    "fp32, moments in bf16": Contender(Precision(FP32, moments="bf16"), 0.03),
 }
 
 
@@ -109,7 +107,7 @@ def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
             model = GPT(options.model)
         model = npuzero.zero(model, plan=PLAN, precision=contender.precision, world=world)
         optimizer, scheduler = build_optimizer(model, options)
-        scaler = npuzero.LossScaler(enabled=contender.scaled)
+        scaler = npuzero.LossScaler(init_scale=contender.scale or 1.0, enabled=contender.scale is not None)
         losses = []
         for step in range(options.steps):
             window = train_batch(
@@ -134,7 +132,7 @@ def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
             losses.append(loss.item())
         by_rank = world.exchange(losses)
         mean = [sum(each) / RANKS for each in zip(*by_rank, strict=True)]
-        return Curve(mean, scaler.skipped if contender.scaled else 0)
+        return Curve(mean, scaler.skipped if contender.scale else 0)
 
     return comm.run_threads(RANKS, rank)[0]
 
