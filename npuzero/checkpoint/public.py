@@ -167,7 +167,7 @@ def verify(folder: PathLike) -> None:
     Raises:
         CheckpointError: it is damaged; names the file and the item.
     """
-    Source(_resolved(Path(folder))).verify()
+    Source(resolved(Path(folder))).verify()
 
 
 class Checkpointer:
@@ -240,13 +240,13 @@ def _agreed_path(folder: Path, engine: Engine) -> Path:
     problem, name = None, ""
     try:
         if engine.world.rank == 0:
-            name = str(_resolved(folder).relative_to(folder))
+            name = str(resolved(folder).relative_to(folder))
     except CheckpointError as error:
         problem = error
     return folder / str(agree(engine.world, f"load {folder}", problem, name)[0])
 
 
-def _resolved(folder: Path) -> Path:
+def resolved(folder: Path) -> Path:
     """``folder`` itself if it is a checkpoint, else its last complete one."""
     if (folder / files.METADATA).exists() or (folder / files.MANIFEST).exists():
         return folder

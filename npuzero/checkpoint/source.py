@@ -107,6 +107,11 @@ class Source:
             if file is not None:
                 file.close()
 
+    def places(self, key: str) -> tuple[tuple[str, int], ...]:
+        """Where the boxes of a tensor lie: file and offset. Names of one tensor share them."""
+        found = (self._stored[Index(key, chunk.offsets)] for chunk in self.tensors[key].chunks)
+        return tuple((info.relative_path, info.offset) for info in found)
+
     def verify(self) -> None:
         """Read every item.
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from npuzero.cli.arguments import number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table, unit_for
@@ -34,13 +35,13 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--parameters", type=_number, metavar="N", help="size of the model, such as 7e9")
+    model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7e9")
     model.add_argument("--config", type=Path, metavar="FILE", help="JSON of a dense transformer, Hugging Face's names")
-    parser.add_argument("--units", type=_number, metavar="N", help="blocks of the model (only with --parameters; 32)")
-    parser.add_argument("--world", type=_number, default=8, metavar="N", help="ranks in all (8)")
-    parser.add_argument("--local", type=_number, metavar="N", help="ranks that share a host (all)")
+    parser.add_argument("--units", type=number, metavar="N", help="blocks of the model (only with --parameters; 32)")
+    parser.add_argument("--world", type=number, default=8, metavar="N", help="ranks in all (8)")
+    parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
-    parser.add_argument("--micro-batches", type=_number, default=1, metavar="N", help="per step (1)")
+    parser.add_argument("--micro-batches", type=number, default=1, metavar="N", help="per step (1)")
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
@@ -111,14 +112,3 @@ def _model(options: argparse.Namespace) -> ModelShape:
             do="Leave --units out.",
         )  # fmt: skip
     return from_config(read_json(options.config), str(options.config))
-
-
-def _number(text: str) -> int:
-    """A positive whole number, also as ``7e9``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 1e18 or value != int(value):
-        raise argparse.ArgumentTypeError(f"expected a positive whole number such as 64 or 7e9; got {text!r}")
-    return int(value)

@@ -19,6 +19,8 @@ from models.training import stirred
 from models.zoo import ZOO, batch_of
 from npuzero import comm
 from npuzero.checkpoint import export as exporting
+from npuzero.checkpoint import latest, save
+from npuzero.cli import main
 from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError, StorageError
 from world.test_modules import TiedBlocksGPT
@@ -189,3 +191,44 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
 
     comm.run_threads(2, rank)
     assert not list(tmp_path.iterdir())
+
+
+# -- out of a checkpoint, by the command -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_the_command_exports_a_checkpoint(precision: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the model's class; the last checkpoint of the run; what is tied once."""
+
+    def rank(world: World) -> None:
+        model = trained(world, "t5", plan="zero3", precision=precision)
+        save(tmp_path / "run", model, step=1)
+        npuzero.export(model, tmp_path / "live", dtype="fp32")
+
+    comm.run_threads(2, rank)
+    files = [str(tmp_path / name) for name in ("run", "whole")]
+    assert main(["export", *files]) == 0
+    assert "tensors" in capsys.readouterr().out
+    expected = load_file(tmp_path / "live" / "model.safetensors")
+    assert_same_bits(load_file(tmp_path / "whole" / "model.safetensors"), expected)
+    by_transformers("t5", tmp_path / "whole")
+    assert main(["export", str(latest(tmp_path / "run")), str(tmp_path / "low.safetensors"), "--dtype", "bf16"]) == 0
+    low = load_file(tmp_path / "low.safetensors")
+    assert_same_bits(low, {name: value.bfloat16() for name, value in expected.items()})
+    assert main(["export", *files, "--file-bytes", "1e4"]) == 0
+    assert len(list((tmp_path / "whole").glob("model-*-of-*.safetensors"))) > 2
+    by_transformers("t5", tmp_path / "whole")
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "CheckpointError" in capsys.readouterr().err
+    model = npuzero.zero(build(), 0, world=comm.SingleWorld())
+    save(tmp_path, model, step=3)
+    data = max(latest(tmp_path).iterdir(), key=lambda path: path.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert data.name in capsys.readouterr().err
+    assert not (tmp_path / "out" / "model.safetensors").exists()
