@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -70,7 +71,6 @@ def test_shares_cover_the_line_and_no_two_cores_write_one_memory_line(parts: lis
                 for address, size in part.written:
                     for line in ((address + low * size) // LINE, (address + high * size - 1) // LINE):
                         assert owner.setdefault(line, core) == core
-    # Inner lines belong to whoever has both ends, or to a share between: ends of all shares and parts are all there is.
 
 
 @pytest.mark.parametrize("cores", [1, 7, 40, 48])
@@ -86,3 +86,27 @@ def test_a_flat_is_cut_evenly_at_512_bytes(cores: int) -> None:
 def test_little_work_goes_to_few_cores() -> None:
     assert len(cut([Part(TILE, ((1 << 40, 4),))], 48)) == 1
     assert len(cut([Part(2 * TILE + 1, ((1 << 40, 4),))], 48)) == 3
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 10**9), st.integers(1, 48))
+def test_norms_shares_are_blocks_with_room_for_every_cores_sums(count: int, cores: int) -> None:
+    library = ctypes.CDLL(str(build()))
+    out = (ctypes.c_int64 * (3 * cores))()
+    made = library.cut_norm(ctypes.c_int64(count), cores, out)
+    shares = [tuple(out[3 * i : 3 * i + 2]) for i in range(made)]
+    assert 1 <= made <= cores
+    assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == count
+    assert all(begin % 4096 == 0 for begin, _ in shares)
+    assert made == 1 or 256 * made <= 16 * (-(-count // 8192))  # 16 bytes a block of the contract: csrc/ops/norm.h
+
+
+@pytest.mark.parametrize(("amsgrad", "narrow", "drawn"), list(itertools.product([0, 1], repeat=3)))
+def test_a_tile_of_flat_adam_fits(amsgrad: int, narrow: int, drawn: int) -> None:
+    tile = ctypes.CDLL(str(build())).adam_tile(amsgrad, narrow, drawn)
+    assert 2048 <= tile <= TILE and tile % 256 == 0
+    assert tile == TILE or narrow or drawn  # moves of 16 KB wherever nothing is rounded on the way
+    used = 4 * tile * (2 * (4 + amsgrad) + 1 + narrow) + 32 + 2 * (tile // 8)
+    if drawn:
+        used += 26 * 4 * (tile // 8 + 8) + 2 * 4 * tile  # philox.h
+    assert used <= 188_160

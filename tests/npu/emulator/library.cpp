@@ -190,4 +190,12 @@ int64_t cut_line(const int64_t* words, int64_t count, int cores, int64_t tile, i
   return static_cast<int64_t>(shares.size());
 }
 
+int64_t cut_norm(int64_t count, int cores, int64_t* out) {
+  const std::vector<npu::Share> shares = npu::cut_norm(count, cores);
+  std::memcpy(out, shares.data(), shares.size() * sizeof(npu::Share));
+  return static_cast<int64_t>(shares.size());
+}
+
+int32_t adam_tile(int amsgrad, int narrow, int drawn) { return npu::adam_tile(amsgrad != 0, narrow != 0, drawn != 0); }
+
 }  // extern "C"

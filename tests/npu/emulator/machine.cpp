@@ -1088,18 +1088,18 @@ struct Shared {
     });
   }
 
-  void check() {
+  void check(int cores) {
     std::sort(marks.begin(), marks.end(), [](const Mark& a, const Mark& b) { return a.begin < b.begin; });
-    Mark any{0, 0, -1, false}, written{0, 0, -1, true};  // what reaches farthest
+    std::vector<uint64_t> read(cores), written(cores);  // how far each core's reads and writes reach
     for (const Mark& mark : marks) {
-      for (const Mark* other : {&any, &written}) {
-        if (other->core >= 0 && other->core != mark.core && mark.begin < other->end && (mark.writes || other->writes)) {
-          throw Fault("cores", "cores " + std::to_string(other->core) + " and " + std::to_string(mark.core) +
+      for (int core = 0; core < cores; ++core) {
+        if (core != mark.core && (written[core] > mark.begin || (mark.writes && read[core] > mark.begin))) {
+          throw Fault("cores", "cores " + std::to_string(core) + " and " + std::to_string(mark.core) +
                                    " meet in one 32-byte line of GM");
         }
       }
-      if (mark.end > any.end) any = mark;
-      if (mark.writes && mark.end > written.end) written = mark;
+      uint64_t& reach = (mark.writes ? written : read)[mark.core];
+      reach = std::max(reach, mark.end);
     }
   }
 };
@@ -1118,7 +1118,7 @@ void run(Kernel kernel, int blocks, uint8_t* table, const Setting& setting, Coun
     running = nullptr;
     shared.add(core);
   }
-  shared.check();
+  shared.check(blocks);
 }
 
 }  // namespace emulator
