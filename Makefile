@@ -43,7 +43,7 @@ test-binding: $(VENV)/.installed-dev
 	@if $(MAKE) --no-print-directory $(TORCH_NPU)/.installed; then $(BINDING) -m "not slow"; else \
 	echo "skipped: the tests of the binding to torch_npu, which cannot be installed here (see above)"; fi
 
-$(TORCH_NPU)/.installed: $(VENV)/.installed-dev
+$(TORCH_NPU)/.installed: | $(VENV)/.installed-dev
 	@echo "installing torch_npu for $(firstword $(TORCH)) into $(TORCH_NPU)"
 	@$(PIP) install --upgrade --no-deps --target $(TORCH_NPU) $(subst torch==,torch_npu==,$(firstword $(TORCH)))
 	@touch $@
