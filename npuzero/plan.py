@@ -87,7 +87,7 @@ class Precision:
         accumulation: in which gradients are summed: over ranks and over micro-batches.
         masters: beside parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with the same
             results; ``"none"``, the parameters themselves, rounded stochastically.
-        moments: the optimizer's: ``"fp32"``, ``"bf16"``, or ``"int8"`` with a scale for each block.
+        moments: the optimizer's: ``"fp32"``, ``"bf16"``, or ``"int8"`` with an exponent for each block.
         matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has them (on an NPU: HF32).
 
     Raises:
@@ -154,8 +154,8 @@ class Precision:
 
     def moment_bytes(self, numel: int) -> int:
         """Bytes of one moment of ``numel`` elements, whole blocks of them."""
-        scales = numel // MOMENT_BLOCK if self.moments == "int8" else 0
-        return MOMENTS[self.moments] * numel + scales
+        exponents = numel // MOMENT_BLOCK if self.moments == "int8" else 0
+        return MOMENTS[self.moments] * numel + exponents
 
 
 #: Names that :func:`parse_precision` takes.

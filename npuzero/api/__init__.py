@@ -1,5 +1,6 @@
 """The composition root: the only place that knows every part."""
 
+from npuzero.api.adam import Adam, AdamW
 from npuzero.api.guard import FiniteGuard
 from npuzero.api.model import (
     clip_grad_norm_,
@@ -13,7 +14,7 @@ from npuzero.api.model import (
     report,
     zero,
 )
-from npuzero.api.optimizer import Adam, AdamW, ZeroOptimizer
+from npuzero.api.optimizer import ZeroOptimizer
 from npuzero.api.scaler import LossScaler
 
 __all__ = [

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuzero.api.optimizer import engine_behind
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.optim import LossScale
-from npuzero.shard.engine import Engine
+from npuzero.shard.engine import Engine, engine_behind
 
 
 class _Stage(enum.Enum):

@@ -549,6 +549,21 @@ def engine_of(model: nn.Module) -> Engine:
     return engine  # type: ignore[no-any-return]
 
 
+def engine_behind(parameter: nn.Parameter) -> Engine | None:
+    """The engine whose model owns ``parameter``; None for a plain one.
+
+    Raises:
+        StateError: that model is gone.
+    """
+    reference = parameter.__dict__.get("_npuzero_engine")
+    if reference is None:
+        return None
+    engine = reference()
+    if engine is None:
+        raise deleted("optimizer")
+    return cast(Engine, engine)
+
+
 def _any(flags: Mapping[Flat, list[bool]]) -> bool:
     return any(map(any, flags.values()))
 
