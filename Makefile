@@ -29,8 +29,9 @@ demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks
 test: lint test-binding $(VENV)/.installed-dev  ## lint, then all tests that are not slow
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: lint test-torch-npu $(VENV)/.installed-dev  ## lint, then every test
+test-all: lint test-torch-npu test-cuda-source $(VENV)/.installed-dev  ## lint, then every test
 	$(PYTEST) $(ARGS)
+	EMULATED_NPU=1 $(PYTEST) tests/ops -k emulated $(ARGS)
 
 # The real torch_npu, installed apart (nothing else imports it), over libraries of our own that stand for CANN's.
 TORCH_NPU := build/torch-npu
