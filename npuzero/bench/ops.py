@@ -70,25 +70,57 @@ class Setting:
 class Adam:
     """Adam's state on one flat buffer, and one call of npuzero's update of it."""
 
-    def __init__(self, master: Tensor, gradient: Tensor, low: Tensor | None = None) -> None:
-        self.master, self.gradient, self.low = master.clone(), gradient, low
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+    def __init__(self, start: Tensor, gradient: Tensor, low: Tensor | None = None) -> None:
+        self.start, self.gradient, self.low = start, gradient, low
+        self.master, self.exp_avg, self.exp_avg_sq = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+        self.step = 0
+
+    def begin(self) -> None:
+        """Makes the next step the first."""
+        self.master.copy_(self.start)
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
         self.step = 0
 
     def update(self, scale: Tensor | None = None) -> None:
         self.step += 1
+        self._update(slice(0, self.master.numel()), scale)
+
+    def update_parts(self, numel: int) -> None:
+        """The same by a call for each ``numel`` elements."""
+        self.step += 1
+        for start in range(0, self.master.numel(), numel):
+            self._update(slice(start, start + numel), None)
+
+    def _update(self, part: slice, scale: Tensor | None) -> None:
+        master, low = self.master[part], None if self.low is None else self.low[part]
         whole = ops.Segment(
-            0, self.master.numel(), _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False
+            0, master.numel(), _LR, *_BETAS, _EPS, _DECAY, self.step, decoupled=True, maximize=False, amsgrad=False
         )
-        ops.flat_adam(
-            self.master, self.exp_avg, self.exp_avg_sq, self.gradient, [whole], low=self.low, grad_scale=scale
-        )
+        moments = self.exp_avg[part], self.exp_avg_sq[part]
+        ops.flat_adam(master, *moments, self.gradient[part], [whole], low=low, grad_scale=scale)
 
     def expected(self, scale: Tensor | None = None) -> Tensor:
         """The master after the first step, in float64, by the formula of the paper (Loshchilov & Hutter, 2019)."""
         gradient = self.gradient.double() * (1.0 if scale is None else scale.double())
-        decayed = self.master.double() * (1 - _LR * _DECAY)
+        decayed = self.start.double() * (1 - _LR * _DECAY)
         return decayed.sub_(gradient.div(gradient.abs().add_(_EPS)).mul_(_LR))
+
+    def lend(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        """Gives an optimizer that has taken its first step these moments for its own.
+
+        Contenders then work in the same memory: where the pages of a buffer lie makes one faster or slower than its
+        copy by a tenth.
+
+        Args:
+            parameters: of the optimizer; views of the master, in order and without gaps.
+        """
+        place = 0
+        for parameter in parameters:
+            end = place + parameter.numel()
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[parameter][name] = getattr(self, name)[place:end].view(parameter.shape)
+            place = end
 
 
 MakeAdam = Callable[[Sequence[Tensor], Sequence[Tensor]], torch.optim.Optimizer]
@@ -114,17 +146,18 @@ ADAM_TOLERANCE = 1e-6
 def flat_adam_flat(setting: Setting) -> Benchmark:
     """AdamW on one flat tensor."""
     n = setting.elements
-    start, gradient = setting.random(n), setting.random(n).mul_(0.01)
-    own = Adam(start, gradient)
-    parameter = nn.Parameter(start.clone())
-    fused = torch_adam([parameter], [gradient])
+    own = Adam(setting.random(n), setting.random(n).mul_(0.01))
+    parameter = nn.Parameter(own.master)
+    fused = torch_adam([parameter], [own.gradient])
 
     def check() -> str:
         want = own.expected()
         own.update()
-        fused.step()
         check_close("flat_adam", own.master, want, tolerance=ADAM_TOLERANCE)
-        check_close("torch's fused AdamW", parameter, want, tolerance=ADAM_TOLERANCE)
+        own.begin()
+        fused.step()
+        check_close("torch's fused AdamW", own.master, want, tolerance=ADAM_TOLERANCE)
+        own.lend(fused, [parameter])
         return "all parameters after the first step against float64"
 
     return Benchmark(
@@ -214,50 +247,42 @@ def flat_adam_stored(setting: Setting) -> Benchmark:
 def flat_adam_tensors(setting: Setting) -> Benchmark:
     """AdamW on the tensors of a GPT: as they are, and in flats, as npuzero.zero() lays a model's parameters out."""
     shapes = gpt_shapes(setting.elements)
-    n = sum(map(math.prod, shapes))
-    starts = [setting.random(*shape) for shape in shapes]
-    gradients = [setting.random(*shape).mul_(0.01) for shape in shapes]
-
-    def leaves() -> list[nn.Parameter]:
-        return [nn.Parameter(start.clone()) for start in starts]
-
-    ours, theirs = leaves(), leaves()
-    for parameter, gradient in zip(ours, gradients, strict=True):
-        parameter.grad = gradient
-    own = AdamW(ours, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY)
-    fused = torch_adam(theirs, gradients)
-    whole, gradient = (torch.cat([tensor.view(-1) for tensor in tensors]) for tensors in (starts, gradients))
+    sizes = [math.prod(shape) for shape in shapes]
+    n = sum(sizes)
+    flat = Adam(setting.random(n), setting.random(n).mul_(0.01))
+    parameters, gradients = (
+        [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+        for whole in (flat.master, flat.gradient)
+    )
+    parameters = [nn.Parameter(parameter) for parameter in parameters]
+    ways = {"torch fused": torch_adam(parameters, gradients), OWN: adam_of(AdamW)(parameters, gradients)}
     most = Settings().bucket_bytes // 4
-    flats = [Adam(*parts) for parts in zip(whole.split(most), gradient.split(most), strict=True)]
 
     def update_flats() -> None:
-        for flat in flats:
-            flat.update()
+        flat.update_parts(most)
 
     def check() -> str:
-        wants = [Adam(start, gradient).expected() for start, gradient in zip(starts, gradients, strict=True)]
-        own.step()
-        fused.step()
-        in_flats = torch.cat([flat.expected() for flat in flats])
+        want = flat.expected()
         update_flats()
-        check_close("AdamW in flats", torch.cat([flat.master for flat in flats]), in_flats, tolerance=ADAM_TOLERANCE)
-        for mine, other, want in zip(ours, theirs, wants, strict=True):
-            check_close("npuzero.AdamW", mine, want, tolerance=ADAM_TOLERANCE)
-            check_close("torch's fused AdamW", other, want, tolerance=ADAM_TOLERANCE)
+        check_close("AdamW in flats", flat.master, want, tolerance=ADAM_TOLERANCE)
+        for name, optimizer in ways.items():
+            flat.begin()
+            optimizer.step()
+            check_close(f"AdamW by {name}", flat.master, want, tolerance=ADAM_TOLERANCE)
+            flat.lend(optimizer, parameters)
         return "all parameters after the first step against float64"
 
     return Benchmark(
         "flat_adam/400",
         "AdamW fp32, 400 tensors of a GPT",
         [
-            setting.contender("torch fused", fused.step, 28, n),
-            setting.contender(OWN, own.step, 28, n),
+            *(setting.contender(name, optimizer.step, 28, n) for name, optimizer in ways.items()),
             setting.contender(FLATS, update_flats, 28, n),
             *setting.probes("in place"),
         ],
         "torch fused",
         check,
-        {"elements": n, "tensors": len(shapes), "flats": len(flats)},
+        {"elements": n, "tensors": len(shapes), "flats": math.ceil(n / most)},
     )
 
 
@@ -265,12 +290,14 @@ class Passes:
     """The mixed step by an optimizer that knows of float32 alone: a pass over the gradients for each thing besides.
 
     Args:
+        own: whose memory it works in.
+        wide: float32 of as many elements, for the gradients.
         adam: makes the optimizer of leaves whose gradients are the second tensors.
     """
 
-    def __init__(self, start: Tensor, gradient: Tensor, adam: MakeAdam) -> None:
-        self.master, self.gradient = nn.Parameter(start.clone()), gradient
-        self.wide, self.low = torch.empty_like(start), torch.empty_like(gradient)
+    def __init__(self, own: Adam, wide: Tensor, adam: MakeAdam) -> None:
+        assert own.low is not None
+        self.master, self.gradient, self.wide, self.low = nn.Parameter(own.master), own.gradient, wide, own.low
         self.adam = adam([self.master], [self.wide])
 
     def step(self) -> None:
@@ -302,7 +329,8 @@ def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyTy
     n = setting.elements
     start = setting.random(n)
     gradient = setting.random(n, dtype=torch.bfloat16)
-    own = Adam(start, gradient, torch.empty_like(gradient))
+    low = torch.empty_like(gradient)
+    own = Adam(start, gradient, low)
     found, scale = torch.zeros(2, dtype=torch.float64, device=setting.device), torch.ones(1, device=setting.device)
 
     def step() -> None:
@@ -311,26 +339,30 @@ def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyTy
         torch.div((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0), _LOSS_SCALE, out=scale[0])
         own.update(scale)
 
+    wide = torch.empty_like(start)
     passes = {
-        "torch passes": PlainPasses(start, gradient, torch_adam),
-        "torch passes, unscale and clip in one": Passes(start, gradient, torch_adam),
-        **{name: Passes(start, gradient, adam) for name, adam in others.items()},
+        "torch passes": PlainPasses(own, wide, torch_adam),
+        "torch passes, unscale and clip in one": Passes(own, wide, torch_adam),
+        **{name: Passes(own, wide, adam) for name, adam in others.items()},
     }
 
     def check() -> str:
         total = gradient.double().square().sum().sqrt() / _LOSS_SCALE
         want = own.expected((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
-        assert own.low is not None
-        step()
-        results = {OWN: (own.master, own.low, "away")}
-        for name, way in passes.items():
-            way.step()
-            results[name] = (way.master.detach(), way.low, "nearest")
-        for name, (result, low, rounding) in results.items():
-            check_close(f"the mixed step of {name}", result, want, tolerance=ADAM_TOLERANCE)
+
+        def check_result(name: str, rounding: str) -> None:
+            check_close(f"the mixed step of {name}", own.master, want, tolerance=ADAM_TOLERANCE)
             rounded = torch.empty_like(low)
-            cast_reference.cast(result, rounded, rounding, 0, 0)
+            cast_reference.cast(own.master, rounded, rounding, 0, 0)
             check_equal(f"the rounded parameters of {name}", low, rounded)
+
+        step()
+        check_result(OWN, "away")
+        for name, way in passes.items():
+            own.begin()
+            way.step()
+            check_result(name, "nearest")
+            own.lend(way.adam, [way.master])
         return "all masters after the first step against float64; their rounded copies to the bit"
 
     return Benchmark(
@@ -359,9 +391,7 @@ def _wire(setting: Setting) -> tuple[list[Tensor], list[int], list[Tensor], Tens
 
 def pack(setting: Setting) -> Benchmark:
     """Many fp32 tensors to one flat bf16 buffer, times a scale."""
-    tensors, offsets, _, wire = _wire(setting)
-    looped, joined = torch.zeros_like(wire), torch.zeros_like(wire)
-    places = [looped[at : at + tensor.numel()].view(tensor.shape) for at, tensor in zip(offsets, tensors, strict=True)]
+    tensors, offsets, places, wire = _wire(setting)
     scale = 1 / _WORLD  # a power of two: torch's two roundings are one then
 
     def own() -> None:
@@ -372,14 +402,15 @@ def pack(setting: Setting) -> Benchmark:
             place.copy_(tensor).mul_(scale)
 
     def cat() -> None:
-        joined.copy_(torch.cat([tensor.view(-1) for tensor in tensors]).mul_(scale))
+        wire.copy_(torch.cat([tensor.view(-1) for tensor in tensors]).mul_(scale))
 
     def check() -> str:
         pack_reference.pack(tensors, places, scale, False)
-        want = looped.clone()
-        for name, call, result in ((OWN, own, wire), ("a loop", loop, looped), ("torch.cat", cat, joined)):
+        want = wire.clone()
+        for name, call in ((OWN, own), ("a loop", loop), ("torch.cat", cat)):
+            wire.zero_()
             call()
-            check_equal(f"pack by {name}", result, want)
+            check_equal(f"pack by {name}", wire, want)
         return "every element to the bit against the reference"
 
     n = wire.numel()
@@ -438,38 +469,38 @@ def unpack(setting: Setting) -> Benchmark:
 def cast_nearest(setting: Setting) -> Benchmark:
     """fp32 to bf16, to nearest even."""
     src = setting.random(setting.elements)
-    mine, other = (torch.empty_like(src, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(src, dtype=torch.bfloat16)
 
     def check() -> str:
-        ops.cast(src, mine)
-        check_equal("cast", mine, other.copy_(src))
+        ops.cast(src, out)
+        check_equal("cast", out, src.bfloat16())
         return "every element to the bit against copy_"
 
-    return _cast(setting, "nearest", "copy_", lambda: other.copy_(src), lambda: ops.cast(src, mine), 6, check)
+    return _cast(setting, "nearest", "copy_", lambda: out.copy_(src), lambda: ops.cast(src, out), 6, check)
 
 
 def cast_stochastic(setting: Setting) -> Benchmark:
     """fp32 to bf16, rounded up or down with the probability that keeps the mean."""
     src = setting.random(setting.elements)
-    mine, other = (torch.empty_like(src, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(src, dtype=torch.bfloat16)
     bits = torch.empty_like(src, dtype=torch.int32)
 
     def passes() -> None:
         bits.random_(0, 1 << 16).add_(src.view(torch.int32)).bitwise_and_(-(1 << 16))
-        other.copy_(bits.view(torch.float32))
+        out.copy_(bits.view(torch.float32))
 
     def check() -> str:
         part = src[: min(src.numel(), 2**20)]  # the reference takes a hundred bytes an element
         want = torch.empty_like(part, dtype=torch.bfloat16)
         cast_reference.cast(part, want, "stochastic", _SEED, 0)
-        ops.cast(src, mine, rounding="stochastic", seed=_SEED)
-        check_equal("stochastic cast", mine[: part.numel()], want)
+        own()
+        check_equal("stochastic cast", out[: part.numel()], want)
         passes()
-        check_close("stochastic cast by passes", other, src, tolerance=2.0**-7)
+        check_close("stochastic cast by passes", out, src, tolerance=2.0**-7)
         return f"the first {part.numel()} elements to the bit against the reference"
 
     def own() -> None:
-        ops.cast(src, mine, rounding="stochastic", seed=_SEED)
+        ops.cast(src, out, rounding="stochastic", seed=_SEED)
 
     return _cast(setting, "stochastic", "random bits added, cut off", passes, own, 6, check)
 
@@ -477,22 +508,23 @@ def cast_stochastic(setting: Setting) -> Benchmark:
 def cast_tf32(setting: Setting) -> Benchmark:
     """fp32 to fp32 with 10 bits of mantissa, out of place."""
     src = setting.random(setting.elements)
-    mine, other = torch.empty_like(src), torch.empty_like(src)
+    out = torch.empty_like(src)
 
     def passes() -> None:
-        bits = other.view(torch.int32)
+        bits = out.view(torch.int32)
         torch.add(src.view(torch.int32), 1 << 12, out=bits)
         bits.bitwise_and_(-(1 << 13))
 
     def check() -> str:
-        ops.cast(src, mine, rounding="tf32")
+        want = cast_reference.tf32(src)
+        own()
+        check_equal("tf32 cast", out, want)
         passes()
-        check_equal("tf32 cast", mine, cast_reference.tf32(src))
-        check_equal("tf32 cast by passes", other, mine)
+        check_equal("tf32 cast by passes", out, want)
         return "every element to the bit against the reference"
 
     def own() -> None:
-        ops.cast(src, mine, rounding="tf32")
+        ops.cast(src, out, rounding="tf32")
 
     return _cast(setting, "tf32", "integer add and mask", passes, own, 8, check)
 
@@ -559,23 +591,24 @@ def norm_of_sum(setting: Setting) -> Benchmark:
     """A micro-batch's bf16 gradients added to the accumulated fp32 ones, and the norm of the sum, in one pass."""
     n = setting.elements
     # The addend is all zeros in the rounds, so that sums stay in range however many there are.
-    mine, addend = setting.random(n), setting.random(n, dtype=torch.bfloat16)
-    other = mine.clone()
+    total, addend = setting.random(n), setting.random(n, dtype=torch.bfloat16)
     found = torch.zeros(2, dtype=torch.float64, device=setting.device)
 
     def passes() -> None:
-        torch.linalg.vector_norm(other.add_(addend, alpha=1 / _WORLD))
+        torch.linalg.vector_norm(total.add_(addend, alpha=1 / _WORLD))
 
     def own() -> None:
-        ops.norm(mine, found, addend=addend, scale=1 / _WORLD)
+        ops.norm(total, found, addend=addend, scale=1 / _WORLD)
 
     def check() -> str:
-        want, found_there = mine + addend.float() / _WORLD, torch.zeros_like(found)
+        start, found_there = total.clone(), torch.zeros_like(found)
+        want = start + addend.float() / _WORLD
         norm_reference.norm(want, found_there)
-        own()
         passes()
-        check_equal("the sum by npuzero", mine, want)
-        check_equal("the sum by torch", other, want)
+        check_equal("the sum by torch", total, want)
+        total.copy_(start)
+        own()
+        check_equal("the sum by npuzero", total, want)
         check_close("its norm", found, found_there, tolerance=1e-12)
         addend.zero_()
         return "the sum to the bit, its norm within 1e-12"
