@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,8 +15,8 @@ from npuzero import ops
 from npuzero.api.optimizer import Options, ZeroOptimizer
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
-from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, TakenSteps, dynamic_rows, segments
-from npuzero.plan import MASTERS, Precision
+from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, TakenSteps, segments
+from npuzero.plan import DTYPES, MASTERS, Precision
 from npuzero.shard.engine import Engine, engine_behind
 from npuzero.shard.unit import Flat
 
@@ -53,18 +53,38 @@ class Adam(ZeroOptimizer):
         super().__init__(kind, params, **options)
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
-        # Once a loss scaler has a say only the device knows whether a step is taken: then it counts.
-        self._taken: weakref.WeakKeyDictionary[Engine, TakenSteps] = weakref.WeakKeyDictionary()
+        # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        self._taken = TakenSteps()
         self._lines: dict[torch.device, ops.Line] = {}
         self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
 
+    def _check_group(self, group: Options) -> None:
+        super()._check_group(group)
+        for parameter in group["params"]:
+            if parameter.dtype not in DTYPES.values():
+                raise ConfigError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)}",
+                    expected="float32, bfloat16 or float16, as for torch's fused optimizers on most devices",
+                    got=str(parameter.dtype),
+                    do=f"Give it to torch.optim.{self._class.__name__}, or as real and imaginary parts.",
+                )
+        if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"]):
+            raise ConfigError(
+                f"{type(self).__name__}: betas",
+                expected="numbers, or tensors in the host's memory",
+                got="tensors on a device, for which each step would wait",
+                do="Give numbers; lr may be a tensor on the device.",
+            )
+
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): (number, group) for number, (group, parameter) in enumerate(self._parameters())}
         plain = [p for _, p in self._parameters() if engine_behind(p) is None and p.grad is not None]
+        for parameter in plain:
+            _check_dense(members[id(parameter)][0], parameter)
         for device in {parameter.device for parameter in plain}:
             here = [parameter for parameter in plain if parameter.device == device]
-            self._update_plain([(*members[id(parameter)], parameter) for parameter in here])
+            self._update_plain(device, [(*members[id(parameter)], parameter) for parameter in here])
         for engine in ready:
             self._update_cut(engine, members)
 
@@ -84,7 +104,7 @@ class Adam(ZeroOptimizer):
         Args:
             members: by id of the parameter its number, of which random bits depend, and its options.
         """
-        taken = self._counted_on_device(engine)
+        counted = self._counted_on_device(engine, members)
         updated = [
             [
                 used and id(parameter) in members
@@ -92,44 +112,50 @@ class Adam(ZeroOptimizer):
             ]
             for flat in engine.flats()
         ]
-        attempts = taken.attempt(list(itertools.chain(*updated))) if taken else []
-        rows: dict[tuple[int, int], int] = {}  # group of options and count of steps: the row of the table for them
+        here = [
+            id(parameter)
+            for flat, used in zip(engine.flats(), updated, strict=True)
+            for parameter in itertools.compress(flat.parameters, used)
+        ]
+        if counted:
+            self._taken.part(here)
+        rows = Rows(engine.space.device, self._decoupled)
         shards: list[Flat] = []
         ranges: list[Range] = []
-        start = slots = 0
+        start = 0
         for flat, used in zip(engine.flats(), updated, strict=True):
-            steps = None if taken else self._steps_of(flat)
+            steps = [] if counted else self._steps_of(flat)
             drawing = engine.plan.precision.moments != "fp32" or flat.rounds_stochastically
             for i in itertools.compress(flat.slots, used):
-                (number, group), own = members[id(flat.parameters[i])], flat.own_slots[i]
-                step, row = 0, None
+                parameter, own = flat.parameters[i], flat.own_slots[i]
+                number, group = members[id(parameter)]
+                if not counted:
+                    steps[i] += 1
+                step, row = rows.row(group, self._taken.counts[id(parameter)] if counted else steps[i])
                 random = (number, flat.place_of_own(i)) if drawing else (0, None)
-                if steps is not None:
-                    steps[i] = step = steps[i] + 1
-                elif taken is not None:
-                    row = rows.setdefault((id(group), taken.group[slots + i]), len(rows))
                 if own.start < own.stop:
                     ranges.append(Range(start + own.start, start + own.stop, group, step, row, *random))
-            slots += len(used)
             if any(used):  # also on a rank whose shard is all padding, so that every rank holds the same
                 shards.append(flat)
                 start += flat.master.numel()
-        dynamic = None
-        if taken is not None and rows:
-            options = {id(group): group for group in self.param_groups}
-            counts = torch.stack([attempts[count] for _, count in rows])
-            dynamic = dynamic_rows([options[group] for group, _ in rows], counts, self._decoupled)
-            taken.take(list(itertools.chain(*updated)), engine.skip)
+        dynamic = rows.table()
+        if counted:
+            self._taken.take(here, engine.skip)
         line = self._cut_line(engine, shards)
         gradients = [flat.own_gradient for flat in shards]
         line.update(gradients, segments(ranges, self._decoupled), engine.gradient_scale, engine.skip, dynamic)
 
-    def _counted_on_device(self, engine: Engine) -> TakenSteps | None:
-        """The counts of steps, by slot, once a step may have been skipped without the host's knowledge."""
-        if engine.skip is not None and engine not in self._taken:
-            steps = [step for flat in engine.flats() for step in self._steps_of(flat)]
-            self._taken[engine] = TakenSteps(steps, engine.space.device)
-        return self._taken.get(engine)
+    def _counted_on_device(self, engine: Engine, members: Mapping[int, tuple[int, Options]]) -> bool:
+        """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
+        without the host's knowledge. It begins with what the host has counted.
+        """
+        trained = [(flat, i, id(flat.parameters[i])) for flat in engine.flats() for i in flat.slots]
+        asked = any(key in members and members[key][1]["capturable"] for _, _, key in trained)
+        counted = engine.skip is not None or asked or any(key in self._taken.counts for _, _, key in trained)
+        for flat, i, key in trained if counted else ():
+            if key not in self._taken.counts:
+                self._taken.begin(key, self._steps_of(flat)[i], engine.space.device)
+        return counted
 
     def _cut_line(self, engine: Engine, shards: list[Flat]) -> ops.Line:
         """What the update of ``shards`` writes; an engine's buffers stay where they are."""
@@ -149,14 +175,13 @@ class Adam(ZeroOptimizer):
         return line
 
     def _steps_of(self, flat: Flat) -> list[int]:
-        """Per slot: how often it was updated; waits for the device where only that knows."""
-        engine = engine_behind(flat.parameters[0])
-        taken = self._taken.pop(engine, None) if engine else None
-        if engine and taken:
-            steps = iter(taken.settled())
-            for each in engine.flats():
-                self._steps[each] = [next(steps) for _ in each.slots]
+        """Per slot: how often it was updated, as far as the host has counted."""
         return self._steps.setdefault(flat, [0] * len(flat.parameters))
+
+    def _step_of(self, flat: Flat, i: int) -> int:
+        """How often a slot was updated; waits for the device where that has counted."""
+        count = self._taken.counts.get(id(flat.parameters[i]))
+        return self._steps_of(flat)[i] if count is None else int(count.item())
 
     def _moments_of(self, engine: Engine, flat: Flat) -> AdamState:
         if flat not in self._moments:
@@ -167,7 +192,7 @@ class Adam(ZeroOptimizer):
             self._moments[flat] = AdamState(flat.master.numel(), moments, amsgrad, allocate)
         return self._moments[flat]
 
-    def _update_plain(self, plain: list[tuple[int, Options, nn.Parameter]]) -> None:
+    def _update_plain(self, device: torch.device, plain: list[tuple[int, Options, nn.Parameter]]) -> None:
         """Parameters of one device that no model made by ``zero()`` owns: their numbers, options, and themselves.
 
         One that is not float32 and contiguous gets a float32 master in its state, unless ``masters`` says otherwise of
@@ -176,7 +201,13 @@ class Adam(ZeroOptimizer):
         """
         parameters = [parameter for _, _, parameter in plain]
         states = [self.state[parameter] or self._begin_state(group, parameter) for _, group, parameter in plain]
-        steps = self._count(parameters[0].device, states)
+        scale, skip = self._of_scaler("grad_scale", device), self._of_scaler("found_inf", device)
+        counted = [group["capturable"] or skip is not None for _, group, _ in plain]
+        rows = Rows(device, self._decoupled)
+        steps = self._count(device, plain, states, counted)
+        numbers = [rows.row(group, step) for (_, group, _), step in zip(plain, steps, strict=True)]
+        dynamic = rows.table()
+        self._taken.take(itertools.compress(map(id, parameters), counted), skip)
         low = [p if "master" in state and _lies_flat(p) else None for p, state in zip(parameters, states, strict=True)]
         line = self._line_of(
             [state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
@@ -188,42 +219,82 @@ class Adam(ZeroOptimizer):
         )
         line.update(
             [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None],
-            segments(self._ranges(plain, steps), self._decoupled),
+            segments(self._ranges(plain, numbers), self._decoupled),
+            None if scale is None else scale.double().reciprocal().float(),
+            skip,
+            dynamic,
         )
         for parameter, state, written in zip(parameters, states, low, strict=True):
             if "master" in state and written is None:
                 master = state["master"]
                 parameter.copy_(storage.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
 
-    def _ranges(self, plain: list[tuple[int, Options, nn.Parameter]], steps: list[float]) -> list[Range]:
-        """Of parameters laid end to end: one for each run of those with one group and one step count.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks: whether it may leave ``grad_scale`` and ``found_inf`` on the device, here."""
+        return all(group["fused"] or group["capturable"] for group in self.param_groups)
+
+    def _of_scaler(self, name: str, device: torch.device) -> Tensor | None:
+        """[1] float32: what a scaler left here, if one did."""
+        left: Tensor | None = getattr(self, name, None)
+        return None if left is None else left.to(device, torch.float32).view(1)
+
+    def _ranges(
+        self, plain: list[tuple[int, Options, nn.Parameter]], numbers: list[tuple[int, int | None]]
+    ) -> list[Range]:
+        """Of parameters laid end to end: one for each run of those with one group, and one step count or row.
 
         What is rounded stochastically has one for each parameter.
         """
         ranges: list[Range] = []
         begin = end = 0
-        for i, ((number, group, parameter), step) in enumerate(zip(plain, steps, strict=True)):
+        for i, ((number, group, parameter), step) in enumerate(zip(plain, numbers, strict=True)):
             end += parameter.numel()
             alone = self._chosen["moments"] not in (None, "fp32") or self._master_of(parameter) == "none"
-            if alone or i + 1 == len(plain) or plain[i + 1][1] is not group or steps[i + 1] != step:
+            if alone or i + 1 == len(plain) or plain[i + 1][1] is not group or numbers[i + 1] != step:
                 random = (number, 0) if alone else (0, None)
-                ranges.append(Range(begin, end, group, int(step), None, *random))
+                ranges.append(Range(begin, end, group, *step, *random))
                 begin = end
         return ranges
 
-    def _count(self, device: torch.device, states: list[Options]) -> list[float]:
-        """Adds this update to each state's step; what they are now.
+    def _count(
+        self,
+        device: torch.device,
+        plain: list[tuple[int, Options, nn.Parameter]],
+        states: list[Options],
+        counted: list[bool],
+    ) -> list[int | Tensor]:
+        """Of each parameter the number of this update; where the device counts, its count of those before."""
+        known = [state for state, there in zip(states, counted, strict=True) if not there]
+        steps: Iterator[int] = iter(self._count_here(device, known) if known else ())
+        there = list(itertools.compress(plain, counted))
+        for _, _, parameter in there:
+            self._counted(parameter)
+        self._taken.part([id(parameter) for _, _, parameter in there])
+        for _, _, parameter in there:
+            self.state[parameter]["step"] = self._taken.counts[id(parameter)]
+        return [state["step"] if on else next(steps) for state, on in zip(states, counted, strict=True)]
+
+    def _counted(self, parameter: nn.Parameter) -> None:
+        """Has the device count the steps of a plain parameter, if it does not."""
+        state = self.state[parameter]
+        if self._taken.counts.get(id(parameter)) is not state["step"]:
+            step = float(state["step"])
+            state["step"] = self._taken.begin(id(parameter), step, parameter.device, torch.float32)
+
+    def _count_here(self, device: torch.device, states: list[Options]) -> list[int]:
+        """Adds this update to each state's step, on the host; what they are now.
 
         They are made views of one tensor, which is counted up as long as the same states are updated.
         """
         shared, views = self._shared_steps.get(device, (None, ()))
         if shared is None or [id(state["step"]) for state in states] != [id(view) for view in views]:
-            shared = torch.stack([state["step"] for state in states])
+            shared = torch.stack([state["step"].cpu() for state in states])
             views = shared.unbind()
             self._shared_steps[device] = shared, views
             for state, view in zip(states, views, strict=True):
                 state["step"] = view
-        return cast(list[float], shared.add_(1.0).tolist())
+        return list(map(int, shared.add_(1.0).tolist()))
 
     def _line_of(
         self,
@@ -305,6 +376,12 @@ class Adam(ZeroOptimizer):
                 mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
         self.state[parameter] = mine
 
+    def load_state_dict(self, state_dict: Options) -> None:
+        super().load_state_dict(state_dict)
+        for group, parameter in self._parameters():
+            if group["capturable"] and engine_behind(parameter) is None and self.state.get(parameter):
+                self._counted(parameter)
+
     def state_names(self) -> tuple[str, ...]:
         amsgrad = any(group["amsgrad"] for group in self.param_groups)
         return ("step", *MOMENTS[: 3 if amsgrad else 2])
@@ -319,11 +396,12 @@ class Adam(ZeroOptimizer):
         return {name: moments.read(name) for name in moments.stored}
 
     def _slot_state(self, flat: Flat, i: int) -> Options:
-        step = self._steps_of(flat)[i]
+        step = self._step_of(flat, i)
         return {"step": step, **self._moments[flat].stored} if step else {}
 
     def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
         self._steps_of(flat)[i] = int(state.get("step", 0))
+        self._taken.forget(id(flat.parameters[i]))
         if state or flat in self._moments:
             own, moments = flat.own_slots[i], self._moments_of(engine, flat)
             for name in moments.stored:
@@ -337,13 +415,17 @@ class AdamW(Adam):
     it is a drop-in whose ``state_dict`` is torch's, and all of them are updated by one launch.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``. An lr that is a tensor on
+            the parameters' device is read there, and never by the host.
+        capturable: as torch's: steps are counted on the device, so that a graph can capture :meth:`step` after one step
+            outside of it. A replay goes on counting, and sees another lr where that is a tensor on the device.
         masters: of plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, the 16 bits that the parameter
             lacks, with the same results; ``"none"``, the parameter alone, rounded stochastically. Others have fp32.
         moments: of plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` has float32 always.
             Of a model with a plan its precision says both.
         seed: of stochastic rounding, with the step and the parameter's place among ``params``.
-        foreach, fused, capturable: accepted for compatibility; the update is always fused.
+        fused: the update is, always; True lets torch.amp.GradScaler decide on the device, as for torch's.
+        foreach: accepted for compatibility.
         differentiable: must be False.
 
     Raises:
@@ -363,6 +445,16 @@ class AdamW(Adam):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+
+
+def _check_dense(number: int, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise ConfigError(
+            f"gradient of parameter {number}",
+            expected="a dense tensor",
+            got=str(parameter.grad.layout),
+            do="Use sparse=False, or torch.optim.SparseAdam for that parameter.",
+        )
 
 
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:

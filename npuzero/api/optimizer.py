@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from npuzero import device as devices
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import Precision
 from npuzero.shard.engine import Engine, engine_behind
@@ -72,6 +74,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group = self.param_groups[-1]
             arguments = inspect.signature(self._class).parameters.keys() - {"params"}
             self._class([torch.zeros(1)], **{key: value for key, value in group.items() if key in arguments})
+        self._check_group(group)
+        if self._inner is not None:
+            self._inner.add_param_group(self._counterpart(group))
+
+    def _check_group(self, group: Options) -> None:
+        """Raises ConfigError for options and parameters that no update here can take."""
         if group.get("differentiable"):
             raise ConfigError(
                 type(self).__name__,
@@ -79,16 +87,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 got="True",
                 do="Use torch.optim for an update that autograd goes through.",
             )
-        if self._inner is not None:
-            self._inner.add_param_group(self._counterpart(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Collective where the model is cut: call it on every rank.
 
         Raises:
-            StateError: parameters of a deleted model, or of a cut and an uncut model mixed up.
+            StateError: parameters of a deleted model, or of a cut and an uncut model mixed up; or a graph is being
+                captured, and a group is not ``capturable``.
         """
+        self._check_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,6 +107,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for engine in ready:
             engine.end_update()
         return loss
+
+    def _check_capture(self) -> None:
+        if all(group.get("capturable") for group in self.param_groups):
+            return
+        device = next((parameter.device for _, parameter in self._parameters()), torch.device("cpu"))
+        if device.type in devices.KINDS and devices.get(device).capturing():
+            raise StateError(
+                f"{type(self).__name__}.step in the capture of a graph",
+                expected="capturable=True in every group",
+                got="steps that the host counts, which a replay would not count",
+                do=f"Make the optimizer with capturable=True ({self._class.__name__} must have it).",
+            )
 
     def _engines(self) -> list[Engine]:
         """The engines of the models whose parameters these are, each once, in order.
@@ -226,7 +246,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 do="Build the optimizer with the same groups.",
             )
         for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update((key, value) for key, value in loaded.items() if key != "params")
+            group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")
         order = [number for group in groups for number in group["params"]]
         with torch.no_grad():
             for number, (_, parameter) in zip(order, self._parameters(), strict=True):

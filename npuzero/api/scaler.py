@@ -34,8 +34,9 @@ class LossScaler:
 
     Every rank decides alike: a gradient that is inf or NaN anywhere skips the step everywhere, and parameters, masters
     and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over a cut model the host waits for nothing:
-    whether a step was taken, and how many were (for the bias correction), is known on the device alone. Other
-    optimizers, and plain parameters, wait for the decision, as under torch's scaler.
+    whether a step was taken, and how many were (for the bias correction), is known on the device alone; over plain
+    parameters likewise with ``fused=True`` or ``capturable=True``, and so for torch's. Others wait for the decision, as
+    under torch's scaler.
 
     Args:
         device: accepted for torch's sake; the scale lives where the first loss does.
@@ -149,9 +150,12 @@ class LossScaler:
             self._expect(optimizer, "step", None)
             self.unscale_(optimizer)
         self._stages[id(optimizer)] = _Stage.STEPPED
-        if _split(optimizer)[1] and self._found[id(optimizer)].item():
-            return None
-        return optimizer.step(**kwargs)
+        overflow = self._found[id(optimizer)]
+        if not _split(optimizer)[1]:
+            return optimizer.step(**kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return _step_unless(overflow, optimizer, kwargs)
+        return None if overflow.item() else optimizer.step(**kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale by what the steps since the last call found, or sets it.
@@ -303,6 +307,15 @@ def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]
             elif parameter.grad is not None:
                 plain.append(parameter.grad)
     return list(engines.values()), plain
+
+
+def _step_unless(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -> Any:
+    """A step of an optimizer that decides on the device, as torch's scaler has it decide."""
+    optimizer.found_inf = overflow
+    try:
+        return optimizer.step(**options)
+    finally:
+        del optimizer.found_inf
 
 
 def _unscale(gradient: Tensor, inverse: Tensor) -> Tensor:

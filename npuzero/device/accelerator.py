@@ -24,6 +24,9 @@ class Accelerator(Device):
         event: Event = self.module().Event()
         return event
 
+    def capturing(self) -> bool:
+        return bool(self.module().is_current_stream_capturing())
+
     def synchronize(self) -> None:
         self.module().synchronize(self.device)
 

@@ -90,6 +90,10 @@ class Device(ABC):
     def make_event(self) -> Event:
         """A new event, not recorded yet; without timing."""
 
+    def capturing(self) -> bool:
+        """Whether what is issued on the current stream is being captured in a graph, and not run."""
+        return False
+
     @abstractmethod
     def set_matmul(self, matmul: str) -> None:
         """Has this process compute float32 matrix products and convolutions so: ``"ieee"``, or ``"tf32"``.

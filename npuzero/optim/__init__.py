@@ -1,6 +1,16 @@
 """Optimizer arithmetic on flat buffers: buffers in, buffers out."""
 
-from npuzero.optim.adam import MOMENT_DTYPES, MOMENTS, AdamState, Range, dynamic_rows, segments
+from npuzero.optim.adam import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, dynamic_rows, segments
 from npuzero.optim.scaler import LossScale, TakenSteps
 
-__all__ = ["MOMENTS", "MOMENT_DTYPES", "AdamState", "LossScale", "Range", "TakenSteps", "dynamic_rows", "segments"]
+__all__ = [
+    "MOMENTS",
+    "MOMENT_DTYPES",
+    "AdamState",
+    "LossScale",
+    "Range",
+    "Rows",
+    "TakenSteps",
+    "dynamic_rows",
+    "segments",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class AdamState:
 class Range(NamedTuple):
     """A parameter's part of the line, ``[begin, end)`` in elements: its group's options and its own step count.
 
-    ``row``: the row of :func:`dynamic_rows` that knows lr and step instead. ``stream`` and ``place``: as
+    ``row``: the row of :class:`Rows` that knows lr and step instead. ``stream`` and ``place``: as
     :class:`npuzero.ops.Segment` has them, where something is rounded stochastically.
     """
 
@@ -62,25 +62,75 @@ class Range(NamedTuple):
     place: int | None = None
 
 
-def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Tensor, decoupled: bool) -> Tensor:
-    """[rows, 4] float32 on the device of ``steps``: what lr and step come to, computed there without a host's wait.
+class Rows:
+    """The table of what lr and step come to, for launches of which the device alone knows one of the two.
 
     Args:
-        options: of each row: lr (a number or a tensor), betas, weight_decay.
-        steps: [rows], any dtype: of each row the step count, this update included.
+        device: where it is needed.
         decoupled: weight decay as AdamW's, else as L2 regularization.
     """
 
-    lr = _column([o["lr"] for o in options], steps)
-    beta1, beta2 = (_column([o["betas"][i] for o in options], steps) for i in (0, 1))
-    decay = _column([o["weight_decay"] if decoupled else 0.0 for o in options], steps)
-    count = steps.double()
+    def __init__(self, device: torch.device, decoupled: bool) -> None:
+        self._device = device
+        self._decoupled = decoupled
+        self._of: dict[tuple[int, int], int] = {}
+        self._options: list[Mapping[str, Any]] = []
+        self._steps: list[float | Tensor] = []
+
+    def row(self, options: Mapping[str, Any], step: int | Tensor) -> tuple[int, int | None]:
+        """The number of an update and its row: the one if the host knows both step and lr, else the other.
+
+        Args:
+            options: its group's.
+            step: updates of before, a () tensor on the device; or this one's number.
+        """
+        counted = isinstance(step, Tensor)
+        if not counted and not lies_there(options["lr"], self._device):
+            return cast(int, step), None
+        row = self._of.setdefault((id(options), id(step) if counted else -cast(int, step)), len(self._of))
+        if row == len(self._options):
+            self._options.append(options)
+            self._steps.append(step + 1 if counted else step)
+        return 0, row
+
+    def table(self) -> Tensor | None:
+        """[rows, 4] float32; None where nobody has a row."""
+        return dynamic_rows(self._options, self._steps, self._device, self._decoupled) if self._options else None
+
+
+def dynamic_rows(
+    options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device, decoupled: bool
+) -> Tensor:
+    """[rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's wait.
+
+    Args:
+        options: of each row: lr (a number or a tensor of one element), betas, weight_decay.
+        steps: of each row the step count, this update included; a number or a tensor.
+        decoupled: weight decay as AdamW's, else as L2 regularization.
+    """
+    lr = _column([o["lr"] for o in options], device)
+    beta1, beta2 = (_column([o["betas"][i] for o in options], device) for i in (0, 1))
+    decay = _column([o["weight_decay"] if decoupled else 0.0 for o in options], device)
+    count = _column(steps, device)
     return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
-def _column(values: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    wide: dict[str, Any] = {"dtype": torch.float64, "device": like.device}
-    return torch.stack([v.to(**wide).view(()) if isinstance(v, Tensor) else torch.full((), v, **wide) for v in values])
+def lies_there(value: float | Tensor, device: torch.device) -> bool:
+    """Whether a number is to be read on ``device``. One in the host's memory is read by the host, without a wait."""
+    return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")
+
+
+def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    return torch.stack(
+        [
+            value.to(**wide).view(())
+            if isinstance(value, Tensor) and lies_there(value, device)
+            # By a kernel: a copy from the host would wait, and cannot be captured.
+            else torch.full((), float(value), **wide)
+            for value in values
+        ]
+    )
 
 
 def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,36 +66,52 @@ class LossScale:
 
 
 class TakenSteps:
-    """How often each of some slots was updated, where the device alone knows whether a step was taken.
+    """How often each of some parameters was updated, where that is counted on the device.
 
-    Slots that were updated together all along share one count.
+    Those that were updated together all along share one count, which stays where it is and is added to in place, so
+    that a captured graph goes on counting.
 
     Attributes:
-        group: of each slot, the number of its count.
-        counts: () float64 each, on the device.
+        counts: by key of a parameter its count, () float on the device.
     """
 
-    def __init__(self, steps: Sequence[int], device: torch.device) -> None:
-        distinct = sorted(set(steps))
-        self.group = [distinct.index(step) for step in steps]
-        self.counts = [torch.full((), step, dtype=torch.float64, device=device) for step in distinct]
+    def __init__(self) -> None:
+        self.counts: dict[Hashable, Tensor] = {}
+        self._sharing: Counter[int] = Counter()  # by id of a count, how many parameters it is the count of
+        self._new: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}  # counts that nothing was added to yet
 
-    def attempt(self, used: Sequence[bool]) -> list[Tensor]:
-        """By group, the number of the step that the slots in ``used`` are about to take."""
-        members: dict[int, set[bool]] = {}
-        for group, here in zip(self.group, used, strict=True):
-            members.setdefault(group, set()).add(here)
-        split = {group: len(self.counts) + i for i, group in enumerate(g for g, m in members.items() if len(m) == 2)}
-        self.counts += [self.counts[group].clone() for group in split]
-        self.group = [split.get(g, g) if here else g for g, here in zip(self.group, used, strict=True)]
-        return [count + 1 for count in self.counts]
+    def begin(self, key: Hashable, step: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+        """From now on a parameter that was updated ``step`` times is counted here; its count."""
+        self.forget(key)
+        new = (float(step), device, dtype)
+        if new not in self._new:
+            self._new[new] = torch.full((), step, dtype=dtype, device=device)
+        self._set(key, self._new[new])
+        return self.counts[key]
 
-    def take(self, used: Sequence[bool], skip: Tensor | None) -> None:
-        """The slots in ``used`` have taken their step, unless there is a ``skip`` ([1] float32) that is not zero."""
-        for group in {group for group, here in zip(self.group, used, strict=True) if here}:
-            self.counts[group].add_(1 if skip is None else skip[0] == 0)
+    def forget(self, key: Hashable) -> None:
+        """A parameter, if it is counted here, is counted elsewhere."""
+        count = self.counts.pop(key, None)
+        if count is not None:
+            self._sharing[id(count)] -= 1
 
-    def settled(self) -> list[int]:
-        """Of each slot the count; waits for the device."""
-        counts = torch.stack(self.counts).tolist()
-        return [int(counts[group]) for group in self.group]
+    def part(self, used: Sequence[Hashable]) -> None:
+        """Those in ``used`` are about to be updated, and share counts with no others any more."""
+        here = Counter(id(self.counts[key]) for key in used)
+        parting = {count for count, members in here.items() if members < self._sharing[count]}
+        parted: dict[int, Tensor] = {}
+        for key in used if parting else ():
+            count = self.counts[key]
+            if id(count) in parting:
+                self.forget(key)
+                self._set(key, parted.setdefault(id(count), count.clone()))
+
+    def take(self, used: Iterable[Hashable], skip: Tensor | None) -> None:
+        """Those in ``used`` were updated, unless there is a ``skip`` ([1] float32) that is not zero."""
+        for count in {id(self.counts[key]): self.counts[key] for key in used}.values():
+            count.add_(1 if skip is None else skip[0].to(count.device) == 0)
+        self._new.clear()
+
+    def _set(self, key: Hashable, count: Tensor) -> None:
+        self.counts[key] = count
+        self._sharing[id(count)] += 1

@@ -271,16 +271,31 @@ def test_hysteresis_and_floor(overflows: list[bool], hysteresis: int, interval: 
 )
 def test_steps_counted_on_the_device(first: list[int], steps: list[tuple[int, float | None]]) -> None:
     """Of slots that begin with counts of their own; each step is taken by some, and may be skipped."""
-    taken, expected = TakenSteps(first, torch.device("cpu")), list(first)
+    taken, expected = TakenSteps(), list(first)
+    for i, step in enumerate(first):
+        taken.begin(i, step, torch.device("cpu"))
     for mask, skip in steps:
-        used = [bool(mask >> i & 1) for i in range(len(first))]
-        attempts = taken.attempt(used)
-        for i in range(len(first)):
-            if used[i]:
-                assert attempts[taken.group[i]].item() == expected[i] + 1
-                expected[i] += not skip
+        used = [i for i in range(len(first)) if mask >> i & 1]
+        taken.part(used)
+        assert [taken.counts[i].item() for i in range(len(first))] == expected
+        for i in used:
+            expected[i] += not skip
         taken.take(used, None if skip is None else torch.tensor([skip]))
-        assert taken.settled() == expected
+        assert [taken.counts[i].item() for i in range(len(first))] == expected
+
+
+def test_parameters_updated_together_share_a_count_that_stays_where_it_is() -> None:
+    taken, cpu = TakenSteps(), torch.device("cpu")
+    first = [taken.begin(i, 3, cpu) for i in range(4)]
+    assert len(set(map(id, first))) == 1
+    for used, groups in (((0, 1, 2, 3), 1), ((0, 1), 2), ((0, 1), 2), ((2, 3), 2), ((1, 2), 4)):
+        taken.part(used)
+        before = dict(taken.counts)
+        taken.take(used, None)
+        assert all(taken.counts[i] is count for i, count in before.items())
+        assert len(set(map(id, before.values()))) == groups
+    assert taken.counts[3] is first[0] and taken.counts[3].item() == 5
+    assert taken.begin(4, 3, cpu) is not first[0] and taken.begin(5, 3, cpu) is taken.counts[4]
 
 
 def test_state_goes_both_ways_between_torchs_scaler_and_ours() -> None:
