@@ -16,6 +16,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+from npuzero.device import KINDS
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    found = KINDS["cuda"].available()
+    if item.get_closest_marker("gpu") and not found.ok:
+        pytest.skip(f"needs an NVIDIA GPU: {found.reason}")
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero import device as devices
-from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.plan import Precision
 from npuzero.shard.engine import Engine, engine_behind
 from npuzero.shard.unit import Flat
@@ -394,9 +394,9 @@ def _as_config_error(subject: str, expected: str) -> Iterator[None]:
     """torch's own complaint about an argument, in this package's form."""
     try:
         yield
-    except (ValueError, TypeError, IndexError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except NpuZeroError:
+        raise
+    except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
         raise ConfigError(
             subject, expected=expected, got=str(error), do="Correct the argument; torch's page of the class says more."
         ) from error
