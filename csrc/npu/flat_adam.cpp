@@ -1,6 +1,7 @@
 // The contract is in ops/flat_adam.h. A tile of master, moments and gradient lies in one of two slots, is updated where
 // it lies, and is stored from there, while the other slot is loaded or stored; flags of our own order the three pipes,
 // since queues would want every tile twice. One operation of the formula is one vector instruction.
+#include "npu/codes.h"
 #include "npu/philox.h"
 #include "npu/walk.h"
 
@@ -27,6 +28,7 @@ class FlatAdam {
     pipe_.InitBuffer(larger_, head->tile / 8);
     pipe_.InitBuffer(number_, head->tile / 8);
     if (head->drawn != 0) draws_.Init(pipe_, head->tile);
+    if (head->coded != 0) codes_.Init(pipe_, head->tile);
     for (int32_t i = 0; i < kSlots; ++i) {
       loaded_[i] = pipe_.AllocEventID<HardEvent::MTE2_V>();
       updated_[i] = pipe_.AllocEventID<HardEvent::V_MTE3>();
@@ -63,11 +65,15 @@ class FlatAdam {
 
  private:
   // A slot's places: master, first and second moment, gradient (then the low copy), greatest second moment. What is
-  // bf16 in memory lies in the first half of its place, a master's remainder in the second; it is f32 in between.
+  // bf16 or codes in memory lies in the first half of its place, a master's remainder or the codes' exponents in the
+  // second; it is f32 in between.
   __aicore__ inline LocalTensor<uint8_t> Place(int32_t slot, int32_t place) {
     return slots_.Get<uint8_t>()[(slot * places_ + place) * place_bytes_];
   }
-  __aicore__ inline LocalTensor<uint8_t> Remainder(int32_t slot) { return Place(slot, 0)[place_bytes_ / 2]; }
+  __aicore__ inline LocalTensor<uint8_t> Half(int32_t slot, int32_t place) {
+    return Place(slot, place)[place_bytes_ / 2];
+  }
+  __aicore__ inline LocalTensor<uint8_t> Remainder(int32_t slot) { return Half(slot, 0); }
 
   __aicore__ inline void LoadTile(int32_t slot) {
     __gm__ const AdamRow* row = tiles_.row;
@@ -78,13 +84,27 @@ class FlatAdam {
     Load(Place(slot, 0), row->master + at * master, count * master);
     if (row->remainder != 0) Load(Remainder(slot), row->remainder + at * 2, count * 2);
     const int32_t moment = ItemSize(row->moment_dtype);
-    Load(Place(slot, 1), row->exp_avg + at * moment, count * moment);
-    Load(Place(slot, 2), row->exp_avg_sq + at * moment, count * moment);
+    LoadMoment(slot, 1, row->exp_avg, at, count, moment);
+    LoadMoment(slot, 2, row->exp_avg_sq, at, count, moment);
     Load(Place(slot, 3), row->grad + at * grad, count * grad);
-    if (groups_[row->group].amsgrad != 0) {
-      Load(Place(slot, 4), row->max_exp_avg_sq + at * moment, count * moment);
-    }
+    if (groups_[row->group].amsgrad != 0) LoadMoment(slot, 4, row->max_exp_avg_sq, at, count, moment);
     SetFlag<HardEvent::MTE2_V>(loaded_[slot]);
+  }
+
+  // A tile begins a block of codes.
+  __aicore__ inline void LoadMoment(int32_t slot, int32_t place, __gm__ const AdamMoment& moment, int64_t at,
+                                    int64_t count, int32_t size) {
+    Load(Place(slot, place), moment.values + at * size, count * size);
+    if (moment.exponents != 0) {
+      Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);
+    }
+  }
+  __aicore__ inline void StoreMoment(__gm__ const AdamMoment& moment, int32_t slot, int32_t place, int64_t at,
+                                     int64_t count, int32_t size) {
+    Store(moment.values + at * size, Place(slot, place), count * size);
+    if (moment.exponents != 0) {
+      Store(moment.exponents + at / kCodeBlock, Half(slot, place), (count + kCodeBlock - 1) / kCodeBlock);
+    }
   }
 
   __aicore__ inline void StoreTile(__gm__ const AdamRow* row, int32_t slot, int64_t at, int64_t count) {
@@ -92,10 +112,10 @@ class FlatAdam {
     Store(row->master + at * master, Place(slot, 0), count * master);
     if (row->remainder != 0) Store(row->remainder + at * 2, Remainder(slot), count * 2);
     const int32_t moment = ItemSize(row->moment_dtype);
-    Store(row->exp_avg + at * moment, Place(slot, 1), count * moment);
-    Store(row->exp_avg_sq + at * moment, Place(slot, 2), count * moment);
+    StoreMoment(row->exp_avg, slot, 1, at, count, moment);
+    StoreMoment(row->exp_avg_sq, slot, 2, at, count, moment);
     if (row->low != 0) Store(row->low + at * 2, Place(slot, 3), count * 2);
-    if (amsgrad_) Store(row->max_exp_avg_sq + at * moment, Place(slot, 4), count * moment);
+    if (amsgrad_) StoreMoment(row->max_exp_avg_sq, slot, 4, at, count, moment);
   }
 
   // The coefficients of a group, where it is another one than the last tile's.
@@ -125,9 +145,9 @@ class FlatAdam {
     const LocalTensor<float> v = Place(slot, 2).ReinterpretCast<float>(), g = Place(slot, 3).ReinterpretCast<float>();
     const LocalTensor<float> t = scratch_.Get<float>();
     if (row->moment_dtype != kF32) {
-      WidenPlace(slot, 1, count);
-      WidenPlace(slot, 2, count);
-      if (amsgrad_) WidenPlace(slot, 4, count);
+      WidenMoment(slot, 1, row->moment_dtype, count);
+      WidenMoment(slot, 2, row->moment_dtype, count);
+      if (amsgrad_) WidenMoment(slot, 4, row->moment_dtype, count);
     }
     if (row->remainder != 0) {
       Join(slot, count);
@@ -185,12 +205,12 @@ class FlatAdam {
     if (row->remainder != 0) {
       Split(slot, count);
     } else if (row->master_dtype != kF32) {
-      NarrowByChance(slot, 0, row, at, row->stream, count);
+      NarrowByChance(slot, 0, kBF16, row, at, row->stream, count);
     }
     if (row->moment_dtype != kF32) {
-      NarrowAway(slot, 1, count);
-      if (amsgrad_) NarrowAway(slot, 4, count);
-      NarrowByChance(slot, 2, row, at, row->stream + 0x80000000u, count);
+      NarrowAway(slot, 1, row->moment_dtype, count);
+      if (amsgrad_) NarrowAway(slot, 4, row->moment_dtype, count);
+      NarrowByChance(slot, 2, row->moment_dtype, row, at, row->stream + 0x80000000u, count);
     }
   }
 
@@ -202,8 +222,22 @@ class FlatAdam {
     PipeBarrier<PIPE_V>();
   }
 
+  __aicore__ inline void WidenMoment(int32_t slot, int32_t place, int32_t dtype, int32_t count) {
+    if (dtype == kU8) {
+      codes_.Widen(Place(slot, place), Half(slot, place), scratch_.Get<float>(), other_.Get<float>(), place == 1,
+                   count);
+    } else {
+      WidenPlace(slot, place, count);
+    }
+  }
+
   // And back: to nearest, ties away from zero,
-  __aicore__ inline void NarrowAway(int32_t slot, int32_t place, int32_t count) {
+  __aicore__ inline void NarrowAway(int32_t slot, int32_t place, int32_t dtype, int32_t count) {
+    if (dtype == kU8) {
+      codes_.RoundAway(Place(slot, place), Half(slot, place), scratch_.Get<float>(), other_.Get<float>(), place == 1,
+                       count);
+      return;
+    }
     PipeBarrier<PIPE_V>();
     Round(scratch_.Get<uint8_t>(), Place(slot, place).ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
     PipeBarrier<PIPE_V>();
@@ -211,9 +245,14 @@ class FlatAdam {
   }
 
   // or stochastically, by the draws of a stream.
-  __aicore__ inline void NarrowByChance(int32_t slot, int32_t place, __gm__ const AdamRow* row, int64_t at,
-                                        uint32_t stream, int32_t count) {
-    draws_.Make(seed_, row->place + static_cast<uint64_t>(at), stream, step_, count);
+  __aicore__ inline void NarrowByChance(int32_t slot, int32_t place, int32_t dtype, __gm__ const AdamRow* row,
+                                        int64_t at, uint32_t stream, int32_t count) {
+    const LocalTensor<int32_t> bits = draws_.Make(seed_, row->place + static_cast<uint64_t>(at), stream, step_, count);
+    if (dtype == kU8) {
+      codes_.RoundByChance(Place(slot, place), Half(slot, place), scratch_.Get<float>(), other_.Get<float>(), bits,
+                           count);
+      return;
+    }
     draws_.Round(Place(slot, place), Place(slot, place).ReinterpretCast<float>(), other_.Get<float>(),
                  number_.Get<uint8_t>(), count);
   }
@@ -269,6 +308,7 @@ class FlatAdam {
   TPipe pipe_;
   TBuf<TPosition::VECCALC> slots_, scratch_, other_, divisor_, larger_, number_;
   Draws draws_;
+  Codes codes_;
   TEventID loaded_[kSlots], updated_[kSlots], stored_[kSlots];
   bool used_[kSlots];
   __gm__ const AdamGroup* groups_;

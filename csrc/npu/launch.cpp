@@ -54,6 +54,8 @@ std::vector<int64_t> in_order(const Part* parts, int64_t count, const First& fir
   return order;
 }
 
+static_assert(kCodeBlock == moment_block && kU8 == static_cast<int32_t>(Dtype::u8));
+
 PackRow row_of(const void* source, Dtype source_dtype, const void* target, Dtype target_dtype) {
   PackRow row = {};
   row.piece.tile = tile_of(std::max(itemsize(source_dtype), itemsize(target_dtype)));
@@ -62,6 +64,10 @@ PackRow row_of(const void* source, Dtype source_dtype, const void* target, Dtype
   row.source_dtype = static_cast<int32_t>(source_dtype);
   row.target_dtype = static_cast<int32_t>(target_dtype);
   return row;
+}
+
+AdamMoment moment_of(const FlatAdamMoment& moment, Dtype dtype) {
+  return {address(moment.values), dtype == Dtype::u8 ? address(moment.exponents) : 0};
 }
 
 LinePart part_of(int64_t count, int64_t line, const void* target, Dtype dtype) {
@@ -93,17 +99,14 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
   int64_t last_group = -1;
   for (const int64_t i : order) {
     const FlatAdamPart& part = args.parts[i];
-    if (part.moment_dtype == Dtype::u8) {
-      throw Error(Error::Kind::KernelUnavailable, "flat_adam", "moments in f32 or bf16, which npu has kernels for",
-                  "moments in codes of 8 bits", "Keep moments in more bits on this device (Precision.moments).");
-    }
     last_group = std::max(last_group, part.group);
     head.amsgrad |= args.groups[part.group].amsgrad;
     const bool moments = part.moment_dtype != Dtype::f32, master = part.master_dtype != Dtype::f32;
     head.narrow |= moments || master;
     head.drawn |= moments || (master && !part.remainder);
+    head.coded |= part.moment_dtype == Dtype::u8;
   }
-  head.tile = adam_tile(head.amsgrad, head.narrow, head.drawn);
+  head.tile = adam_tile(head.amsgrad, head.narrow, head.drawn, head.coded);
   std::vector<AdamGroup> groups;
   for (int64_t i = 0; i <= last_group; ++i) {
     const FlatAdamGroup& group = args.groups[i];
@@ -120,9 +123,9 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
     row.piece.tile = head.tile;
     row.master = address(part.master);
     row.remainder = address(part.remainder);
-    row.exp_avg = address(part.exp_avg.values);
-    row.exp_avg_sq = address(part.exp_avg_sq.values);
-    row.max_exp_avg_sq = address(part.max_exp_avg_sq.values);
+    row.exp_avg = moment_of(part.exp_avg, part.moment_dtype);
+    row.exp_avg_sq = moment_of(part.exp_avg_sq, part.moment_dtype);
+    row.max_exp_avg_sq = moment_of(part.max_exp_avg_sq, part.moment_dtype);
     row.grad = address(part.grad);
     row.low = address(part.low);
     row.place = static_cast<uint64_t>(part.place);
@@ -134,14 +137,17 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
     row.stream = part.stream;
     rows.push_back(row);
     LinePart range{part.count, line, {}, 0};
-    const auto writes = [&](uint64_t at, int64_t size) {
-      if (at) range.written[range.written_count++] = {at, size};
+    const auto writes = [&](uint64_t at, int64_t size, int64_t elements = 1) {
+      if (at) range.written[range.written_count++] = {at, size, elements};
     };
-    const int64_t moment = itemsize(part.moment_dtype);
     writes(row.master, itemsize(part.master_dtype));
-    writes(row.exp_avg, moment);
-    writes(row.exp_avg_sq, moment);
-    writes(args.groups[part.group].amsgrad ? row.max_exp_avg_sq : 0, moment);
+    const auto writes_moment = [&](const AdamMoment& moment) {
+      writes(moment.values, itemsize(part.moment_dtype));
+      writes(moment.exponents, 1, kCodeBlock);
+    };
+    writes_moment(row.exp_avg);
+    writes_moment(row.exp_avg_sq);
+    if (args.groups[part.group].amsgrad) writes_moment(row.max_exp_avg_sq);
     writes(row.remainder, 2);
     writes(row.low, 2);
     parts.push_back(range);

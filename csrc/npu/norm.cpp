@@ -13,7 +13,6 @@ namespace npu {
 constexpr int32_t kDigits = 24;    // of 32 bits each
 constexpr int32_t kLowest = -448;  // exponent of the lowest digit's unit
 constexpr int32_t kLanes = 8;      // where the tree ends: one 32-byte block
-constexpr int32_t kInfinity = 0x7f800000;
 
 // A sum without error, kept in digits that are not carried until the end, and what is not finite.
 struct Sum {

@@ -15,6 +15,7 @@ namespace npu {
 constexpr int32_t kF32 = 0;
 constexpr int32_t kBF16 = 1;
 constexpr int32_t kF16 = 2;
+constexpr int32_t kU8 = 6;
 
 constexpr int32_t kSlotBytes = 16384;  // what one load or store moves, of the widest dtype in it
 
@@ -75,21 +76,28 @@ struct AdamGroup {
   uint32_t step;
 };
 constexpr int32_t kAdamColumns = 4;  // of dynamic: step_size, bias2_sqrt, decay, step
+constexpr int32_t kCodeBlock = 64;   // elements of a moment in codes (kU8) that share an exponent
+
+// exponents: of codes, else 0
+struct AdamMoment {
+  uint64_t values, exponents;
+};
 
 // master_dtype kBF16: with a remainder its upper half, without one all there is, rounded stochastically.
 struct AdamRow {
   Piece piece;
-  uint64_t master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq, grad, low, place;
+  uint64_t master, remainder, grad, low, place;
+  AdamMoment exp_avg, exp_avg_sq, max_exp_avg_sq;
   int32_t master_dtype, moment_dtype, grad_dtype, low_dtype, group;
   uint32_t stream;
 };
 
-// tile: of all rows, by which UB is laid out. narrow: whether any master or moment is kBF16; drawn: whether any is
-// rounded stochastically.
+// tile: of all rows, by which UB is laid out. narrow: whether any master or moment is not kF32; drawn: whether any is
+// rounded stochastically; coded: whether any moment is kU8.
 struct AdamHead {
   Head head;
   uint64_t grad_scale, skip, dynamic, seed;
-  int32_t tile, amsgrad, narrow, drawn;
+  int32_t tile, amsgrad, narrow, drawn, coded, reserved;
 };
 
 }  // namespace npu

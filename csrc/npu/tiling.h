@@ -18,19 +18,20 @@ namespace npuzero::npu {
 constexpr int64_t burst_bytes = 512;  // boundaries that moves like
 constexpr int64_t line_bytes = 32;    // what one core writes without disturbing another
 
+// A buffer, and how many elements of the part each of its items is for.
 struct Written {
   uint64_t address;
-  int64_t itemsize;
+  int64_t itemsize, elements = 1;
 };
 
 struct LinePart {
   int64_t count, line;
-  std::array<Written, 6> written;
+  std::array<Written, 8> written;
   int written_count;
 };
 
 // The elements first, first + step, ... of a part, at which every written buffer is on a boundary; step 0: there is
-// none.
+// none. Of what has an item for many elements the boundaries are of lines: `bytes` of it would be too long a way.
 struct Boundaries {
   int64_t first = 0, step = 0;
 };
@@ -39,10 +40,10 @@ inline Boundaries boundaries(const LinePart& part, int64_t bytes) {
   Boundaries all{0, 1};
   for (int w = 0; w < part.written_count; ++w) {
     const Written& written = part.written[w];
-    const int64_t step = bytes / written.itemsize;
-    const int64_t first = (step - static_cast<int64_t>(written.address / written.itemsize % step)) % step;
-    const Boundaries its{first, step};
-    const Boundaries &fine = step < all.step ? its : all, &coarse = step < all.step ? all : its;
+    const int64_t items = (written.elements == 1 ? bytes : line_bytes) / written.itemsize;
+    const int64_t first = (items - static_cast<int64_t>(written.address / written.itemsize % items)) % items;
+    const Boundaries its{first * written.elements, items * written.elements};
+    const Boundaries &fine = its.step < all.step ? its : all, &coarse = its.step < all.step ? all : its;
     if (coarse.first % fine.step != fine.first) return {};
     all = coarse;
   }
@@ -57,11 +58,12 @@ inline int32_t tile_of(int64_t widest_itemsize) { return static_cast<int32_t>(kS
 
 // The elements of a tile of flat_adam: of all that a launch needs in UB, two slots of places and scratch, 4 bytes an
 // element each, what fits; not above what moves kSlotBytes.
-inline int32_t adam_tile(bool amsgrad, bool narrow, bool drawn) {
+inline int32_t adam_tile(bool amsgrad, bool narrow, bool drawn, bool coded) {
   constexpr int64_t usable = 188160, fixed = 4096;  // fixed: masks, the divisor, rounding up
   constexpr int64_t draws = 26 * 4 / 8 + 4 + 4;     // bytes an element: philox.h's arrays, places and bits
+  constexpr int64_t codes = 2;                      // codes.h's lanes and what is spread of them
   const int64_t places = amsgrad ? 5 : 4, scratch = narrow ? 2 : 1;
-  const int64_t element = 4 * (2 * places + scratch) + (drawn ? draws : 0);
+  const int64_t element = 4 * (2 * places + scratch) + (drawn ? draws : 0) + (coded ? codes : 0);
   return static_cast<int32_t>(std::min<int64_t>(kSlotBytes / 4, (usable - fixed) / element / kGrain * kGrain));
 }
 
@@ -75,8 +77,8 @@ inline std::vector<std::pair<int64_t, int64_t>> bound_together(const std::vector
   std::vector<Span> spans;
   for (const LinePart& part : parts) {
     for (int w = 0; w < part.written_count && part.count; ++w) {
-      const auto& [address, itemsize] = part.written[w];
-      spans.push_back({address, address + part.count * itemsize, &part});
+      const auto& [address, itemsize, elements] = part.written[w];
+      spans.push_back({address, address + (part.count + elements - 1) / elements * itemsize, &part});
     }
   }
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });

@@ -12,12 +12,13 @@ using namespace AscendC;
 
 constexpr int32_t kBlockBytes = 32;  // of UB
 constexpr float kLargest = 3.4028234663852886e38f;
-constexpr int32_t kRepeat = 64;  // f32 lanes of one repeat; Compare takes whole repeats alone
+constexpr int32_t kInfinity = 0x7f800000;  // its pattern
+constexpr int32_t kRepeat = 64;            // f32 lanes of one repeat; Compare takes whole repeats alone
 
 __aicore__ inline int32_t RoundUp(int32_t value, int32_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
-__aicore__ inline int32_t ItemSize(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
+__aicore__ inline int32_t ItemSize(int32_t dtype) { return dtype == kF32 ? 4 : (dtype == kU8 ? 1 : 2); }
 
 // The tables that follow a head.
 template <class TableHead, class Row>

@@ -14,6 +14,7 @@ from npuzero.ops.flat_adam import Segment
 from ops import grid
 
 F32, BF16, F16 = grid.FLOATS
+CODES = torch.uint8
 TILE = 4096
 LENGTH = 3 * TILE + 21  # three cores, two tiles for one of them, a tail
 ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
@@ -95,13 +96,25 @@ def flat_adam() -> None:
     _adam(LENGTH // 2, BF16, "none", None)
     _adam(LENGTH // 2, F32, "split", None, moments=BF16)
     _adam(LENGTH // 2, F32, "fp32", BF16, moments=BF16)
+    _adam(LENGTH, BF16, "fp32", BF16, moments=CODES)
+    _adam(LENGTH // 2, F32, "none", None, moments=CODES)
 
 
 def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, moments: torch.dtype = F32) -> None:
-    grad = grid.values(n, dtype)
-    content = {name: grid.values(n) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
+    coded = moments == CODES  # one value that is not finite spoils a block of 64
+    grad = grid.values(n, dtype, special=not coded)
+    content = {
+        name: grid.values(n, special=not coded) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    }
     content["exp_avg_sq"].abs_()
-    content.update({name: value.to(moments) for name, value in content.items() if name != "master"})
+    if coded:
+        _make_special(grad, *content.values())
+    for name in tuple(content)[1:]:
+        moment = torch.zeros(storage.stored_numel(n, moments), dtype=moments)
+        storage.narrow(content[name], moment, signed=name == "exp_avg")
+        if coded:
+            moment[5120:5248] = moment[n + 80 : n + 82] = 0  # as before the first step
+        content[name] = moment
     if low is not None:
         content["low"] = torch.zeros(n, dtype=low)
     if masters != "fp32":
@@ -109,10 +122,11 @@ def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, 
         if masters == "split":
             content["remainder"] = remainder
     actual, expected = ({name: grid.Guarded.around(value, 5) for name, value in content.items()} for _ in range(2))
-    bounds = [0, 5000, 5032, 6000, n]
+    ends = [5000, 5032, 6000, n]
+    begins = [-(-end // 64) * 64 if coded else end for end in [0, *ends[:-1]]]
     segments = [
-        replace(kind, begin=begin, end=end, row=(None, 0, 1)[i % 3], stream=2**17 + i, place=8 * i + 2**36)
-        for i, (kind, begin, end) in enumerate(zip(KINDS, bounds[:-1], bounds[1:], strict=True))
+        replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=2**17 + i, place=8 * i + 2**36)
+        for i, (kind, begin, end) in enumerate(zip(KINDS, begins, ends, strict=True))
     ]
     table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, 9.0]])
     options = {"grad_scale": torch.tensor([0.3]), "dynamic": table, "seed": 2**63 + 5}
@@ -122,6 +136,16 @@ def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, 
         ops.flat_adam(grad=grad, segments=segments, **named, **options)
 
     _compare(update, list(actual.values()), list(expected.values()))
+
+
+def _make_special(grad: torch.Tensor, *states: torch.Tensor) -> None:
+    """What few blocks have: not finite, almost so, denormal, zeros of both signs, nothing but zeros."""
+    grad[70], grad[140], grad[5300] = torch.inf, torch.nan, -torch.inf
+    for x in states:
+        x[200], x[300], x[330:340], x[640:1280] = torch.inf, 3.4e38, -0.0, 0.0
+        x[400:464] = torch.arange(64) * 2.0**-149
+        x[470:480] = x[448:512].abs().max() * 2.0 ** -torch.arange(4.0, 14)  # about the least that are no zero
+    grad[330:340], grad[400:464], grad[640:1280] = 0.0, 0.0, 0.0
 
 
 def _compare(

@@ -17,17 +17,19 @@ from pathlib import Path
 import torch
 
 from npu.emulated import Counts, Emulator, build
-from npu.exercise import ADAMW, BF16, F16, F32
+from npu.exercise import ADAMW, BF16, CODES, F16, F32
 from npuzero import _native, ops
+from npuzero.ops import storage
 
 CORES, HERTZ, BYTES_PER_SECOND, SLOW = 48, 1.8e9, 1.6e12, 4
 NUMEL = CORES * 4 * 4096 + 1001  # several tiles a core, and a tail
+PADDED = -(-NUMEL // 512) * 512  # of a flat
 
 
-def _flat(dtype: torch.dtype) -> torch.Tensor:
+def _flat(dtype: torch.dtype, numel: int = NUMEL) -> torch.Tensor:
     """At an address as a device's allocator has them, so that counts do not depend on this machine's."""
-    room = torch.ones(NUMEL + 256, dtype=dtype)
-    return room[-room.data_ptr() % 512 // room.element_size() :][:NUMEL]
+    room = torch.ones(numel + 512, dtype=dtype)
+    return room[-room.data_ptr() % 512 // room.element_size() :][:numel]
 
 
 def _adam(
@@ -40,15 +42,16 @@ def _adam(
 ) -> Callable[[], None]:
     def call() -> None:
         master = F32 if masters == "fp32" else BF16
-        named = {"master": _flat(master), "exp_avg": _flat(moments), "exp_avg_sq": _flat(moments)}
+        named = {"master": _flat(master, PADDED)}
+        for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad):
+            named[name] = _flat(moments, storage.stored_numel(PADDED, moments)).zero_()
         if masters == "split":
-            named["remainder"] = _flat(torch.int16)
+            named["remainder"] = _flat(torch.int16, PADDED)
         if low is not None:
-            named["low"] = _flat(low)
-        if amsgrad:
-            named["max_exp_avg_sq"] = _flat(moments)
+            named["low"] = _flat(low, PADDED)
         segment = replace(ADAMW, end=NUMEL, amsgrad=amsgrad)
-        ops.flat_adam(grad=_flat(grad), segments=[segment], grad_scale=torch.ones(1), skip=torch.zeros(1), **named)
+        scalars = {"grad_scale": torch.ones(1), "skip": torch.zeros(1)}
+        ops.flat_adam(grad=_flat(grad, PADDED), segments=[segment], **scalars, **named)
 
     return call
 
@@ -78,6 +81,8 @@ CASES: dict[str, tuple[float, Callable[[], None]]] = {
     "flat_adam split masters, bf16 gradient": (26, _adam("split", BF16, None)),
     "flat_adam bf16 masters, stochastic": (22, _adam("none", BF16, None)),
     "flat_adam bf16 moments, gradient and copy": (20, _adam("fp32", BF16, BF16, moments=BF16)),
+    "flat_adam 8-bit moments, bf16 gradient and copy": (16 + 4 / 64, _adam("fp32", BF16, BF16, moments=CODES)),
+    "flat_adam 8-bit moments, bf16 masters": (10 + 4 / 64, _adam("none", BF16, None, moments=CODES)),
     "cast f32 to bf16": (6, _cast(F32, BF16)),
     "cast f16 to f32": (6, _cast(F16, F32)),
     "cast bf16 to f16": (4, _cast(BF16, F16)),

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
-import torch
 
 from npu import exercise
 from npu.conftest import Install
 from npu.emulated import Emulator, Fault, build, emulator
-from npuzero import ops
-from npuzero.errors import KernelUnavailable
-from npuzero.ops import storage
 
 OPS = tuple(exercise.ALL)
 
@@ -69,11 +64,3 @@ def test_every_synchronization_is_needed(op: str, install: Install) -> None:
     needed = [one for one in survived if one[2] == 1 or (one[0].partition(":")[0], one[1]) not in _UNNEEDED_ORDER]
     assert needed == []
     assert len(survived) <= 2
-
-
-def test_what_has_no_kernel_says_so(install: Install) -> None:
-    install(emulator())
-    p, g = torch.zeros(64), torch.ones(64)
-    m, v = (torch.zeros(storage.stored_numel(64, torch.uint8), dtype=torch.uint8) for _ in range(2))
-    with pytest.raises(KernelUnavailable):
-        ops.flat_adam(p, m, v, g, [replace(exercise.ADAMW, end=64)])

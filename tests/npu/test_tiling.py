@@ -18,7 +18,7 @@ LINE, TILE = 32, 4096
 @dataclass(frozen=True)
 class Part:
     count: int
-    written: tuple[tuple[int, int], ...]  # address, itemsize
+    written: tuple[tuple[int, int, int], ...]  # address, itemsize, elements of an item
 
 
 def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
@@ -28,8 +28,8 @@ def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
     words: list[int] = []
     for part in parts:
         words += [part.count, len(part.written)]
-        for address, itemsize in (*part.written, *[(0, 1)] * (6 - len(part.written))):
-            words += [address, itemsize]
+        for buffer in (*part.written, *[(0, 1, 1)] * (8 - len(part.written))):
+            words += buffer
     out = (ctypes.c_int64 * (3 * cores))()
     made = library.cut_line(
         (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(parts)), cores, ctypes.c_int64(TILE), out
@@ -40,16 +40,16 @@ def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
 @st.composite
 def lines(draw: st.DrawFn) -> list[Part]:
     """Parts whose buffers lie close to each other, in whatever order, at addresses aligned to nothing but elements."""
-    sizes = draw(st.lists(st.sampled_from([4, 2]), min_size=1, max_size=5))
+    items = draw(st.lists(st.sampled_from([(4, 1), (2, 1), (1, 1), (1, 64)]), min_size=1, max_size=6))
     counts = draw(st.lists(st.integers(1, 20000) | st.integers(1, 40), min_size=1, max_size=8))
     parts = [Part(count, ()) for count in counts]
     address = 1 << 40
-    for size in sizes:
+    for size, elements in items:
         address += draw(st.sampled_from([0, 4, 32, 508, 512]))
         for i in draw(st.permutations(range(len(counts)))):
-            parts[i] = Part(counts[i], (*parts[i].written, (address, size)))
-            address += counts[i] * size + draw(st.sampled_from([0, 0, 4, 28, 512]))
-            address += -address % 4
+            parts[i] = Part(counts[i], (*parts[i].written, (address, size, elements)))
+            address += -(-counts[i] // elements) * size + draw(st.sampled_from([0, 0, 4, 28, 512]))
+            address += -address % size
     return parts
 
 
@@ -68,24 +68,33 @@ def test_shares_cover_the_line_and_no_two_cores_write_one_memory_line(parts: lis
         for part, start in zip(parts, starts, strict=False):
             low, high = max(begin - start, 0), min(end - start, part.count)
             if low < high:
-                for address, size in part.written:
-                    for line in ((address + low * size) // LINE, (address + high * size - 1) // LINE):
+                for address, size, elements in part.written:
+                    assert low % elements == 0
+                    last = (high - 1) // elements * size + size - 1
+                    for line in ((address + low // elements * size) // LINE, (address + last) // LINE):
                         assert owner.setdefault(line, core) == core
 
 
 @pytest.mark.parametrize("cores", [1, 7, 40, 48])
 def test_a_flat_is_cut_evenly_at_512_bytes(cores: int) -> None:
     count = 25_600_000 + 37
-    flat = Part(count, tuple((1 << 40 | i << 36, size) for i, size in enumerate((4, 4, 4, 2))))
+    flat = Part(count, tuple((1 << 40 | i << 36, size, 1) for i, size in enumerate((4, 4, 4, 2))))
     shares = cut([flat], cores)
     assert len(shares) == cores
     assert all(begin % 256 == 0 for begin, _, _ in shares)
     assert max(end - begin for begin, end, _ in shares) - min(end - begin for begin, end, _ in shares) <= 512
 
 
+def test_exponents_are_cut_at_lines_and_the_rest_at_512_bytes() -> None:
+    items = ((4, 1), (1, 1), (1, 64), (2, 1))
+    shares = cut([Part(10_000_000, tuple((1 << 40 | i << 36, *item) for i, item in enumerate(items)))], 48)
+    assert len(shares) == 48
+    assert all(begin % 2048 == 0 for begin, _, _ in shares)
+
+
 def test_little_work_goes_to_few_cores() -> None:
-    assert len(cut([Part(TILE, ((1 << 40, 4),))], 48)) == 1
-    assert len(cut([Part(2 * TILE + 1, ((1 << 40, 4),))], 48)) == 3
+    assert len(cut([Part(TILE, ((1 << 40, 4, 1),))], 48)) == 1
+    assert len(cut([Part(2 * TILE + 1, ((1 << 40, 4, 1),))], 48)) == 3
 
 
 @settings(deadline=None, max_examples=200)
@@ -101,12 +110,14 @@ def test_norms_shares_are_blocks_with_room_for_every_cores_sums(count: int, core
     assert made == 1 or 256 * made <= 16 * (-(-count // 8192))  # 16 bytes a block of the contract: csrc/ops/norm.h
 
 
-@pytest.mark.parametrize(("amsgrad", "narrow", "drawn"), list(itertools.product([0, 1], repeat=3)))
-def test_a_tile_of_flat_adam_fits(amsgrad: int, narrow: int, drawn: int) -> None:
-    tile = ctypes.CDLL(str(build())).adam_tile(amsgrad, narrow, drawn)
+@pytest.mark.parametrize(("amsgrad", "narrow", "drawn", "coded"), list(itertools.product([0, 1], repeat=4)))
+def test_a_tile_of_flat_adam_fits(amsgrad: int, narrow: int, drawn: int, coded: int) -> None:
+    tile = ctypes.CDLL(str(build())).adam_tile(amsgrad, narrow, drawn, coded)
     assert 2048 <= tile <= TILE and tile % 256 == 0
-    assert tile == TILE or narrow or drawn  # moves of 16 KB wherever nothing is rounded on the way
+    assert tile == TILE or narrow or drawn or coded  # moves of 16 KB wherever nothing is rounded on the way
     used = 4 * tile * (2 * (4 + amsgrad) + 1 + narrow) + 32 + 2 * (tile // 8)
     if drawn:
         used += 26 * 4 * (tile // 8 + 8) + 2 * 4 * tile  # philox.h
+    if coded:
+        used += 4 * (4 + 32) * -(-tile // 64 // 8) * 8  # codes.h
     assert used <= 188_160

@@ -257,11 +257,43 @@ inline void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, c
   emulator::store(HERE, dst.at, src.operand(), params.blockLen);
 }
 
-#define BINARY(Name, op)                                                                                      \
-  template <typename T>                                                                                       \
-  inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1,         \
-                   const int32_t& count, SITE) {                                                              \
-    emulator::vector(emulator::Op::op, HERE, dst.operand(), src0.operand(), src1.operand(), {}, count, 0, 0); \
+struct BinaryRepeatParams {
+  BinaryRepeatParams(uint8_t dstBlkStrideIn, uint8_t src0BlkStrideIn, uint8_t src1BlkStrideIn, uint8_t dstRepStrideIn,
+                     uint8_t src0RepStrideIn, uint8_t src1RepStrideIn)
+      : dstBlkStride(dstBlkStrideIn),
+        src0BlkStride(src0BlkStrideIn),
+        src1BlkStride(src1BlkStrideIn),
+        dstRepStride(dstRepStrideIn),
+        src0RepStride(src0RepStrideIn),
+        src1RepStride(src1RepStrideIn) {}
+  uint8_t dstBlkStride, src0BlkStride, src1BlkStride, dstRepStride, src0RepStride, src1RepStride;
+};
+
+namespace detail {
+// Whole repeats of 256 bytes, with one block of src1 for a repeat, the same or the next for the next repeat: the forms
+// that the kernels use.
+template <class T>
+inline int block_step(Site site, uint64_t mask, uint8_t repeatTime, const BinaryRepeatParams& params) {
+  const bool dense = params.dstBlkStride == 1 && params.src0BlkStride == 1 && params.dstRepStride == 8 &&
+                     params.src0RepStride == 8 && params.src1BlkStride == 0 && params.src1RepStride <= 1;
+  if (!dense || mask * sizeof(T) != 256) refuse(site, "repeat", "only whole repeats and a block of src1 for each");
+  if (repeatTime < 1) refuse(site, "repeat", "repeatTime outside 1..255");
+  return params.src1RepStride;
+}
+}  // namespace detail
+
+#define BINARY(Name, op)                                                                                             \
+  template <typename T>                                                                                              \
+  inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1,                \
+                   const int32_t& count, SITE) {                                                                     \
+    emulator::vector(emulator::Op::op, HERE, dst.operand(), src0.operand(), src1.operand(), {}, count, 0, 0);        \
+  }                                                                                                                  \
+  template <typename T>                                                                                              \
+  inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask, \
+                   const uint8_t repeatTime, const BinaryRepeatParams& params, SITE) {                               \
+    const int step = detail::block_step<T>(HERE, mask, repeatTime, params);                                          \
+    emulator::vector_with_block(emulator::Op::op, HERE, dst.operand(), src0.operand(), src1.operand(),               \
+                                static_cast<int64_t>(mask) * repeatTime, step);                                      \
   }
 BINARY(Add, add)
 BINARY(Sub, sub)
@@ -292,6 +324,8 @@ UNARY(Not, bit_not)
   }
 WITH_SCALAR(Adds, adds)
 WITH_SCALAR(Muls, muls)
+WITH_SCALAR(Maxs, maxs)
+WITH_SCALAR(Mins, mins)
 WITH_SCALAR(ShiftLeft, shift_left)
 WITH_SCALAR(ShiftRight, shift_right)
 #undef WITH_SCALAR
@@ -351,27 +385,31 @@ inline void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const L
                    static_cast<int>(srcBaseAddr));
 }
 
-struct BinaryRepeatParams {
-  BinaryRepeatParams(uint8_t dstBlkStrideIn, uint8_t src0BlkStrideIn, uint8_t src1BlkStrideIn, uint8_t dstRepStrideIn,
-                     uint8_t src0RepStrideIn, uint8_t src1RepStrideIn)
-      : dstBlkStride(dstBlkStrideIn),
-        src0BlkStride(src0BlkStrideIn),
-        src1BlkStride(src1BlkStrideIn),
-        dstRepStride(dstRepStrideIn),
-        src0RepStride(src0RepStrideIn),
-        src1RepStride(src1RepStrideIn) {}
-  uint8_t dstBlkStride, src0BlkStride, src1BlkStride, dstRepStride, src0RepStride, src1RepStride;
+struct BrcbRepeatParams {
+  BrcbRepeatParams(uint16_t dstBlkStrideIn, uint16_t dstRepStrideIn)
+      : dstBlkStride(dstBlkStrideIn), dstRepStride(dstRepStrideIn) {}
+  uint16_t dstBlkStride, dstRepStride;
 };
-// Whole repeats of 256 bytes; src1 is one block for all of them: the one form that the kernels use.
+// The 32-byte block i of dst has element i of src0 in every place; 8 of them a repeat.
 template <typename T>
-inline void Div(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask,
-                const uint8_t repeatTime, const BinaryRepeatParams& params, SITE) {
-  const bool dense = params.dstBlkStride == 1 && params.src0BlkStride == 1 && params.dstRepStride == 8 &&
-                     params.src0RepStride == 8 && params.src1BlkStride == 0 && params.src1RepStride == 0;
-  if (!dense || mask * sizeof(T) != 256) emulator::refuse(HERE, "repeat", "only whole repeats and one block of src1");
-  if (repeatTime < 1) emulator::refuse(HERE, "repeat", "repeatTime outside 1..255");
-  emulator::vector_with_block(emulator::Op::div, HERE, dst.operand(), src0.operand(), src1.operand(),
-                              static_cast<int64_t>(mask) * repeatTime);
+inline void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const uint8_t repeatTime,
+                 const BrcbRepeatParams& params, SITE) {
+  if (params.dstBlkStride != 1 || params.dstRepStride != 8) refuse(HERE, "repeat", "Brcb with gaps is not emulated");
+  emulator::broadcast(HERE, dst.operand(), src0.operand(), 8 * static_cast<int64_t>(repeatTime));
+}
+
+enum class ReduceOrder { ORDER_VALUE_INDEX, ORDER_INDEX_VALUE, ORDER_ONLY_VALUE, ORDER_ONLY_INDEX };
+// dst[i] = the largest of repeat i; whole repeats, one after the other, without an index.
+template <typename T>
+inline void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t mask,
+                           const int32_t repeatTime, const int32_t dstRepStride, const int32_t srcBlkStride,
+                           const int32_t srcRepStride, ReduceOrder order, SITE) {
+  const bool dense = dstRepStride == 1 && srcBlkStride == 1 && srcRepStride == 8;
+  if (!dense || mask * sizeof(T) != 256 || order != ReduceOrder::ORDER_ONLY_VALUE) {
+    refuse(HERE, "repeat", "WholeReduceMax but of whole repeats, and with an index, is not emulated");
+  }
+  if (repeatTime < 1 || repeatTime > 255) refuse(HERE, "repeat", "repeatTime outside 1..255");
+  emulator::reduce_max(HERE, dst.operand(), src.operand(), repeatTime);
 }
 
 #undef SITE

@@ -175,13 +175,16 @@ const char* run_flat_adam(const int64_t* rows, int64_t count, const int64_t* wor
   });
 }
 
-// The shares of a line of parts: of each (count, buffers, then address and itemsize of six); out: begin, end, part.
+// The shares of a line of parts: of each (count, buffers, then address, itemsize and elements of eight); out: begin,
+// end, part.
 int64_t cut_line(const int64_t* words, int64_t count, int cores, int64_t tile, int64_t* out) {
   std::vector<npu::LinePart> parts;
   int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i, words += 14) {
+  for (int64_t i = 0; i < count; ++i, words += 26) {
     npu::LinePart part{words[0], total, {}, static_cast<int>(words[1])};
-    for (int w = 0; w < 6; ++w) part.written[w] = {static_cast<uint64_t>(words[2 + 2 * w]), words[3 + 2 * w]};
+    for (int w = 0; w < 8; ++w) {
+      part.written[w] = {static_cast<uint64_t>(words[2 + 3 * w]), words[3 + 3 * w], words[4 + 3 * w]};
+    }
     parts.push_back(part);
     total += part.count;
   }
@@ -196,6 +199,8 @@ int64_t cut_norm(int64_t count, int cores, int64_t* out) {
   return static_cast<int64_t>(shares.size());
 }
 
-int32_t adam_tile(int amsgrad, int narrow, int drawn) { return npu::adam_tile(amsgrad != 0, narrow != 0, drawn != 0); }
+int32_t adam_tile(int amsgrad, int narrow, int drawn, int coded) {
+  return npu::adam_tile(amsgrad != 0, narrow != 0, drawn != 0, coded != 0);
+}
 
 }  // extern "C"

@@ -33,6 +33,7 @@ constexpr int queue_ids = 16;     // flags from here on belong to queues
 constexpr int outstanding = 8;    // tensors of one position
 constexpr int most_buffers = 64;
 constexpr size_t queue_length = 48;  // instructions that a pipe takes before the scalar unit waits for it
+constexpr int dense = -1;
 constexpr uint8_t poison = 0x7b, zone = 0xa5, defined = 0xff;
 
 struct Clock {
@@ -53,7 +54,7 @@ struct Instruction {
   int64_t count = 0;
   double number = 0;
   int mode = 0;
-  bool one_block = false;
+  int block_step = dense;  // or of a second source that has one block a repeat, blocks to the next repeat's
   uint8_t* global = nullptr;
   int64_t bytes = 0, pad = 0;
   FlagKey flag{};
@@ -538,6 +539,8 @@ class Core {
       case Op::index: return {};
       case Op::store: return {{i.sources[0], i.bytes}};
       case Op::gather: return {{i.sources[0], i.sources[0].span.bytes}, whole(1)};
+      case Op::broadcast: return {{i.sources[0], i.count * bytes_of(i.target.type) / block * bytes_of(i.target.type)}};
+      case Op::reduce_max: return {{i.sources[0], i.count * repeat}};
       case Op::select: return {whole(0), whole(1), {i.sources[2], (i.count + 7) / 8}};
       case Op::select_scalar: return {whole(0), {i.sources[2], (i.count + 7) / 8}};
       case Op::add:
@@ -548,16 +551,32 @@ class Core {
       case Op::min:
       case Op::bit_and:
       case Op::bit_or:
-      case Op::compare: return {whole(0), i.one_block ? std::pair{i.sources[1], block} : whole(1)};
+      case Op::compare:
+        return {whole(0),
+                i.block_step == dense ? whole(1) : std::pair{i.sources[1], block_at(i, i.count - 1) * block + block}};
       default: return {whole(0)};
     }
+  }
+
+  // Of a second source with one block a repeat, the block that lane k reads.
+  static int64_t block_at(const Instruction& i, int64_t k) {
+    return k * bytes_of(i.target.type) / repeat * i.block_step;
+  }
+
+  // Where in source k of an instruction the first byte of its lane n is, and how many there are.
+  static std::pair<int64_t, int64_t> lane_of(const Instruction& i, size_t k, int64_t n) {
+    const int64_t size = bytes_of(i.sources[k].type);
+    if (i.op == Op::broadcast) return {n * size / block * size, size};
+    if (i.op == Op::reduce_max) return {n * repeat, repeat};
+    if (k == 1 && i.block_step != dense) return {block_at(i, n) * block + n * size % block, size};
+    return {n * size, size};
   }
 
   void count(const Instruction& i) {
     if (i.pipe != V) return;
     int64_t widest = bytes_of(i.target.type);
     for (const auto& [operand, bytes] : reads(i)) widest = std::max<int64_t>(widest, bytes_of(operand.type));
-    const int64_t repeats = (i.count * widest + repeat - 1) / repeat;
+    const int64_t repeats = i.op == Op::reduce_max ? i.count : (i.count * widest + repeat - 1) / repeat;
     counts_.vector_instructions += 1;
     (i.op == Op::div || i.op == Op::sqrt ? counts_.slow_repeats : counts_.repeats) += repeats;
   }
@@ -610,13 +629,11 @@ class Core {
       const bool chooses = i.op == Op::select || i.op == Op::select_scalar;
       const bool mask = chooses && k + 1 == touched.size(), table = i.op == Op::gather && k == 0;
       if (table || all_defined(operand.span.at, touched[k].second)) continue;
-      const int size = bytes_of(operand.type);
       for (int64_t n = 0; n < i.count; ++n) {
-        const int64_t first = mask ? n / 8 : (i.one_block && k == 1 ? n * size % block : n * size);
+        const auto [first, size] = mask ? std::pair<int64_t, int64_t>{n / 8, 1} : lane_of(i, k, n);
         const uint8_t* shadow = &shadow_[operand.span.at + first];
         bool fine = true;
-        for (int b = 0; b < (mask ? 1 : size); ++b)
-          fine &= mask ? (shadow[0] >> (n % 8) & 1) != 0 : shadow[b] == defined;
+        for (int b = 0; b < size; ++b) fine &= mask ? (shadow[0] >> (n % 8) & 1) != 0 : shadow[b] == defined;
         // A lane of Select is what was chosen.
         if (chooses && !mask) {
           const bool first_chosen = memory<uint8_t>(i.sources[2])[n / 8] >> (n % 8) & 1;
@@ -650,6 +667,8 @@ class Core {
   }
 
   void run_op(const Instruction& i);
+  template <class T, class F>
+  void each_lane(const Instruction& i, const F& f);
   template <class T>
   void arithmetic(const Instruction& i);
   template <class T>
@@ -741,7 +760,9 @@ bool knows(const Instruction& i) {
     case Op::max:
     case Op::min:
     case Op::adds:
-    case Op::muls: return same && (target == Type::f32 || is_integer(target));
+    case Op::muls:
+    case Op::maxs:
+    case Op::mins: return same && (target == Type::f32 || is_integer(target));
     case Op::div:
     case Op::abs:
     case Op::sqrt: return same && target == Type::f32;
@@ -758,6 +779,8 @@ bool knows(const Instruction& i) {
     case Op::select:
     case Op::select_scalar: return same && target == Type::f32 && i.sources[2].type == Type::u8;
     case Op::gather: return same && target != Type::u8 && i.sources[1].type == Type::u32;
+    case Op::broadcast: return same && bytes_of(target) == 4;
+    case Op::reduce_max: return same && target == Type::f32;
     case Op::cast: {
       const bool rounds = i.mode != none;
       if (source == Type::f32) {
@@ -765,6 +788,8 @@ bool knows(const Instruction& i) {
         if (target == Type::f16) return i.mode == rint;
         return rounds && (target == Type::f32 || target == Type::i32 || target == Type::i16);
       }
+      if (target == Type::u8) return rounds && source == Type::f16;
+      if (target == Type::f16) return source == Type::u8 && i.mode == none;
       if (target == Type::f32) {
         return source == Type::i32
                    ? i.mode == rint
@@ -778,19 +803,23 @@ bool knows(const Instruction& i) {
 
 }  // namespace
 
-template <class T>
-void Core::arithmetic(const Instruction& i) {
+// to[k] = f(a[k], b[k], k)
+template <class T, class F>
+void Core::each_lane(const Instruction& i, const F& f) {
   T* to = memory<T>(i.target);
   const T* a = memory<T>(i.sources[0]);
   const T* b = memory<T>(i.sources[1]);
+  const int64_t period = i.block_step == dense ? i.count : block / static_cast<int64_t>(sizeof(T));
+  for (int64_t start = 0; start < i.count; start += period) {
+    const T* other = i.block_step == dense ? b : b + block_at(i, start) * period;
+    for (int64_t k = 0; k < period; ++k) to[start + k] = f(a[start + k], other[k], start + k);
+  }
+}
+
+template <class T>
+void Core::arithmetic(const Instruction& i) {
   const T scalar = static_cast<T>(i.number);
-  const int64_t period = i.one_block ? block / static_cast<int64_t>(sizeof(T)) : i.count;
-  const auto each = [&](const auto& f) {
-    for (int64_t start = 0; start < i.count; start += period) {
-      const int64_t n = std::min(period, i.count - start);
-      for (int64_t k = 0; k < n; ++k) to[start + k] = f(a[start + k], b[i.one_block ? k : start + k], start + k);
-    }
-  };
+  const auto each = [&](const auto& f) { each_lane<T>(i, f); };
   if constexpr (std::is_same_v<T, float>) {
     switch (i.op) {
       case Op::add: return each([](T x, T y, int64_t) { return x + y; });
@@ -821,6 +850,8 @@ void Core::arithmetic(const Instruction& i) {
       case Op::mul: return each([&](T x, T y, int64_t k) { return fitting(int64_t{x} * y, k); });
       case Op::adds: return each([&](T x, T, int64_t k) { return fitting(int64_t{x} + scalar, k); });
       case Op::muls: return each([&](T x, T, int64_t k) { return fitting(int64_t{x} * scalar, k); });
+      case Op::maxs: return each([&](T x, T, int64_t) { return std::max(x, scalar); });
+      case Op::mins: return each([&](T x, T, int64_t) { return std::min(x, scalar); });
       case Op::max: return each([](T x, T y, int64_t) { return std::max(x, y); });
       case Op::min: return each([](T x, T y, int64_t) { return std::min(x, y); });
       default: return;
@@ -830,11 +861,10 @@ void Core::arithmetic(const Instruction& i) {
 
 template <class T>
 void Core::bits(const Instruction& i) {
-  T* to = memory<T>(i.target);
-  const T* a = memory<T>(i.sources[0]);
-  const T* b = memory<T>(i.sources[1]);
-  for (int64_t k = 0; k < i.count; ++k) {
-    to[k] = i.op == Op::bit_and ? a[k] & b[k] : i.op == Op::bit_or ? a[k] | b[k] : static_cast<T>(~a[k]);
+  switch (i.op) {
+    case Op::bit_and: return each_lane<T>(i, [](T x, T y, int64_t) { return static_cast<T>(x & y); });
+    case Op::bit_or: return each_lane<T>(i, [](T x, T y, int64_t) { return static_cast<T>(x | y); });
+    default: return each_lane<T>(i, [](T x, T, int64_t) { return static_cast<T>(~x); });
   }
 }
 
@@ -912,6 +942,19 @@ void Core::cast(const Instruction& i) {
       default: return fitting(memory<int16_t>(i.target));
     }
   }
+  if (i.target.type == Type::u8) {
+    return each(memory<uint8_t>(i.target), memory<uint16_t>(source), [&](uint16_t u, int64_t k) {
+      const float whole = to_integer(from_f16(u), i.mode);
+      if (!(whole >= 0 && whole <= 255)) {
+        lanes_[k] = 0;
+        return uint8_t{0};
+      }
+      return static_cast<uint8_t>(whole);
+    });
+  }
+  if (source.type == Type::u8) {
+    return each(memory<uint16_t>(i.target), memory<uint8_t>(source), [](uint8_t x, int64_t) { return to_f16(x); });
+  }
   float* to = memory<float>(i.target);
   switch (source.type) {
     case Type::bf16:
@@ -946,6 +989,25 @@ void Core::run_op(const Instruction& i) {
       const uint32_t scalar = pattern(static_cast<float>(i.number));
       for (int64_t k = 0; k < i.count; ++k) {
         to[k] = mask[k / 8] >> (k % 8) & 1 ? a[k] : (i.op == Op::select ? b[k] : scalar);
+      }
+      return;
+    }
+    case Op::broadcast: {
+      auto* to = memory<uint32_t>(i.target);
+      const auto* from = memory<uint32_t>(i.sources[0]);
+      for (int64_t k = 0; k < i.count; ++k) to[k] = from[k / 8];
+      return;
+    }
+    case Op::reduce_max: {
+      constexpr int64_t lanes = repeat / sizeof(float);
+      auto* to = memory<float>(i.target);
+      const auto* from = memory<float>(i.sources[0]);
+      for (int64_t k = 0; k < i.count; ++k, from += lanes) {
+        to[k] = *std::max_element(from, from + lanes);
+        // Of a NaN, and of zeros of two signs, the documentation says nothing.
+        for (int64_t n = 0; n < lanes; ++n) {
+          if (from[n] != from[n] || (from[n] == to[k] && pattern(from[n]) != pattern(to[k]))) lanes_[k] = 0;
+        }
       }
       return;
     }
@@ -1004,12 +1066,30 @@ void vector(Op op, Site site, Operand target, Operand first, Operand second, Ope
   running->issue(i);
 }
 
-void vector_with_block(Op op, Site site, Operand target, Operand first, Operand one, int64_t count) {
-  Instruction i{op, V, site, target, {first, one, {}}};
+namespace {
+void issue_known(Instruction i, int64_t count) {
   i.count = count;
-  i.one_block = true;
-  if (!knows(i)) refuse(site, "dtype", "no such instruction for these types");
+  if (!knows(i)) refuse(i.site, "dtype", "no such instruction for these types");
   running->issue(i);
+}
+}  // namespace
+
+void vector_with_block(Op op, Site site, Operand target, Operand first, Operand blocks, int64_t count, int step) {
+  Instruction i{op, V, site, target, {first, blocks, {}}};
+  i.block_step = step;
+  issue_known(i, count);
+}
+
+void broadcast(Site site, Operand target, Operand source, int64_t lanes) {
+  if (target.span.at < source.span.at + lanes * bytes_of(source.type) &&
+      source.span.at < target.span.at + lanes * block) {
+    refuse(site, "overlap", "target and source of Brcb overlap");
+  }
+  issue_known({Op::broadcast, V, site, target, {source, {}, {}}}, lanes * block / bytes_of(target.type));
+}
+
+void reduce_max(Site site, Operand target, Operand source, int64_t repeats) {
+  issue_known({Op::reduce_max, V, site, target, {source, {}, {}}}, repeats);
 }
 
 void load(Site site, Operand target, const void* source, int64_t bytes, int64_t pad) {

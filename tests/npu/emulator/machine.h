@@ -26,6 +26,8 @@ enum class Op : int {
   bit_not,
   adds,
   muls,
+  maxs,
+  mins,
   abs,
   sqrt,
   shift_left,
@@ -38,6 +40,8 @@ enum class Op : int {
   select,
   select_scalar,
   gather,
+  broadcast,
+  reduce_max,
   load,
   store,
   set_flag,
@@ -64,8 +68,11 @@ struct Operand {
 // Vector instructions over the first `count` elements. `number` is the scalar, `mode` a rounding, comparison or base.
 void vector(Op op, Site site, Operand target, Operand first, Operand second, Operand third, int64_t count,
             double number, int mode);
-// The same where the second source is one block of 32 bytes, read again for every element block.
-void vector_with_block(Op op, Site site, Operand target, Operand first, Operand block, int64_t count);
+// The same where the second source is one block of 32 bytes for every block of a repeat; `step` blocks on for the next.
+void vector_with_block(Op op, Site site, Operand target, Operand first, Operand block, int64_t count, int step);
+// Of each lane of the source a block of 32 bytes; of each repeat of the source its largest.
+void broadcast(Site site, Operand target, Operand source, int64_t lanes);
+void reduce_max(Site site, Operand target, Operand source, int64_t repeats);
 
 void load(Site site, Operand target, const void* source, int64_t bytes, int64_t pad_bytes);
 void store(Site site, void* target, Operand source, int64_t bytes);
