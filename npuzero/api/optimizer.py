@@ -179,6 +179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     parameter.grad.detach_().zero_()
         for engine in self._engines():
             engine.forget_backward()
+            engine.forget_step()
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 

@@ -231,6 +231,16 @@ class Engine:
             self._reducer.begin()
             self._hooks.forget_backward()
 
+    def forget_step(self) -> None:
+        """zero_grad() was called: what the last step's gradients took is for the next one's activations.
+
+        What is under way stays, until the next backward pass sees that nobody wants it; and what is watched, which may
+        yet be asked where it stopped being finite.
+        """
+        done = self._used is None and self._watch is None and self._reducer.idle
+        if done and not _any(self._present()):
+            self._forget_gradients()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up on this rank alone; the next one outside (or the step) reduces them."""

@@ -189,6 +189,11 @@ class Reducer:
             self._drop(flat, "carry")
             self._drop(flat, "unsynced")
 
+    @property
+    def idle(self) -> bool:
+        """Whether no reduction is under way."""
+        return not self._active
+
     def drain(self) -> None:
         """Finish every reduction under way."""
         while self._active:

@@ -6,7 +6,7 @@ P, H, G and S shards::
     whole       [n]    parameter dtype; every parameter is a view of it; no bytes while released (only where P > 1)
     resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
     held        [n/H]  parameter dtype; what it keeps between forward and backward (only where 1 < H < P)
-    gradient    [n/G]  float32; accumulates over micro-batches
+    gradient    [n/G]  float32; accumulates over micro-batches; no bytes while there is none (EMPTY)
     unsynced    [n]    float32; what accumulates under no_sync where G > 1
     carry       [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
     wire        [n]    the precision's wire dtype; what a reduction sends
@@ -114,6 +114,7 @@ class Flat:
         self.held: Transient | None = None  # only where held is cut, and less than parameters are
         self.master: Tensor
         self.remainder: Tensor | None = None
+        self.gradient_memory: Transient
         self.gradient: Tensor
         self.own_gradient: Tensor  # [n/S] float32: this rank's shard of the gradient (summed over ranks once READY)
         self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
@@ -146,8 +147,13 @@ class Flat:
         return slice(own[0] - begin, own[1] - begin)
 
     def move(self, to: GradientState) -> None:
-        """Change the gradients' state, as their life-cycle allows."""
+        """Change the gradients' state, as their life-cycle allows; where there were none they get memory."""
         self.gradient_state = _moved(f"gradients of {self.name}", self.gradient_state, to)
+        if not self.gradient_memory.here:
+            self.gradient_memory.restore()
+            if self.ranks.count["gradients"] == 1:  # else a reduction writes all of it
+                for begin, end in self.layout.gaps:
+                    self.gradient[begin:end].zero_()
 
     @property
     def all_pending(self) -> bool:
@@ -155,12 +161,13 @@ class Flat:
         return len(self.pending) >= len(self.parameters)
 
     def forget(self) -> None:
-        """No slot has a gradient any more."""
+        """No slot has a gradient any more: their memory is for others."""
         nothing = [False] * len(self.parameters)
         self.local_held, self.accumulated = nothing[:], nothing[:]
         self.valid = False
         self.pending.clear()
         self.gradient_state = _G.EMPTY
+        self.gradient_memory.release()
 
     @property
     def slots(self) -> range:
@@ -193,7 +200,9 @@ class Flat:
                 self.held = space.transient(self._length("held"), self.dtype, "buffers")
         self.own_parameters = self.resting[self.own_within("parameters")]
         if self.trainable:
-            self.gradient = space.allocate(self._length("gradients"), torch.float32, "gradients")
+            self.gradient_memory = space.transient(self._length("gradients"), torch.float32, "gradients", kept=False)
+            self.gradient_memory.restore()
+            self.gradient = self.gradient_memory.tensor
             self.own_gradient = self.gradient[self.own_within("gradients")]
             self.master = self.own_parameters
             masters = self.ranks.plan.precision.masters
@@ -210,6 +219,7 @@ class Flat:
         if self.cut:
             self.transient.release()
         if self.trainable:
+            self.gradient_memory.release()
             self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
