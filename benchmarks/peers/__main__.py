@@ -21,7 +21,7 @@ from benchmarks.peers.environments import DEEPSPEED, TORCH, Environment, NotInst
 from benchmarks.step.compare import COMPUTE, Entry, add_options, compare, preset_entry
 from benchmarks.step.contenders import PRESETS
 
-OURS = ("zero0", "zero2", "zero3")
+OURS = ("zero0", "zero2", "zero3", "zero3-split")
 
 
 def peer_entry(name: str) -> Entry:

@@ -95,14 +95,14 @@ def clip_and_step(parameters: list[Tensor], optimizer: torch.optim.Optimizer) ->
     optimizer.zero_grad()
 
 
-def npuzero_preset(preset: str, local_size: int | None = None) -> Build:
-    """npuzero under a preset."""
+def npuzero_preset(preset: str, local_size: int | None = None, storage: str = "") -> Build:
+    """npuzero under a preset; ``storage`` is what follows in the precision's name, such as ``"-split"``."""
     import npuzero
 
     def build(model: nn.Module, workload: Workload) -> Steps:
         world = npuzero.init()
         model.to(world.device)
-        plan = npuzero.Plan.preset(preset, precision=workload.precision, local_size=local_size)
+        plan = npuzero.Plan.preset(preset, precision=workload.precision + storage, local_size=local_size)
         plan_bytes = sum(npuzero.predict(model, plan, world, clip=True).bytes_held.values())
         npuzero.zero(model, plan=plan)
         optimizer = npuzero.AdamW(model.parameters(), **HYPER)
@@ -129,4 +129,6 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "compute": compute_only,
     "alone": alone,
     **{preset: partial(npuzero_preset, preset, local_size) for preset, local_size in PRESETS.items()},
+    # Of bf16 only: no rounded copy beside the masters, as FSDP2 keeps none.
+    "zero3-split": partial(npuzero_preset, "zero3", storage="-split"),
 }

@@ -58,19 +58,15 @@ class Space:
         """A 1-D buffer of ``numel`` elements that is there only between ``restore()`` and ``release()``.
 
         Args:
-            kept: whether memory that is released is kept at hand for other transients of this space: for what comes
-                and goes all through a step. Else anything may have it meanwhile, and on the host it is fresh, and
-                zero, each time. An accelerator's caching allocator keeps what is released, and lends it to anything.
+            kept: on the host, whether memory that is released is kept for other transients of this space: for what
+                comes and goes all through a step. Else torch's allocator has it meanwhile, as on an accelerator.
 
         Raises:
             OutOfSpace: the address space is spent.
         """
-        try:
-            if self.device.type != "cpu" or not numel:
-                return _StorageTransient(self, numel, dtype, label)
-            return (_PagedTransient if kept else _MappedTransient)(self, numel, dtype, label)
-        except OSError as error:
-            raise self.out_of_space(label, numel * dtype.itemsize) from error
+        if self.device.type == "cpu" and numel and kept:
+            return _PagedTransient(self, numel, dtype, label)
+        return _StorageTransient(self, numel, dtype, label)
 
     def count(self, label: str, nbytes: int) -> None:
         """Record that ``nbytes`` more (or, negative, fewer) are held for ``label``."""
@@ -157,23 +153,8 @@ class _PagedTransient(Transient):
         self._pages.release()
 
 
-class _MappedTransient(Transient):
-    """On the host: pages come with the first touch, and go back to the system."""
-
-    def __init__(self, space: Space, numel: int, dtype: torch.dtype, label: str) -> None:
-        super().__init__(space, numel * dtype.itemsize, label)
-        self._pages = _mapped(self._nbytes)
-        self.tensor = torch.frombuffer(self._pages, dtype=dtype)
-
-    def _restore(self) -> None:
-        pass
-
-    def _release(self) -> None:
-        self._pages.madvise(mmap.MADV_DONTNEED)
-
-
 class _StorageTransient(Transient):
-    """On an accelerator: the storage is resized; the caching allocator keeps the memory at hand."""
+    """The storage is resized: torch's allocator has the memory meanwhile, and may lend it to activations."""
 
     def __init__(self, space: Space, numel: int, dtype: torch.dtype, label: str) -> None:
         super().__init__(space, numel * dtype.itemsize, label)

@@ -191,6 +191,28 @@ def test_a_step_without_overlap_holds_one_wire() -> None:
 
 
 @every_plan
+def test_gradients_hold_nothing_while_the_next_forward_does(plan: str) -> None:
+    def rank(world: World) -> list[int]:
+        session = CutSession(build(), world, plan=plan, local_size=2)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        held = engine_of(session.model).space.held
+        seen = [held["gradients"]]
+        for step in range(3):
+            loss = session.loss(step)
+            seen.append(held["gradients"])
+            loss.backward()
+            optimizer.step()
+            seen.append(held["gradients"])
+            optimizer.zero_grad()
+        session.state()
+        return seen
+
+    full = npuzero.predict(build(), plan, 4, local_size=2).bytes_held["gradients"]
+    for seen in comm.run_threads(4, rank):
+        assert seen == [0, 0, full, 0, full, 0, full]
+
+
+@every_plan
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_steady_step_allocates_nothing(plan: str, precision: str) -> None:
     """From the second step on the engine has every buffer it needs."""
