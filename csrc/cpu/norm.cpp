@@ -15,7 +15,7 @@
 namespace npuzero::cpu::NPUZERO_ISA {
 namespace {
 
-constexpr int lanes = 16;
+constexpr int lanes = 32;
 // Vectors by name: an array of lanes would be kept in memory from one step of the loop to the next.
 #if defined(__AVX512F__)
 using Doubles = __m512d;
@@ -71,13 +71,19 @@ struct Lanes {
     }
   }
 
+  // As long as whole vectors lie apart, these are added.
   double total() const {
-    double sum[lanes];
+    Doubles sum[lanes / width];
     std::memcpy(sum, sums, sizeof sum);
-    for (int apart = lanes / 2; apart > 0; apart /= 2) {
-      for (int lane = 0; lane < apart; ++lane) sum[lane] += sum[lane + apart];
+    for (int apart = lanes / width / 2; apart > 0; apart /= 2) {
+      for (int k = 0; k < apart; ++k) sum[k] += sum[k + apart];
     }
-    return sum[0];
+    double last[width];
+    std::memcpy(last, sum, sizeof last);
+    for (int apart = width / 2; apart > 0; apart /= 2) {
+      for (int lane = 0; lane < apart; ++lane) last[lane] += last[lane + apart];
+    }
+    return last[0];
   }
 };
 
@@ -148,14 +154,15 @@ void norm(const NormArgs& args, Stream) {
       each([&](int64_t at, int64_t count) { return block<Type>(x + at, count); });
     }
   });
-  Partial total = {0, 0};
-  for (int64_t b = 0; b < blocks; ++b) {
-    total.sum += partials[b].sum;
-    total.bad += partials[b].bad;
+  for (int64_t apart = 1; apart < blocks; apart *= 2) {
+    for (int64_t b = 0; b + apart < blocks; b += 2 * apart) {
+      partials[b].sum += partials[b + apart].sum;
+      partials[b].bad += partials[b + apart].bad;
+    }
   }
+  const Partial total = blocks ? partials[0] : Partial{0, 0};
   auto* out = static_cast<double*>(args.out.data);
-  out[0] = total.sum;
-  out[1] = total.bad;
+  out[0] = total.sum, out[1] = total.bad;
 }
 
 }  // namespace npuzero::cpu::NPUZERO_ISA

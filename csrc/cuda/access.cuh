@@ -1,5 +1,6 @@
-// How kernels reach memory: eight elements at a time, in accesses of 16 bytes where the address allows, and work laid
-// out over a grid that fits the device.
+// How kernels reach memory, and how work is laid out over the device: four elements of each buffer at a time, so that
+// the threads of a warp touch neighbouring bytes whatever the dtype, in accesses of up to 16 bytes; all that a chunk
+// needs is loaded before the first of it is used.
 #pragma once
 
 #include <algorithm>
@@ -10,69 +11,89 @@
 
 namespace npuzero::cuda {
 
-constexpr int group = 8;      // elements that a thread moves at a time: one access of 2-byte elements, two of f32
-constexpr int threads = 256;  // of a block
-constexpr int in_flight = 2;  // groups that a thread has loaded before it stores the first
-constexpr int64_t chunk = int64_t{threads} * group * in_flight;  // elements that a block does at a time
+constexpr int group = 4;                           // elements that a thread moves at a time
+constexpr int threads = 256;                       // of a block
+constexpr int64_t row = int64_t{threads} * group;  // what a block moves at a time
+constexpr int rows = 4;                            // of a chunk, that a block does as one
+constexpr int64_t chunk = rows * row;              // elements
 
 // Every loop over a group is unrolled, so that it stays in registers.
 template <class Bits>
-struct alignas(sizeof(Bits) * group < 16 ? sizeof(Bits) * group : 16) Group {
+struct alignas(sizeof(Bits) * group) Group {
   Bits at[group];
 };
 
-// Enough blocks to keep the device busy; each takes every grid-th chunk.
-inline int64_t grid_for(int64_t chunks) { return std::min<int64_t>(chunks, int64_t{8} * processors()); }
+// What a group is moved by.
+template <class Bits>
+using Access = std::conditional_t<sizeof(Bits) == 4, uint4, std::conditional_t<sizeof(Bits) == 2, uint2, uint32_t>>;
 
-// Elements first .. first + 8 of n, of which those from n on are not there.
+// The elements first, first + apart, ... of a thread's group, of which those from n on are not there.
 struct Span {
   int64_t first, n;
+  int apart = 1;
 
-  __device__ bool whole() const { return first + group <= n; }
-  __device__ bool has(int k) const { return first + k < n; }
+  __device__ int64_t index(int k) const { return first + int64_t{k} * apart; }
+  __device__ bool has(int k) const { return index(k) < n; }
 };
 
-// What a group is moved by: 16 bytes, or the 8 that a group of codes has.
-template <class Bits>
-using Access = std::conditional_t<sizeof(Group<Bits>) < sizeof(uint4), uint2, uint4>;
+// This thread's group in the row of n elements' buffers that begins at `begin`: four neighbours; or four that are
+// apart, so that threads move neighbours one by one, where no element asks what is beside it.
+__device__ inline Span together(int64_t begin, int64_t n) { return {begin + threadIdx.x * group, n}; }
+__device__ inline Span side_by_side(int64_t begin, int64_t n) { return {begin + threadIdx.x, n, threads}; }
 
+// Whether groups of a buffer begin where an access may; a part is moved by accesses where all its buffers say so.
+inline bool accessible(const void* data, int64_t itemsize) {
+  return reinterpret_cast<uintptr_t>(data) % (group * itemsize) == 0;
+}
+inline bool accessible(const void* data, Dtype dtype) { return accessible(data, itemsize(dtype)); }
 template <class Bits>
-__device__ inline bool in_accesses(const Bits* at, Span span) {
-  return span.whole() && reinterpret_cast<uintptr_t>(at) % sizeof(Access<Bits>) == 0;
+inline bool accessible(const Bits* data) {
+  return accessible(data, static_cast<int64_t>(sizeof(Bits)));
 }
 
-template <class To, class From>
-__device__ inline void move_accesses(To* to, const From* from) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Group<To>) / sizeof(Access<To>)); ++i) {
-    reinterpret_cast<Access<To>*>(to)[i] = reinterpret_cast<const Access<To>*>(from)[i];
+// Calls body(std::true_type) where whole groups can be moved by accesses, and else body(std::false_type). `whole` is
+// one for all threads of a block; what the two do differently should be loads or stores alone.
+template <class Body>
+__device__ inline void with_access(bool whole, const Body& body) {
+  if (whole) {
+    body(std::true_type{});
+  } else {
+    body(std::false_type{});
   }
 }
 
-template <class Bits>
-__device__ inline Group<Bits> load(const Bits* data, Span span) {
-  Group<Bits> values = {};
-  const Bits* from = data + span.first;
-  if (in_accesses(from, span)) {
-    move_accesses(values.at, from);
+// What is touched once in a long while passes through the cache as the first to leave it again.
+enum class Reuse { soon, late };
+
+template <bool whole, Reuse reuse = Reuse::late, class Bits>
+__device__ inline Group<std::remove_const_t<Bits>> load(Bits* data, Span span) {
+  Group<std::remove_const_t<Bits>> values = {};
+  if constexpr (whole) {
+    const auto* from = reinterpret_cast<const Access<Bits>*>(data + span.first);
+    *reinterpret_cast<Access<Bits>*>(values.at) = reuse == Reuse::late ? __ldcs(from) : *from;
   } else {
 #pragma unroll
     for (int k = 0; k < group; ++k) {
-      if (span.has(k)) values.at[k] = from[k];
+      if (span.has(k)) values.at[k] = data[span.index(k)];
     }
   }
   return values;
 }
 
-template <class Bits>
+template <bool whole, Reuse reuse = Reuse::soon, class Bits>
 __device__ inline void store(Bits* data, Span span, const Group<Bits>& values) {
-  Bits* to = data + span.first;
-  if (in_accesses(to, span)) {
-    move_accesses(to, values.at);
+  if constexpr (whole) {
+    auto* to = reinterpret_cast<Access<Bits>*>(data + span.first);
+    const auto& from = *reinterpret_cast<const Access<Bits>*>(values.at);
+    if constexpr (reuse == Reuse::late) {
+      __stcs(to, from);
+    } else {
+      *to = from;
+    }
   } else {
 #pragma unroll
     for (int k = 0; k < group; ++k) {
-      if (span.has(k)) to[k] = values.at[k];
+      if (span.has(k)) data[span.index(k)] = values.at[k];
     }
   }
 }
@@ -93,6 +114,75 @@ __device__ inline Group<typename To::Bits> rounded(const Group<float>& from) {
   return to;
 }
 
+// -- elements of whatever dtype, asked at run time, where a block's threads get one answer
+// -----------------------------
+
+// A group as it lies in memory: of four bytes an element, or of two. What follows is for a thread's groups in `count`
+// rows.
+struct Raw {
+  Group<float> wide;
+  Group<uint16_t> narrow;
+};
+
+__device__ inline Span in_row(Span span, int u) { return {span.first + u * row, span.n, span.apart}; }
+
+template <bool whole, int count>
+__device__ inline void load(Raw (&raw)[count], const void* data, Dtype dtype, Span span) {
+  if (dtype == Dtype::f32) {
+#pragma unroll
+    for (int u = 0; u < count; ++u) raw[u].wide = load<whole>(static_cast<const float*>(data), in_row(span, u));
+  } else {
+#pragma unroll
+    for (int u = 0; u < count; ++u) raw[u].narrow = load<whole>(static_cast<const uint16_t*>(data), in_row(span, u));
+  }
+}
+
+template <bool whole, int count>
+__device__ inline void store(void* data, Dtype dtype, Span span, const Raw (&raw)[count]) {
+  if (dtype == Dtype::f32) {
+#pragma unroll
+    for (int u = 0; u < count; ++u) store<whole>(static_cast<float*>(data), in_row(span, u), raw[u].wide);
+  } else {
+#pragma unroll
+    for (int u = 0; u < count; ++u) store<whole>(static_cast<uint16_t*>(data), in_row(span, u), raw[u].narrow);
+  }
+}
+
+template <int count>
+__device__ inline void widen(Raw (&raw)[count], Dtype dtype) {
+  if (dtype == Dtype::bf16) {
+#pragma unroll
+    for (int u = 0; u < count; ++u) raw[u].wide = widened<BF16>(raw[u].narrow);
+  } else if (dtype == Dtype::f16) {
+#pragma unroll
+    for (int u = 0; u < count; ++u) raw[u].wide = widened<F16>(raw[u].narrow);
+  }
+}
+
+template <int count>
+__device__ inline void round(Raw (&raw)[count], Dtype dtype) {
+  if (dtype == Dtype::bf16) {
+#pragma unroll
+    for (int u = 0; u < count; ++u) raw[u].narrow = rounded<BF16>(raw[u].wide);
+  } else if (dtype == Dtype::f16) {
+#pragma unroll
+    for (int u = 0; u < count; ++u) raw[u].narrow = rounded<F16>(raw[u].wide);
+  }
+}
+
+// -- the work of a launch ---------------------------------------------------------------------------------------------
+
+constexpr int64_t chunks_of(int64_t elements) { return (elements + chunk - 1) / chunk; }
+
+// Launches enough blocks to fill the device, and where there is more to do so many that a block has but a few chunks:
+// those that run on a slower part of the device then get fewer. A block does every grid-th chunk.
+template <auto kernel, class... Arguments>
+inline void launch_over(const char* op, int64_t chunks, Stream stream, const Arguments&... arguments) {
+  constexpr int64_t most_each = 8;
+  const int64_t each = std::clamp<int64_t>(chunks / resident_blocks<kernel>(threads), 1, most_each);
+  launch<kernel>(op, (chunks + each - 1) / each, threads, stream, arguments...);
+}
+
 // The parts of one launch, in its parameters: part i has the chunks from first[i] to first[i + 1].
 template <class Part, int capacity>
 struct Table {
@@ -104,8 +194,8 @@ struct Table {
 
   // Whether there is room for it; adds it if so.
   bool add(const Part& part, int64_t elements) {
-    const int64_t next = first[count] + (elements + chunk - 1) / chunk;
-    if (count == capacity || next > UINT32_MAX) return false;
+    const int64_t next = first[count] + chunks_of(elements);
+    if (count == capacity || next > INT32_MAX) return false;
     parts[count] = part;
     first[++count] = static_cast<uint32_t>(next);
     return true;
@@ -126,16 +216,13 @@ struct Table {
   }
 };
 
-// body(part, begin) for each chunk that falls to this block; begin is that of the thread's first group in the part, the
-// next is a stride further on.
-constexpr int64_t stride = int64_t{threads} * group;
-
+// body(part, begin) for each chunk that falls to this block, begin counted from the part's start.
 template <class Part, int capacity, class Body>
 __device__ inline void for_chunks(const Table<Part, capacity>& table, const Body& body) {
   const uint32_t chunks = table.first[table.count];
   for (uint32_t i = blockIdx.x; i < chunks; i += gridDim.x) {
     const int part = table.part_of(i);
-    body(table.parts[part], (i - table.first[part]) * chunk + threadIdx.x * group);
+    body(table.parts[part], (i - table.first[part]) * chunk);
   }
 }
 

@@ -7,50 +7,67 @@
 namespace npuzero::cuda {
 namespace {
 
-// The other roundings, of a group from element `begin` on.
+// The other roundings, of a thread's groups in a chunk, the first of them from element `first` on.
 struct Tf32 {
   using Bits = float;
-  __device__ Group<float> operator()(const Group<float>& x, int64_t) const {
-    Group<float> y;
+  __device__ void operator()(const Group<float> (&x)[rows], Group<Bits> (&y)[rows], int64_t) const {
 #pragma unroll
-    for (int k = 0; k < group; ++k) y.at[k] = round_tf32(x.at[k]);
-    return y;
+    for (int u = 0; u < rows; ++u) {
+#pragma unroll
+      for (int k = 0; k < group; ++k) y[u].at[k] = round_tf32(x[u].at[k]);
+    }
   }
 };
 
 struct Away {
   using Bits = uint16_t;
-  __device__ Group<uint16_t> operator()(const Group<float>& x, int64_t) const { return rounded<UpperHalf>(x); }
+  __device__ void operator()(const Group<float> (&x)[rows], Group<Bits> (&y)[rows], int64_t) const {
+#pragma unroll
+    for (int u = 0; u < rows; ++u) y[u] = rounded<UpperHalf>(x[u]);
+  }
 };
 
 struct Stochastic {
   using Bits = uint16_t;
   uint64_t seed, offset;
-  __device__ Group<uint16_t> operator()(const Group<float>& x, int64_t begin) const {
-    return rounded(x, Draws(offset + begin, 0, 0, seed));
+  __device__ void operator()(const Group<float> (&x)[rows], Group<Bits> (&y)[rows], int64_t first) const {
+#pragma unroll
+    for (int u = 0; u < rows; u += pair) {
+      Draws draws[pair];
+      draw(draws, offset + first + u * row, 0, 0, seed);
+#pragma unroll
+      for (int v = 0; v < pair; ++v) y[u + v] = rounded(x[u + v], draws[v]);
+    }
   }
 };
 
 // May be in place: a thread has read what it writes.
 template <class Rounding>
 __global__ void __launch_bounds__(threads)
-    round_all(const float* source, typename Rounding::Bits* target, int64_t n, Rounding rounding) {
-  for (int64_t begin = blockIdx.x * chunk + threadIdx.x * group; begin < n; begin += gridDim.x * chunk) {
-    Group<float> in[in_flight];
+    round_all(const float* source, typename Rounding::Bits* target, int64_t n, bool accessible, Rounding rounding) {
+  for (int64_t begin = blockIdx.x * chunk; begin < n; begin += gridDim.x * chunk) {
+    const bool whole = accessible && begin + chunk <= n;
+    const int64_t first = begin + threadIdx.x * group;
+    Group<float> x[rows];
+    Group<typename Rounding::Bits> y[rows];
+    with_access(whole, [&](auto access) {
 #pragma unroll
-    for (int u = 0; u < in_flight; ++u) in[u] = load(source, Span{begin + u * stride, n});
+      for (int u = 0; u < rows; ++u) x[u] = load<access.value>(source, Span{first + u * row, n});
+    });
+    rounding(x, y, first);
+    with_access(whole, [&](auto access) {
 #pragma unroll
-    for (int u = 0; u < in_flight; ++u) {
-      store(target, Span{begin + u * stride, n}, rounding(in[u], begin + u * stride));
-    }
+      for (int u = 0; u < rows; ++u) store<access.value>(target, Span{first + u * row, n}, y[u]);
+    });
   }
 }
 
 template <class Rounding>
 void run(const CastArgs& args, Rounding rounding, Stream stream) {
-  launch(CastArgs::op, round_all<Rounding>, grid_for((args.source.count + chunk - 1) / chunk), threads, stream,
-         static_cast<const float*>(args.source.data), static_cast<typename Rounding::Bits*>(args.target.data),
-         args.source.count, rounding);
+  const auto* source = static_cast<const float*>(args.source.data);
+  auto* target = static_cast<typename Rounding::Bits*>(args.target.data);
+  launch_over<round_all<Rounding>>(CastArgs::op, chunks_of(args.source.count), stream, source, target,
+                                   args.source.count, accessible(source) && accessible(target), rounding);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace {
 
 enum class Masters { f32, split, none };
 
-static_assert(chunk % moment_block == 0 && moment_block % group == 0, "no chunk cuts a block of codes");
+static_assert(row % moment_block == 0 && moment_block % group == 0, "no row cuts a block of codes");
 constexpr int block_threads = moment_block / group;  // of a warp, that hold one block of codes
 
 // A part as a kernel is sent it. `beside` is low where masters are f32, the remainder where they are split.
@@ -23,6 +23,7 @@ struct Part {
   int64_t count, place;
   uint32_t stream;
   uint8_t group, grad_dtype, low_dtype;
+  bool in_accesses;
 
   Part() = default;
   Part(const FlatAdamPart& part, int group)
@@ -37,7 +38,10 @@ struct Part {
         stream(part.stream),
         group(static_cast<uint8_t>(group)),
         grad_dtype(static_cast<uint8_t>(part.grad_dtype)),
-        low_dtype(static_cast<uint8_t>(part.low_dtype)) {}
+        low_dtype(static_cast<uint8_t>(part.low_dtype)),
+        in_accesses(accessible(part.master, part.master_dtype) && accessible(beside, Dtype::bf16) &&
+                    accessible(exp_avg, part.moment_dtype) && accessible(exp_avg_sq, part.moment_dtype) &&
+                    accessible(max_exp_avg_sq, part.moment_dtype) && accessible(grad, part.grad_dtype)) {}
 };
 
 struct PartWithCodes : Part {
@@ -70,131 +74,162 @@ struct Sent {
 
 // -- moments ----------------------------------------------------------------------------------------------------------
 
-template <Dtype moments, bool with_sign>
-__device__ Group<float> load_moment(const void* values, const uint8_t* exponents, Span span) {
-  if constexpr (moments == Dtype::f32) {
-    return load(static_cast<const float*>(values), span);
-  } else if constexpr (moments == Dtype::bf16) {
-    return widened<BF16>(load(static_cast<const uint16_t*>(values), span));
-  } else {
-    const Group<uint8_t> codes = load(static_cast<const uint8_t*>(values), span);
-    const uint32_t exponent = span.has(0) ? exponents[span.first / moment_block] : 0;
-    Group<float> to;
-#pragma unroll
-    for (int k = 0; k < group; ++k) to.at[k] = Code<with_sign>::widen(codes.at[k], exponent);
-    return to;
-  }
-}
+// A group as it lies in memory.
+template <Dtype dtype>
+struct Moment {
+  using Bits =
+      std::conditional_t<dtype == Dtype::f32, float, std::conditional_t<dtype == Dtype::bf16, uint16_t, uint8_t>>;
+  Group<Bits> bits;
+  uint32_t exponent;  // of the block that codes are in
 
-// All threads of a warp come here, whether they have elements or not: those of a block find its exponent together.
-template <bool with_sign>
-__device__ void store_codes(uint8_t* values, uint8_t* exponents, Span span, const Group<float>& from,
-                            const Draws* draws) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int k = 0; k < group; ++k) {
-    const uint32_t absolute = bits_of(from.at[k]) & 0x7fffffffu;
-    if (span.has(k) && absolute > largest) largest = absolute;
+  template <bool whole>
+  __device__ void load(const void* values, const uint8_t* exponents, Span span) {
+    bits = cuda::load<whole>(static_cast<const Bits*>(values), span);
+    if constexpr (dtype == Dtype::u8) exponent = span.has(0) ? exponents[span.first / moment_block] : 0;
   }
-#pragma unroll
-  for (int apart = block_threads / 2; apart > 0; apart /= 2) {
-    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, largest, apart, block_threads);
-    largest = theirs > largest ? theirs : largest;
+
+  template <bool whole>
+  __device__ void store(void* values, uint8_t* exponents, Span span) const {
+    cuda::store<whole, Reuse::late>(static_cast<Bits*>(values), span, bits);
+    if constexpr (dtype == Dtype::u8) {
+      if (span.first % moment_block == 0 && span.has(0)) {
+        exponents[span.first / moment_block] = static_cast<uint8_t>(exponent);
+      }
+    }
   }
-  const uint32_t exponent = Code<with_sign>::exponent_of(largest);
-  Group<uint8_t> codes = {};
-  if (exponent != Code<with_sign>::not_finite) {
+
+  template <bool with_sign>
+  __device__ Group<float> widened() const {
+    if constexpr (dtype == Dtype::f32) {
+      return bits;
+    } else if constexpr (dtype == Dtype::bf16) {
+      return cuda::widened<BF16>(bits);
+    } else {
+      Group<float> to;
+#pragma unroll
+      for (int k = 0; k < group; ++k) to.at[k] = Code<with_sign>::widen(bits.at[k], exponent);
+      return to;
+    }
+  }
+
+  // To nearest where there are no draws.
+  template <bool with_sign>
+  __device__ void round(const Group<float>& from, Span span, const Draws* draws) {
+    if constexpr (dtype == Dtype::f32) {
+      bits = from;
+    } else if constexpr (dtype == Dtype::bf16) {
+      bits = draws ? rounded(from, *draws) : rounded<UpperHalf>(from);
+    } else {
+      round_codes<with_sign>(from, span, draws);
+    }
+  }
+
+ private:
+  // All threads of a warp come here, whether they have elements or not: those of a block find its exponent together.
+  template <bool with_sign>
+  __device__ void round_codes(const Group<float>& from, Span span, const Draws* draws) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int k = 0; k < group; ++k) {
+      const uint32_t absolute = bits_of(from.at[k]) & 0x7fffffffu;
+      if (span.has(k) && absolute > largest) largest = absolute;
+    }
+#pragma unroll
+    for (int apart = block_threads / 2; apart > 0; apart /= 2) {
+      const uint32_t theirs = __shfl_xor_sync(0xffffffffu, largest, apart, block_threads);
+      largest = theirs > largest ? theirs : largest;
+    }
+    exponent = Code<with_sign>::exponent_of(largest);
+    const bool finite = exponent != Code<with_sign>::not_finite;
 #pragma unroll
     for (int k = 0; k < group; ++k) {
       const uint32_t add = draws ? static_cast<uint32_t>((*draws)[k]) << 3 : 0x40000u;
-      codes.at[k] = Code<with_sign>::round(from.at[k], exponent, add);
+      bits.at[k] = finite ? Code<with_sign>::round(from.at[k], exponent, add) : 0;
     }
   }
-  store(values, span, codes);
-  if (span.first % moment_block == 0 && span.has(0)) {
-    exponents[span.first / moment_block] = static_cast<uint8_t>(exponent);
-  }
-}
-
-// To nearest where there are no draws.
-template <Dtype moments, bool with_sign>
-__device__ void store_moment(void* values, uint8_t* exponents, Span span, const Group<float>& from,
-                             const Draws* draws) {
-  if constexpr (moments == Dtype::f32) {
-    store(static_cast<float*>(values), span, from);
-  } else if constexpr (moments == Dtype::bf16) {
-    store(static_cast<uint16_t*>(values), span, draws ? rounded(from, *draws) : rounded<UpperHalf>(from));
-  } else {
-    store_codes<with_sign>(static_cast<uint8_t*>(values), exponents, span, from, draws);
-  }
-}
+};
 
 // -- the update -------------------------------------------------------------------------------------------------------
 
 __device__ float max_or_nan(float a, float b) { return a != a ? a : (a > b ? a : b); }  // b where b is NaN
 
-__device__ Group<float> load_grad(const Part& part, Span span) {
-  Group<float> grad;
-  with_float(static_cast<Dtype>(part.grad_dtype), [&](auto type) {
-    using Type = decltype(type);
-    grad = widened<Type>(load(static_cast<const typename Type::Bits*>(part.grad), span));
-  });
-  return grad;
-}
-
-template <Masters masters>
-__device__ Group<float> load_master(const Part& part, Span span) {
-  if constexpr (masters == Masters::f32) {
-    return load(static_cast<const float*>(part.master), span);
-  } else {
-    const Group<uint16_t> upper = load(static_cast<const uint16_t*>(part.master), span);
-    if constexpr (masters == Masters::none) return widened<BF16>(upper);
-    const Group<int16_t> remainder = load(static_cast<const int16_t*>(part.beside), span);
-    Group<float> p;
-#pragma unroll
-    for (int k = 0; k < group; ++k) p.at[k] = UpperHalf::join(upper.at[k], remainder.at[k]);
-    return p;
-  }
-}
-
-template <Masters masters>
-__device__ void store_master(const Part& part, Span span, const Group<float>& p, uint32_t step, uint64_t seed) {
-  if constexpr (masters == Masters::f32) {
-    store(static_cast<float*>(part.master), span, p);
-    auto* low = static_cast<uint16_t*>(part.beside);
-    if (low && static_cast<Dtype>(part.low_dtype) == Dtype::bf16) {
-      store(low, span, rounded<UpperHalf>(p));
-    } else if (low) {
-      store(low, span, rounded<F16>(p));
-    }
-  } else if constexpr (masters == Masters::split) {
-    store(static_cast<uint16_t*>(part.master), span, rounded<UpperHalf>(p));
-    Group<int16_t> remainder;
-#pragma unroll
-    for (int k = 0; k < group; ++k) remainder.at[k] = UpperHalf::remainder(p.at[k]);
-    store(static_cast<int16_t*>(part.beside), span, remainder);
-  } else {
-    store(static_cast<uint16_t*>(part.master), span,
-          rounded(p, Draws(part.place + span.first, part.stream, step, seed)));
-  }
-}
-
+// A thread's groups of one row, as they lie in memory.
 template <Masters masters, Dtype moments>
-__device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, float scale, uint64_t seed, Span span) {
+struct Held {
+  using Master = std::conditional_t<masters == Masters::f32, float, uint16_t>;
+  Group<Master> master;
+  Group<uint16_t> beside;
+  Moment<moments> m, v, max_v;
+
+  __device__ Group<float> value() const {
+    if constexpr (masters == Masters::f32) {
+      return master;
+    } else if constexpr (masters == Masters::none) {
+      return widened<BF16>(master);
+    } else {
+      Group<float> p;
+#pragma unroll
+      for (int k = 0; k < group; ++k) p.at[k] = UpperHalf::join(master.at[k], static_cast<int16_t>(beside.at[k]));
+      return p;
+    }
+  }
+
+  __device__ void round(const Group<float>& p, Dtype low, const Draws& draws) {
+    if constexpr (masters == Masters::f32) {
+      master = p;
+      beside = low == Dtype::bf16 ? rounded<UpperHalf>(p) : rounded<F16>(p);
+    } else if constexpr (masters == Masters::none) {
+      master = rounded(p, draws);
+    } else {
+      master = rounded<UpperHalf>(p);
+#pragma unroll
+      for (int k = 0; k < group; ++k) beside.at[k] = static_cast<uint16_t>(UpperHalf::remainder(p.at[k]));
+    }
+  }
+};
+
+// What is drawn for the rows of a pair, where something is rounded by it.
+struct Drawn {
+  Draws of_master[pair], of_v[pair];
+};
+
+// A block's row of a part, from `start.first` on in this thread; `odd` where it is the second of its pair.
+template <Masters masters, Dtype moments>
+__device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, float scale, uint64_t seed, Span start,
+                       bool whole, Drawn& drawn, bool odd) {
+  using Held = Held<masters, moments>;
   uint8_t *m_exponents = nullptr, *v_exponents = nullptr, *max_v_exponents = nullptr;
   if constexpr (moments == Dtype::u8) {
     m_exponents = part.exp_avg_exponents, v_exponents = part.exp_avg_sq_exponents;
     max_v_exponents = part.max_exp_avg_sq_exponents;
   }
-  Group<float> p = load_master<masters>(part, span);
-  Group<float> m = load_moment<moments, true>(part.exp_avg, m_exponents, span);
-  Group<float> v = load_moment<moments, false>(part.exp_avg_sq, v_exponents, span);
+  auto* master = static_cast<typename Held::Master*>(part.master);
+  auto* beside = static_cast<uint16_t*>(part.beside);
+  const auto grad_dtype = static_cast<Dtype>(part.grad_dtype);
+  Held held;
+  Raw grad[1];
+  with_access(whole, [&](auto access) {
+    load<access.value>(grad, part.grad, grad_dtype, start);
+    held.master = load<access.value>(master, start);
+    if constexpr (masters == Masters::split) held.beside = load<access.value>(beside, start);
+    held.m.template load<access.value>(part.exp_avg, m_exponents, start);
+    held.v.template load<access.value>(part.exp_avg_sq, v_exponents, start);
+    if (k.amsgrad) held.max_v.template load<access.value>(part.max_exp_avg_sq, max_v_exponents, start);
+  });
+  const uint64_t index = part.place + start.first;
+  if constexpr (masters == Masters::none) {
+    if (!odd) draw(drawn.of_master, index, part.stream, k.step, seed);
+  }
+  if constexpr (moments != Dtype::f32) {
+    if (!odd) draw(drawn.of_v, index, part.stream + 0x80000000u, k.step, seed);
+  }
+  widen(grad, grad_dtype);
+  Group<float> p = held.value(), m = held.m.template widened<true>(), v = held.v.template widened<false>();
   Group<float> max_v;
-  if (k.amsgrad) max_v = load_moment<moments, false>(part.max_exp_avg_sq, max_v_exponents, span);
-  const Group<float> grad = load_grad(part, span);
+  if (k.amsgrad) max_v = held.max_v.template widened<false>();
 #pragma unroll
   for (int i = 0; i < group; ++i) {
-    float g = grad.at[i] * scale;
+    float g = grad[0].wide.at[i] * scale;
     if (k.l2) g = g + k.weight_decay * p.at[i];
     const float decayed = p.at[i] * k.decay;
     m.at[i] = k.beta1 * m.at[i] + k.one_minus_beta1 * g;
@@ -203,27 +238,44 @@ __device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, floa
     if (k.amsgrad) x = max_v.at[i] = max_or_nan(max_v.at[i], x);
     p.at[i] = decayed - (k.step_size * m.at[i]) / (sqrtf(x) / k.bias2_sqrt + k.eps);
   }
-  store_master<masters>(part, span, p, k.step, seed);
-  store_moment<moments, true>(part.exp_avg, m_exponents, span, m, nullptr);
-  if constexpr (moments == Dtype::f32) {
-    store_moment<moments, false>(part.exp_avg_sq, v_exponents, span, v, nullptr);
-  } else {
-    const Draws draws(part.place + span.first, part.stream + 0x80000000u, k.step, seed);
-    store_moment<moments, false>(part.exp_avg_sq, v_exponents, span, v, &draws);
-  }
-  if (k.amsgrad) store_moment<moments, false>(part.max_exp_avg_sq, max_v_exponents, span, max_v, nullptr);
+  const Draws of_master = odd ? drawn.of_master[1] : drawn.of_master[0], of_v = odd ? drawn.of_v[1] : drawn.of_v[0];
+  held.round(p, static_cast<Dtype>(part.low_dtype), of_master);
+  held.m.template round<true>(m, start, nullptr);
+  held.v.template round<false>(v, start, moments == Dtype::f32 ? nullptr : &of_v);
+  if (k.amsgrad) held.max_v.template round<false>(max_v, start, nullptr);
+  with_access(whole, [&](auto access) {
+    store<access.value, Reuse::late>(master, start, held.master);
+    if (masters == Masters::split || (masters == Masters::f32 && beside)) {
+      store<access.value>(beside, start, held.beside);
+    }
+    held.m.template store<access.value>(part.exp_avg, m_exponents, start);
+    held.v.template store<access.value>(part.exp_avg_sq, v_exponents, start);
+    if (k.amsgrad) held.max_v.template store<access.value>(part.max_exp_avg_sq, max_v_exponents, start);
+  });
 }
 
+// Whether no element needs what its neighbours have: draws, or the exponent of a block.
 template <Masters masters, Dtype moments>
-__global__ void __launch_bounds__(threads) update_parts(const __grid_constant__ Sent<moments> sent) {
+constexpr bool alone = masters != Masters::none && moments == Dtype::f32;
+
+// Blocks that a processor shall hold at least, which says how many registers there are: as many as spill none of them.
+template <Masters masters, Dtype moments>
+constexpr int least_blocks = alone<masters, moments> ? 4 : 3;
+
+template <Masters masters, Dtype moments>
+__global__ void __launch_bounds__(threads, least_blocks<masters, moments>)
+    update_parts(const __grid_constant__ Sent<moments> sent) {
   if (sent.skip && *sent.skip != 0.0f) return;
   const float grad_scale = sent.grad_scale ? *sent.grad_scale : 1.0f;
   for_chunks(sent.table, [&](const PartOf<moments>& part, int64_t begin) {
     const FlatAdamGroup group = sent.groups[part.group].with_row(sent.dynamic);
     const float scale = group.maximize ? -grad_scale : grad_scale;
+    const bool whole = part.in_accesses && begin + chunk <= part.count;
+    Span span = whole || !alone<masters, moments> ? together(begin, part.count) : side_by_side(begin, part.count);
+    Drawn drawn;
 #pragma unroll 1
-    for (int u = 0; u < in_flight; ++u) {
-      update<masters, moments>(part, group, scale, sent.seed, Span{begin + u * stride, part.count});
+    for (int u = 0; u < rows; ++u, span.first += row) {
+      update<masters, moments>(part, group, scale, sent.seed, span, whole, drawn, u % pair);
     }
   });
 }
@@ -244,7 +296,7 @@ void run(const FlatAdamArgs& args, int64_t first, int64_t last, Stream stream) {
   int groups = 0;
   const auto flush = [&] {
     if (sent.table.chunks() > 0) {
-      launch(FlatAdamArgs::op, update_parts<masters, moments>, grid_for(sent.table.chunks()), threads, stream, sent);
+      launch_over<update_parts<masters, moments>>(FlatAdamArgs::op, sent.table.chunks(), stream, sent);
     }
     sent.table.count = 0;
     groups = 0;

@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
+#include <atomic>
 #include <string>
 
 #include "core/check.h"
@@ -22,17 +24,25 @@ inline void check(const char* op, cudaError_t status) {
   }
 }
 
-// Streaming multiprocessors of the current device.
-inline int processors() {
-  int device = 0, count = 0;
+// How many blocks of so many threads the current device runs at a time. Asked once a kernel and device; asking is no
+// work of a stream, so a stream may be captured meanwhile.
+template <auto kernel>
+int64_t resident_blocks(int threads) {
+  static std::array<std::atomic<int>, 64> known;  // by device, 0 where not asked yet
+  int device = 0;
   check("device", cudaGetDevice(&device));
-  check("device", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  std::atomic<int>& blocks = known.at(device);
+  if (blocks == 0) {
+    int processors = 0, of_each = 0;
+    check("device", cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    check("device", cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_each, kernel, threads, 0));
+    blocks = processors * of_each;
+  }
+  return blocks;
 }
 
-template <class... Parameters, class... Arguments>
-void launch(const char* op, void (*kernel)(Parameters...), int64_t blocks, int threads, Stream stream,
-            const Arguments&... arguments) {
+template <auto kernel, class... Arguments>
+void launch(const char* op, int64_t blocks, int threads, Stream stream, const Arguments&... arguments) {
   kernel<<<static_cast<unsigned>(blocks), threads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments...);
   check(op, cudaGetLastError());
 }

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
 
 from npuzero import _native, ops
 from ops import grid
+
+# Relative; without float64 the order of the sum is another (docs/npu.md).
+_APART = 2**-40 if os.environ.get("EMULATED_NPU") else 0.0
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -26,7 +30,7 @@ def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype) -> None:
             grid.with_reference(lambda x=x, out=expected: ops.norm(x, out))
             actual.assert_guards()
             assert actual.inner[1] == expected[1]
-            torch.testing.assert_close(actual.inner, expected, rtol=2**-40, atol=0, equal_nan=True)
+            torch.testing.assert_close(actual.inner, expected, rtol=_APART, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", grid.FLOATS)

@@ -21,6 +21,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __shared__ static  // one block runs at a time
 
 struct uint2 {
   uint32_t x, y;
@@ -115,11 +116,25 @@ T __shfl_xor_sync(unsigned, T value, int mask, int) {
   return exchanged(value, threadIdx.x ^ mask);
 }
 
-inline int processors() { return 2; }
+inline void __syncthreads() { Block::meet(); }
 
-template <class... Parameters, class... Arguments>
-void launch(const char*, void (*kernel)(Parameters...), int64_t blocks, int threads, Stream,
-            const Arguments&... arguments) {
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+
+template <class T>
+void __stcs(T* to, const T& value) {
+  *to = value;
+}
+
+template <auto kernel>
+int64_t resident_blocks(int) {
+  return 3;
+}
+
+template <auto kernel, class... Arguments>
+void launch(const char*, int64_t blocks, int threads, Stream, const Arguments&... arguments) {
   blockDim.x = threads;
   gridDim.x = static_cast<unsigned>(blocks);
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
