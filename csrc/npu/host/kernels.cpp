@@ -2,8 +2,10 @@
 #include "npu/host/kernels.h"
 
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <vector>
 
 #include "core/check.h"
@@ -21,23 +23,32 @@ constexpr int host_to_device = 1;                     // aclrtMemcpyKind
 constexpr uint32_t tracks_progress = 2;               // event flag: it is asked for, and no stream waits for it
 constexpr int complete = 1;                           // aclrtEventRecordedStatus
 constexpr size_t least_slot_bytes = size_t{1} << 13;  // 48 shares and some parts
+constexpr size_t kept_slots = 256;                    // of a device, before one is filled anew
 
 using Entry = uint32_t (*)(uint32_t cores, void* stream, void* table);
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
 // A table's place on the device, and the pinned copy that it is filled from. Neither is touched until the launches that
-// read it are done: nobody waits for that, the next one free is taken.
+// read it are done: nobody waits for that. Buffers of training stay where they are, so most tables come again: what is
+// there already is not sent anew.
 struct Slot {
   void *host = nullptr, *device = nullptr, *event = nullptr;
-  size_t bytes = 0;
-  bool launched = false;
+  size_t bytes = 0, content_bytes = 0, hash = 0;
+  Stream stream = 0;        // of the last copy or launch, which `event` comes after
+  uint64_t last_taken = 0;  // by the count of tables
 
+  // Whether everything that was enqueued with it is over.
   bool free() const {
-    if (!launched) return true;
     int status = 0;
     check(ascendcl().aclrtQueryEventStatus(event, &status), "aclrtQueryEventStatus");
     return status == complete;
+  }
+
+  // Whether a launch on `to` finds this content: it comes after the copy on the same stream, or the copy is over.
+  bool serves(const void* content, size_t count, size_t its_hash, Stream to) const {
+    return content_bytes == count && hash == its_hash && std::memcmp(host, content, count) == 0 &&
+           (stream == to || free());
   }
 };
 
@@ -46,19 +57,29 @@ class AscendLauncher final : public Launcher {
   explicit AscendLauncher(std::string library) : library(std::move(library)) {}
 
   uint64_t table(const void* content, int64_t bytes, Stream stream) override {
-    slot_ = &take(static_cast<size_t>(bytes));
-    std::memcpy(slot_->host, content, static_cast<size_t>(bytes));
-    check(ascendcl().aclrtMemcpyAsync(slot_->device, slot_->bytes, slot_->host, static_cast<size_t>(bytes),
-                                      host_to_device, pointer(stream)),
+    const auto count = static_cast<size_t>(bytes);
+    const size_t hash = std::hash<std::string_view>{}({static_cast<const char*>(content), count});
+    std::vector<Slot>& slots = slots_[current_device()];
+    slot_ = find_filled(slots, content, count, hash, stream);
+    if (!slot_) {
+      slot_ = &take(slots, count);
+      slot_->content_bytes = 0;  // until the copy is under way
+      std::memcpy(slot_->host, content, count);
+      check(
+          ascendcl().aclrtMemcpyAsync(slot_->device, slot_->bytes, slot_->host, count, host_to_device, pointer(stream)),
           "aclrtMemcpyAsync");
+      record(stream);
+      slot_->content_bytes = count;
+      slot_->hash = hash;
+    }
+    slot_->last_taken = ++tables_;
     return reinterpret_cast<uint64_t>(slot_->device);
   }
 
   void launch(const char* kernel, int cores, uint64_t table, Stream stream) override {
     const auto result = entry(kernel)(static_cast<uint32_t>(cores), pointer(stream), pointer(table));
     check(static_cast<int>(result), kernel);
-    check(ascendcl().aclrtRecordEvent(slot_->event, pointer(stream)), "aclrtRecordEvent");
-    slot_->launched = true;
+    record(stream);
   }
 
   // Vector cores of the thread's device.
@@ -84,11 +105,26 @@ class AscendLauncher final : public Launcher {
     return device;
   }
 
-  Slot& take(size_t bytes) {
-    std::vector<Slot>& slots = slots_[current_device()];
+  void record(Stream stream) {
+    check(ascendcl().aclrtRecordEvent(slot_->event, pointer(stream)), "aclrtRecordEvent");
+    slot_->stream = stream;
+  }
+
+  static Slot* find_filled(std::vector<Slot>& slots, const void* content, size_t bytes, size_t hash, Stream stream) {
     for (Slot& slot : slots) {
-      if (slot.bytes >= bytes && slot.free()) return slot;
+      if (slot.serves(content, bytes, hash, stream)) return &slot;
     }
+    return nullptr;
+  }
+
+  // A place that nobody reads: a new one, or once there are many the one that was not asked for the longest.
+  static Slot& take(std::vector<Slot>& slots, size_t bytes) {
+    Slot* oldest = nullptr;
+    for (Slot& slot : slots) {
+      const bool older = slot.bytes >= bytes && (!oldest || slot.last_taken < oldest->last_taken);
+      if (slots.size() >= kept_slots && older && slot.free()) oldest = &slot;
+    }
+    if (oldest) return *oldest;
     Slot slot;
     for (slot.bytes = least_slot_bytes; slot.bytes < bytes;) slot.bytes *= 2;
     check(ascendcl().aclrtMallocHost(&slot.host, slot.bytes), "aclrtMallocHost");
@@ -110,8 +146,9 @@ class AscendLauncher final : public Launcher {
 
   std::map<std::string, Entry> entries_;
   std::map<int32_t, int> cores_;
-  std::map<int32_t, std::vector<Slot>> slots_;  // never given back: as many as launches were ever under way at once
+  std::map<int32_t, std::vector<Slot>> slots_;  // never given back: kept_slots, or more that are under way at once
   Slot* slot_ = nullptr;                        // of the op under way
+  uint64_t tables_ = 0;
 };
 
 // Never destroyed: the device may be gone before this process's statics are.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from npu.binding.test_device import run as in_process
 from npu.fake import libraries
 from npuzero import _native, ops
 from npuzero.errors import KernelUnavailable
@@ -75,6 +77,57 @@ def test_many_launches_on_several_streams():
     torch.npu.synchronize()
     for k, target in enumerate(targets):
         assert target.cpu().eq(k).all(), k
+
+
+def test_a_table_that_comes_again_is_not_sent_again():
+    copies = ctypes.CDLL("libascendcl.so").fakeAsyncCopies
+    copies.restype = ctypes.c_int64
+    sources = there(*(torch.randn(2000 + k) for k in range(3)))
+    targets = [torch.empty(source.numel(), dtype=torch.bfloat16, device="npu:0") for source in sources]
+    torch.npu.synchronize()
+    before = copies()
+    for _ in range(5):
+        for source, target in zip(sources, targets, strict=True):
+            ops.cast(source, target)
+    assert copies() - before == len(sources)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target.cpu(), source.cpu().bfloat16())
+
+
+def test_many_tables_take_turns():
+    """More than are kept; those of before come again, in another order."""
+    source, target = there(torch.arange(700.0), torch.empty(700))
+    for numel in (*range(1, 601), *range(600, 0, -3)):
+        ops.cast(source[:numel], target[:numel])
+    assert torch.equal(target.cpu()[:600], torch.arange(600.0))
+
+
+ANOTHER_STREAM = """
+from npuzero import _native, ops
+from npuzero.device import npu
+npu._DRIVER = __import__("pathlib").Path("/dev/null")
+_native._C.use_npu_kernels({kernels!r})
+torch.npu.set_device(0)
+source, target = torch.arange(1000.0).npu(), torch.empty(1000, dtype=torch.bfloat16, device="npu")
+torch.npu.synchronize()
+with torch.npu.stream(torch.npu.Stream()):
+    other = torch.empty(1000, device="npu")
+    for _ in range(10):
+        other.copy_(source, non_blocking=True)
+    ops.cast(source, target)
+ops.cast(source, target)
+torch.npu.current_stream().synchronize()
+copy = torch.empty(1000, dtype=torch.bfloat16).pin_memory()
+copy.copy_(target, non_blocking=True)
+torch.npu.current_stream().synchronize()
+print(torch.equal(copy, torch.arange(1000.0).bfloat16()))
+torch.npu.synchronize()
+"""
+
+
+def test_a_table_that_another_stream_waits_for_is_sent_again():
+    done = in_process(ANOTHER_STREAM.format(kernels=str(libraries.kernels())), FAKE_NPU_DELAY_US="20000")
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 def test_a_launch_comes_after_what_torch_was_told():

@@ -43,6 +43,7 @@ std::string recent;
 std::map<uintptr_t, size_t> allocated;  // device memory: begin, bytes
 std::atomic<size_t> used{0};
 std::map<int, int64_t> options;
+std::atomic<int64_t> async_copies{0};
 
 struct Stream {
   std::mutex mutex;
@@ -340,9 +341,12 @@ FAKE_API int aclrtMemcpy(void* target, size_t room, const void* source, size_t b
 }
 FAKE_API int aclrtMemcpyAsync(void* target, size_t room, const void* source, size_t bytes, int kind, void* stream) {
   if (const int wrong = check_copy(target, room, source, bytes, kind)) return wrong;
+  async_copies += 1;
   fake::enqueue(stream, [=] { std::memmove(target, source, bytes); });
   return success;
 }
+// Not CANN's: how many of these there were, for tests.
+FAKE_API int64_t fakeAsyncCopies() { return async_copies; }
 FAKE_API int aclrtMemset(void* memory, size_t room, int32_t value, size_t bytes) {
   if (bytes > room) return fake::fail(fake::invalid_param, "aclrtMemset: size");
   std::memset(memory, value, bytes);
