@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,13 +13,31 @@ from torch import Tensor
 import npuzero
 from npu.fake import compute
 from npuzero.comm import World
+from npuzero.plan import Precision
 from world.parity_ranks import STAGES, digest
 from world.toy import Recipe, build, loss_of, tokens_of
-from world.train import CutSession, State, assert_same_bits, run_cut, train
+from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
+
+Scenario = Callable[[Session], State]
+
+
+def with_scaler(session: Session) -> State:
+    """One step of several overflows: how many were taken is known on the device alone."""
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    scaler = npuzero.LossScaler(init_scale=2.0**12, growth_interval=2)
+    for step in range(4):
+        loss = session.loss(step)
+        scaler.scale(loss * math.inf if step == 1 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {}
+
 
 #: Two micro-batches would change the order of sums between plans.
-RECIPE = Recipe(steps=3, clip=0.5, groups=True)
-MICRO_BATCHES = Recipe(steps=2, micro_batches=3, clip=0.5, groups=True)
+RECIPE = partial(train, recipe=Recipe(steps=3, clip=0.5, groups=True))
+MICRO_BATCHES = partial(train, recipe=Recipe(steps=2, micro_batches=3, clip=0.5, groups=True))
+IN_8_BITS = Precision(moments="int8")
 
 
 class NpuSession(CutSession):
@@ -35,16 +55,16 @@ class NpuSession(CutSession):
         return {name: value.cpu() for name, value in super().state().items()}
 
 
-def trained(world: World, recipe: Recipe, **options: Any) -> State:
+def trained(world: World, scenario: Scenario, **options: Any) -> State:
     session = NpuSession(world, **options)
-    norms = train(session, recipe)
+    norms = scenario(session)
     return {name: value.cpu() for name, value in norms.items()} | session.state()
 
 
-def on_cpu(recipe: Recipe, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
+def on_cpu(scenario: Scenario, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
     """What the same training gives on two ranks that are threads: its digest and values. Without torch_npu."""
     torch.set_num_threads(1)
-    state = run_cut(partial(train, recipe=recipe), 2, plan=plan, **options)[0]
+    state = run_cut(scenario, 2, plan=plan, **options)[0]
     return digest({name: value.float() for name, value in state.items()}), _values(state)
 
 
@@ -60,6 +80,13 @@ def stages(world: World) -> dict[str, str]:
         assert_same_bits(state, states["zero0"])
     states["micro-batches"] = trained(world, MICRO_BATCHES, plan="zero3")
     return {name: digest(state) for name, state in states.items()}
+
+
+def other_states(world: World) -> dict[str, str]:
+    """Digests where moments are codes, and where the device counts steps."""
+    compute.serve()
+    coded = trained(world, RECIPE, plan="zero3", precision=IN_8_BITS)
+    return {"8 bits": digest(coded), "scaler": digest(trained(world, with_scaler, plan="zero3"))}
 
 
 def low_precision(world: World) -> dict[str, Any]:

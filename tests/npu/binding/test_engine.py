@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from npu.binding import engine_cases
-from npu.binding.engine_cases import MICRO_BATCHES, RECIPE
+from npu.binding.engine_cases import IN_8_BITS, MICRO_BATCHES, RECIPE, Scenario, with_scaler
 from npu.binding.ranks import run
 from npu.fake import libraries
 from world.parity_ranks import STAGES
-from world.toy import Recipe
 from world.train import assert_close
 
 
@@ -26,10 +25,10 @@ def kernels() -> dict[str, str]:
 
 
 @functools.cache
-def on_cpu(recipe: Recipe, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
+def on_cpu(scenario: Scenario, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
     """In a process of its own: here torch_npu may be at work, which wants its part in whatever is seeded."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(engine_cases.on_cpu, (recipe, plan), options)
+        return pool.apply(engine_cases.on_cpu, (scenario, plan), options)
 
 
 def expected() -> dict[str, str]:
@@ -45,6 +44,15 @@ def test_every_stage_trains_to_the_bits_of_the_cpu(kernels, tmp_path: Path):
 def test_work_that_comes_late_changes_nothing(kernels, tmp_path: Path):
     """Whoever forgot to wait for a stream reads what was there before."""
     assert run("engine_cases:stages", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US="500") == [expected()] * 2
+
+
+@pytest.mark.slow
+def test_moments_in_8_bits_and_a_loss_scaler_train_to_the_bits_of_the_cpu(kernels, tmp_path: Path):
+    expected = {
+        "8 bits": on_cpu(RECIPE, "zero3", precision=IN_8_BITS)[0],
+        "scaler": on_cpu(with_scaler, "zero3")[0],
+    }
+    assert run("engine_cases:other_states", 2, tmp_path, **kernels) == [expected] * 2
 
 
 @pytest.mark.slow
