@@ -11,13 +11,13 @@ ARGS ?=
 RESULTS ?= runs/bench
 
 VENV := .venv
-PY := $(VENV)/bin/python
+PY ?= $(VENV)/bin/python
 # Two files of tests at a time: most tests wait for other ranks half of their time.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 test-cuda-source emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda judge-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -73,6 +73,27 @@ test-cuda-source: $(VENV)/.installed-dev  ## the op tests on the cuda kernels co
 	-DNPUZERO_SANITIZE=ON
 	$(VENV)/bin/cmake --build $(CUDA_SOURCE)
 	EMULATED_DRIVER="$(CUDA_SOURCE)/driver" $(PY) -m pytest -q -n 2 tests/ops -k emulated $(ARGS)
+
+# The same on a GPU. PY=python3 takes a Python that has everything (torch, cmake, ninja, pytest-xdist, hypothesis), and
+# npuzero built in place, where nothing can be installed.
+CUDA := build/cuda
+CUDA_GRID = $(PY) -m pytest -q -n 8 tests/ops -k emulated $(ARGS)
+INSTALLED_DEV := $(if $(filter $(VENV)/%,$(PY)),$(VENV)/.installed-dev)
+test-cuda: $(CUDA)/driver  ## the op tests on a GPU, with any torch; then all tests that need one, with a torch that knows it
+	@if why=$$($(CUDA)/driver </dev/null 2>&1); then EMULATED_DRIVER="$(CUDA)/driver" $(CUDA_GRID); \
+	else echo "skipped: the op tests on a GPU: $$why"; fi
+	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+
+# memcheck sees what lies outside an allocation, racecheck what threads of a block do to each other.
+sanitize-cuda: $(CUDA)/driver  ## the op tests on a GPU under compute-sanitizer
+	@if why=$$($(CUDA)/driver </dev/null 2>&1); then for tool in memcheck racecheck; do rm -f $(CUDA)/$$tool.*; \
+	echo "compute-sanitizer --tool $$tool"; EMULATED_DRIVER="compute-sanitizer --tool $$tool --error-exitcode 9 --log-file \
+	$(CUDA)/$$tool.%p $(CUDA)/driver exact" $(CUDA_GRID) || { cat $(CUDA)/$$tool.*; exit 1; }; done; \
+	else echo "skipped: the op tests under compute-sanitizer: $$why"; fi
+
+$(CUDA)/driver: $(INSTALLED_DEV) $(BUILT_FROM)
+	PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S csrc -B $(CUDA) -G Ninja -DNPUZERO_DRIVER=gpu
+	PATH="$(abspath $(VENV))/bin:$$PATH" cmake --build $(CUDA)
 
 bench: bench-kernels bench-step  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
 

@@ -1,6 +1,7 @@
-// The cpu kernels behind a pipe, for tests on a processor that is only emulated here and has no Python: an emulator
-// runs this program, tests/ops/emulated.py sends it the calls of the ordinary tests. Integers have 64 bits,
-// little-endian.
+// Kernels behind a pipe: tests/ops/emulated.py sends it the calls of the ordinary tests. For cpu kernels of a processor
+// that is only emulated here and has no Python, and for cuda kernels without a torch that knows the GPU, or under a
+// checker. Integers have 64 bits, little-endian. With the argument `exact` nothing lies behind a buffer in its
+// allocation, for checkers that see where an allocation ends.
 //
 //   request   op; number of buffers; of each the bytes, the address modulo 64 and the content; number of words; words
 //   answer    1 if no byte beside a buffer changed, else 0; the content of each buffer
@@ -8,10 +9,12 @@
 // A word is an integer, the bits of a float, or the number of a buffer (-1: none), in the order of the functions below.
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <vector>
 
 #include "core/numeric.h"
+#include "driver/memory.h"
 #include "ops/cast.h"
 #include "ops/flat_adam.h"
 #include "ops/norm.h"
@@ -34,8 +37,9 @@ namespace {
 using namespace npuzero;
 namespace kernels = NPUZERO_KERNELS;
 
-constexpr int64_t guard = 64;
+constexpr int64_t guard = memory_line;
 constexpr char untouched = 0x5a;
+int64_t guard_behind = guard;
 
 void read(void* to, int64_t bytes) {
   if (bytes && std::fread(to, bytes, 1, stdin) != 1) std::exit(0);  // the tests are over
@@ -49,14 +53,20 @@ int64_t read_word() {
 
 struct Buffer {
   int64_t bytes = read_word(), shift = guard + read_word();
-  std::vector<char> room = std::vector<char>(shift + bytes + guard + 64, untouched);
-  char* start = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 + shift;
+  std::vector<char> image = std::vector<char>(shift + bytes + guard_behind, untouched);  // content between guards
+  Memory memory{static_cast<int64_t>(image.size())};
+  char *content = image.data() + shift, *start = memory.start() + shift;
 
-  Buffer() { read(start, bytes); }
+  Buffer() {
+    read(content, bytes);
+    memory.put(image.data());
+  }
 
-  bool guarded() const {
-    for (const char* at = room.data(); at < room.data() + room.size(); ++at) {
-      if ((at < start || at >= start + bytes) && *at != untouched) return false;
+  // Takes what the kernel has left; whether it touched nothing beside the content.
+  bool fetch() {
+    memory.get(image.data());
+    for (const char* at = image.data(); at < image.data() + image.size(); ++at) {
+      if ((at < content || at >= content + bytes) && *at != untouched) return false;
     }
     return true;
   }
@@ -162,16 +172,18 @@ void flat_adam(Request& request) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1 && std::strcmp(arguments[1], "exact") == 0) guard_behind = 0;
+  check_device();
   constexpr void (*ops[])(Request&) = {cast, flat_adam, norm, pack};
   for (;;) {
     const auto op = ops[read_word()];
     Request request;
     op(request);
     int64_t guarded = 1;
-    for (const auto& buffer : request.buffers) guarded &= buffer->guarded();
+    for (const auto& buffer : request.buffers) guarded &= buffer->fetch();
     std::fwrite(&guarded, sizeof guarded, 1, stdout);
-    for (const auto& buffer : request.buffers) std::fwrite(buffer->start, 1, buffer->bytes, stdout);
+    for (const auto& buffer : request.buffers) std::fwrite(buffer->content, 1, buffer->bytes, stdout);
     std::fflush(stdout);
   }
 }

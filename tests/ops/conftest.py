@@ -12,7 +12,8 @@ from npuzero import _native
 from npuzero.errors import KernelUnavailable
 from ops.emulated import Driver
 
-# Set by `make test-aarch64`: the command that runs the kernels of another processor; by `make emulate`: that of an NPU.
+# Set by `make test-aarch64` and `make test-cuda`: the command that runs the kernels of another processor or a GPU; by
+# `make emulate`: that of an NPU.
 _DRIVER = os.environ.get("EMULATED_DRIVER", "").split()
 _NPU = os.environ.get("EMULATED_NPU", "")
 

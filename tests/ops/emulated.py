@@ -1,4 +1,4 @@
-"""The kernels of another processor under the ordinary op tests: csrc/driver, run by an emulator, behind a pipe."""
+"""Kernels of another processor, or on a GPU, under the ordinary op tests: csrc/driver behind a pipe, by any command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Driver:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def close(self) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
+        assert self._process.returncode == 0, f"the driver, or what it ran under, ended with {self._process.returncode}"
 
     def functions(self) -> dict[str, Callable[..., None]]:
         """By the names that they have in `npuzero._native`."""
@@ -110,7 +111,9 @@ class Driver:
             pipe.write(ctypes.string_at(address, size))
         pipe.write(struct.pack(f"<{len(words) + 1}Q", len(words), *(word % 2**64 for word in words)))
         pipe.flush()
-        (guarded,) = struct.unpack("<q", answer.read(8))
+        head = answer.read(8)
+        assert len(head) == 8, f"{op} ended the driver with {self._process.wait(60)}"
+        (guarded,) = struct.unpack("<q", head)
         assert guarded, f"{op} wrote outside its buffers"
         for address, size in call.buffers:
             ctypes.memmove(address, answer.read(size), size)
