@@ -50,7 +50,8 @@ std::vector<Isa> isas() {
   list.push_back({"neon", true, &neon::fill});
 #endif
 #ifdef NPUZERO_BUILT_avx2
-  const bool avx2_here = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  const bool avx2_here =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   list.push_back({"avx2", avx2_here, &avx2::fill});
 #endif
 #ifdef NPUZERO_BUILT_avx512
