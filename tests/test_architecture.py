@@ -47,7 +47,7 @@ CSRC_MAY_INCLUDE = {
     "core": {"core"},
     "ops": {"ops", "core"},
     "cpu": {"cpu", "ops", "core"},
-    "driver": {"ops", "core"},
+    "driver": {"driver", "ops", "core"},
     "cuda": {"cuda", "ops", "core"},
     "npu": {"npu", "ops", "core"},
     "comm": {"comm", "core"},
