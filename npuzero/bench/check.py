@@ -22,8 +22,10 @@ from npuzero.bench.spread import median
 from npuzero.bench.team import Team, python_worker
 from npuzero.comm import process_world
 from npuzero.errors import NpuZeroError
+from npuzero.ops import storage
 from npuzero.ops.flat_adam import Segment
-from npuzero.plan import ring_bytes
+from npuzero.optim import MOMENT_DTYPES, dynamic_rows
+from npuzero.plan import MASTERS, MOMENT_BLOCK, ring_bytes
 
 QUICK_SIZES = (0, 1, 17, 4099)
 SIZES = (0, 1, 15, 16, 17, 1023, 1025, 4096, 4097, 65_543, 1_000_003)
@@ -31,7 +33,7 @@ OFFSETS = (0, 1, 3)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 _GUARD = 64  # elements before and after each buffer, which no op may touch
-_PATTERN = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+_PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TOLD = 5  # of what is wrong, by check
 
 #: Places a tensor where the op shall find it.
@@ -148,6 +150,13 @@ def _cases() -> Iterator[tuple[str, Case]]:
         ("amsgrad", {"amsgrad": True}),
     ):
         yield f"flat_adam {name}", partial(_adam, torch.bfloat16, torch.bfloat16, options)
+    for masters, moments in itertools.product(MASTERS, MOMENT_DTYPES):
+        low = torch.bfloat16 if masters == "fp32" else None
+        yield (
+            f"flat_adam with {masters} masters and {moments} moments, amsgrad",
+            partial(_adam, torch.bfloat16, low, {"amsgrad": True}, masters=masters, moments=MOMENT_DTYPES[moments]),
+        )
+    yield "flat_adam coefficients of lr and step, in float64", _coefficients
 
 
 def _cast(source: torch.dtype, target: torch.dtype, rounding: str, put: Put, numel: int) -> list[Tensor]:
@@ -174,20 +183,52 @@ def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int) -> list[Tensor]
 
 
 def _adam(
-    grad: torch.dtype, low: torch.dtype | None, options: Mapping[str, bool], put: Put, numel: int
+    grad: torch.dtype,
+    low: torch.dtype | None,
+    options: Mapping[str, bool],
+    put: Put,
+    numel: int,
+    *,
+    masters: str = "fp32",
+    moments: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     flags = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
-    master, m = put(_values(numel, torch.float32, 1)), put(_values(numel, torch.float32, 2))
-    v, top = put(_values(numel, torch.float32, 3).abs()), put(_values(numel, torch.float32, 4).abs())
-    gradient, scale = put(_values(numel, grad, 5)), put(torch.tensor([0.5]))
+    coded = moments == torch.uint8  # one value that is not finite spoils a block
+    values = partial(_values, numel, torch.float32, specials=not coded)
+    upper, lower = storage.split(values(1))
+    master = put(values(1) if masters == "fp32" else upper)
+    remainder = put(lower) if masters == "split" else None
+    m, v, top = (put(_stored(values(seed), moments, signed=seed == 2)) for seed in (2, 3, 4))
+    gradient, scale = put(_values(numel, grad, 5, specials=not coded)), put(torch.tensor([0.5]))
     rounded = None if low is None else put(torch.zeros(numel, dtype=low))
-    bounds = [0, numel // 3, numel // 2, numel]
+    bounds = [
+        0,
+        *(bound // MOMENT_BLOCK * MOMENT_BLOCK if coded else bound for bound in (numel // 3, numel // 2)),
+        numel,
+    ]
     segments = [
-        Segment(begin, end, 10.0**-k, 0.9, 0.99, 1e-8, 0.1 * k, k, **flags)
+        Segment(begin, end, 10.0**-k, 0.9, 0.99, 1e-8, 0.1 * k, k, **flags, stream=k)
         for k, (begin, end) in enumerate(itertools.pairwise(bounds), 1)
     ]
-    ops.flat_adam(master, m, v, gradient, segments, low=rounded, max_exp_avg_sq=top, grad_scale=scale)
-    return [tensor for tensor in (master, m, v, top, rounded) if tensor is not None]
+    ops.flat_adam(
+        master, m, v, gradient, segments, low=rounded, remainder=remainder, max_exp_avg_sq=top, grad_scale=scale, seed=7
+    )
+    return [tensor for tensor in (master, remainder, m, v, top, rounded) if tensor is not None]
+
+
+def _stored(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
+    """A moment as it lies in memory; one without a sign is not negative."""
+    stored = torch.zeros(storage.stored_numel(values.numel(), dtype), dtype=dtype)
+    storage.narrow(values if signed else values.abs(), stored, signed=signed)
+    return stored
+
+
+def _coefficients(put: Put, numel: int) -> list[Tensor]:
+    """Not a kernel's: torch computes them on the device, where the steps are counted that a scaler let through."""
+    steps = put(torch.arange(1.0, 2.0 + min(numel, 5), dtype=torch.float64) ** 4)
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+    table = dynamic_rows([options] * steps.numel(), steps.unbind(), steps.device, decoupled=True)
+    return [table.flatten()]
 
 
 def _values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = True) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from npuzero import device as devices
 from npuzero.bench import check, fingerprint
 from npuzero.cli.table import table
-from npuzero.errors import BenchmarkError
+from npuzero.errors import BenchmarkError, NpuZeroError
 from npuzero.info import info
 
 _EPILOG = """\
@@ -63,10 +65,12 @@ def run(options: argparse.Namespace) -> str:
         _say(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
         report["ops"].append(vars(finding))
     if options.ranks > 1:
-        findings, speeds = check.check_collectives(options.device, options.ranks, options.quick)
-        report["collectives"] = [vars(finding) for finding in findings]
-        report["bandwidths"] |= {f"{verb}, {options.ranks} ranks": speed for verb, speed in speeds.items()}
-    report["bandwidths"] |= check.bandwidths(device, options.quick)
+        with _told(report["collectives"], f"{options.ranks} ranks"):
+            findings, speeds = check.check_collectives(options.device, options.ranks, options.quick)
+            report["collectives"] = [vars(finding) for finding in findings]
+            report["bandwidths"] |= {f"{verb}, {options.ranks} ranks": speed for verb, speed in speeds.items()}
+    with _told(report["ops"], "bandwidths"):
+        report["bandwidths"] |= check.bandwidths(device, options.quick)
     text = render(report)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
@@ -81,6 +85,15 @@ def run(options: argparse.Namespace) -> str:
             do=f"Please send {options.out}/report.json and report.txt back.",
         )
     return f"{text}\n\nwritten to {options.out}/report.json and report.txt"
+
+
+@contextmanager
+def _told(findings: list[dict[str, Any]], name: str) -> Iterator[None]:
+    """What cannot be done at all is a finding, and the report goes on."""
+    try:
+        yield
+    except (NpuZeroError, RuntimeError) as error:
+        findings.append(vars(check.Finding(name, 1, 1, [f"{type(error).__name__}: {error}"])))
 
 
 def render(report: dict[str, Any]) -> str:
