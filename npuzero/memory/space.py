@@ -54,17 +54,15 @@ class Space:
         self.count(label, nbytes)
         return buffer
 
-    def transient(self, numel: int, dtype: torch.dtype, label: str, *, kept: bool = True) -> Transient:
+    def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
         """A 1-D buffer of ``numel`` elements that is there only between ``restore()`` and ``release()``.
 
-        Args:
-            kept: on the host, whether memory that is released is kept for other transients of this space: for what
-                comes and goes all through a step. Else torch's allocator has it meanwhile, as on an accelerator.
+        Meanwhile other transients of this space may have the memory; on an accelerator, all that torch allocates.
 
         Raises:
             OutOfSpace: the address space is spent.
         """
-        if self.device.type == "cpu" and numel and kept:
+        if self.device.type == "cpu" and numel:
             return _PagedTransient(self, numel, dtype, label)
         return _StorageTransient(self, numel, dtype, label)
 
@@ -154,7 +152,7 @@ class _PagedTransient(Transient):
 
 
 class _StorageTransient(Transient):
-    """The storage is resized: torch's allocator has the memory meanwhile, and may lend it to activations."""
+    """On an accelerator: the storage is resized; the caching allocator has the memory meanwhile."""
 
     def __init__(self, space: Space, numel: int, dtype: torch.dtype, label: str) -> None:
         super().__init__(space, numel * dtype.itemsize, label)

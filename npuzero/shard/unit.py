@@ -200,7 +200,7 @@ class Flat:
                 self.held = space.transient(self._length("held"), self.dtype, "buffers")
         self.own_parameters = self.resting[self.own_within("parameters")]
         if self.trainable:
-            self.gradient_memory = space.transient(self._length("gradients"), torch.float32, "gradients", kept=False)
+            self.gradient_memory = space.transient(self._length("gradients"), torch.float32, "gradients")
             self.gradient_memory.restore()
             self.gradient = self.gradient_memory.tensor
             self.own_gradient = self.gradient[self.own_within("gradients")]
