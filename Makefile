@@ -17,7 +17,7 @@ PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 
-.PHONY: help demo test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda judge-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
+.PHONY: help demo test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -85,10 +85,11 @@ test-cuda: $(CUDA)/driver  ## the op tests on a GPU, with any torch; then all te
 	$(PY) -m pytest -q -rs -m gpu $(ARGS)
 
 # memcheck sees what lies outside an allocation, racecheck what threads of a block do to each other.
-sanitize-cuda: $(CUDA)/driver  ## the op tests on a GPU under compute-sanitizer
-	@if why=$$($(CUDA)/driver </dev/null 2>&1); then for tool in memcheck racecheck; do rm -f $(CUDA)/$$tool.*; \
-	echo "compute-sanitizer --tool $$tool"; EMULATED_DRIVER="compute-sanitizer --tool $$tool --error-exitcode 9 --log-file \
-	$(CUDA)/$$tool.%p $(CUDA)/driver exact" $(CUDA_GRID) || { cat $(CUDA)/$$tool.*; exit 1; }; done; \
+sanitize-cuda: sanitize-cuda-memcheck sanitize-cuda-racecheck  ## the op tests on a GPU under compute-sanitizer
+sanitize-cuda-%: $(CUDA)/driver
+	@if why=$$($(CUDA)/driver </dev/null 2>&1); then rm -f $(CUDA)/$*.*; \
+	EMULATED_DRIVER="compute-sanitizer --tool $* --error-exitcode 9 --log-file $(CUDA)/$*.%p $(CUDA)/driver exact" \
+	$(CUDA_GRID) || { cat $(CUDA)/$*.*; exit 1; }; \
 	else echo "skipped: the op tests under compute-sanitizer: $$why"; fi
 
 $(CUDA)/driver: $(INSTALLED_DEV) $(BUILT_FROM)

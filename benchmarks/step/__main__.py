@@ -25,7 +25,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of the last preset there")
     add_options(parser)
     options = parser.parse_args()
-    baselines = [COMPUTE, ALONE] if options.precision == "fp32" else [COMPUTE]
+    # In bf16, plain torch keeps masters as npuzero does, and where there is one rank it is the model's whole training.
+    baselines = [COMPUTE, ALONE] if options.precision == "fp32" or options.ranks == 1 else [COMPUTE]
     compare("step", baselines + [preset_entry(preset) for preset in options.presets], options, trace=options.trace)
 
 

@@ -1,0 +1,242 @@
+"""The ops on a GPU, held against their goals. From the repository's root, or installed::
+
+    python -m benchmarks.cuda --out runs/cuda/ops.json
+
+Benchmarks of `npuzero bench ops` and some beside them, at sizes where a launch takes milliseconds. Shares are of a
+device-to-device copy (``copy_`` between tensors alike, which is a cudaMemcpyAsync) in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from npuzero import device as devices
+from npuzero import ops
+from npuzero.bench import Benchmark, Effort, Record, Result, check_close, check_equal, fingerprint, run
+from npuzero.bench.ops import ADAM_TOLERANCE, CASES, OWN, Adam, Setting
+from npuzero.cli.bench import render
+from npuzero.cli.table import table
+from npuzero.ops.reference import cast as cast_reference
+from npuzero.ops.reference import norm as norm_reference
+from npuzero.ops.reference import pack as pack_reference
+
+COPY, CAT = "copy", "torch.cat, mul_, copy_"
+ELEMENTS = 2**29
+MOST = 2**24  # elements that a reference, which takes many bytes for each, is asked for at a time
+
+Make = Callable[[Setting], Benchmark]
+
+
+def adam_mixed(setting: Setting) -> Benchmark:
+    """AdamW on fp32 masters, bf16 gradients in, bf16 parameters out, one flat buffer of twice the elements."""
+    n = 2 * setting.elements
+    gradient = setting.random(n, dtype=torch.bfloat16).mul_(0.01)
+    own = Adam(setting.random(n), gradient, torch.empty_like(gradient))
+
+    def check() -> str:
+        assert own.low is not None
+        own.update()
+        for begin in range(0, n, MOST):
+            part = slice(begin, begin + MOST)
+            want = Adam(own.start[part], gradient[part]).expected()
+            check_close("flat_adam", own.master[part], want, tolerance=ADAM_TOLERANCE)
+            rounded = torch.empty_like(own.low[part])
+            cast_reference.cast(own.master[part], rounded, "away", 0, 0)
+            check_equal("the rounded parameters", own.low[part], rounded)
+        del own.start
+        return "all masters after the first step against float64, their rounded copies to the bit"
+
+    title = "AdamW on fp32 masters, bf16 gradients in, bf16 parameters out"
+    return _alone("flat_adam/mixed", title, setting, own.update, 28, n, check)
+
+
+def pack_1000(setting: Setting, multiple: int = 8) -> Benchmark:
+    """1,000 fp32 tensors to one bf16 buffer, scaled; each of a multiple of so many elements, by chance."""
+    generator = torch.Generator().manual_seed(1)
+    mean = max(2, setting.elements // 2000 // multiple)
+    counts = torch.randint(1, 2 * mean, (1000,), generator=generator).mul_(multiple).tolist()
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    offsets, n = [0, *ends[:-1]], ends[-1]
+    tensors = [setting.random(count) for count in counts]
+    wire, joined = (torch.zeros(n, dtype=torch.bfloat16, device=setting.device) for _ in range(2))
+    scale = 0.125  # a power of two: torch's two roundings are one then
+
+    def own() -> None:
+        ops.pack(tensors, offsets, wire, scale=scale)
+
+    def cat() -> None:
+        joined.copy_(torch.cat(tensors).mul_(scale))
+
+    def check() -> str:
+        want = torch.empty_like(wire)
+        pack_reference.pack(tensors, list(want.split(counts)), scale, False)
+        for name, call, result in ((OWN, own, wire), (CAT, cat, joined)):
+            call()
+            check_equal(f"pack by {name}", result, want)
+        return "every element to the bit against the reference"
+
+    return Benchmark(
+        "pack/1000" if multiple > 1 else "pack/odd",
+        f"pack 1,000 fp32 tensors to bf16, scaled{', of odd sizes, too' * (multiple == 1)}",
+        [setting.contender(CAT, cat, 6, n), setting.contender(OWN, own, 6, n), *setting.probes(COPY)],
+        CAT,
+        check,
+        {"elements": n, "tensors": len(tensors)},
+    )
+
+
+def pack_odd(setting: Setting) -> Benchmark:
+    """The same where hardly a tensor's place in the buffer is one that accesses of several elements reach."""
+    return pack_1000(setting, multiple=1)
+
+
+def cast_away(setting: Setting) -> Benchmark:
+    """fp32 to bf16, ties away from zero."""
+    source = setting.random(setting.elements)
+    target = torch.empty_like(source, dtype=torch.bfloat16)
+
+    def own() -> None:
+        ops.cast(source, target, rounding="away")
+
+    def check() -> str:
+        own()
+        want = torch.empty_like(target)
+        cast_reference.cast(source, want, "away", 0, 0)
+        check_equal("cast", target, want)
+        return "every element to the bit against the reference"
+
+    return _alone("cast/away", "cast fp32 to bf16, away", setting, own, 6, setting.elements, check)
+
+
+def norm_bf16(setting: Setting) -> Benchmark:
+    """The sum of squares of bf16."""
+    x = setting.random(setting.elements, dtype=torch.bfloat16)
+    found = torch.zeros(2, dtype=torch.float64, device=setting.device)
+
+    def check() -> str:
+        want = torch.zeros_like(found)
+        norm_reference.norm(x, want)
+        ops.norm(x, found)
+        check_equal("norm", found, want)
+        return "to the bit against the reference"
+
+    return _alone("norm/bf16", "norm of bf16", setting, lambda: ops.norm(x, found), 2, setting.elements, check)
+
+
+def _alone(
+    name: str, title: str, setting: Setting, own: Callable[[], object], nbytes: int, n: int, check: Callable[[], str]
+) -> Benchmark:
+    """Held against a copy alone."""
+    contenders = [setting.contender(OWN, own, nbytes, n), *setting.probes(COPY)]
+    return Benchmark(name, title, contenders, COPY, check, {"elements": n})
+
+
+def _with_copy(make: Make) -> Make:
+    """A benchmark of the suite, with a copy among its probes."""
+
+    def made(setting: Setting) -> Benchmark:
+        benchmark = make(setting)
+        if not any(contender.name == COPY for contender in benchmark.contenders):
+            benchmark.contenders = [*benchmark.contenders, *setting.probes(COPY)]
+        return benchmark
+
+    return made
+
+
+BENCHMARKS: dict[str, Make] = {
+    "flat_adam/mixed": adam_mixed,
+    **{name: _with_copy(make) for name, make in CASES.items() if name not in ("pack", "unpack")},
+    "pack/1000": pack_1000,
+    "pack/odd": pack_odd,
+    "cast/away": cast_away,
+    "norm/bf16": norm_bf16,
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a benchmark of this name shall reach: a share of the copy's bytes a second, or times as fast as another."""
+
+    benchmark: str
+    least: float
+    baseline: str | None = None
+
+    def reached(self, result: Result) -> float:
+        if self.baseline is None:
+            return result.share(OWN, COPY).median
+        return result.speedup(OWN, self.baseline).median
+
+    def __str__(self) -> str:
+        return "share of a copy" if self.baseline is None else f"times as fast as {self.baseline}"
+
+
+GOALS = (
+    Goal("flat_adam/mixed", 0.95),
+    Goal("flat_adam/flat", 1.0, "torch fused"),
+    Goal("flat_adam/400", 1.1, "torch fused"),
+    Goal("mixed_step", 2.0, "torch passes"),
+    Goal("pack/1000", 3.0, CAT),
+    Goal("pack/1000", 0.9),
+    *(Goal(f"cast/{rounding}", 0.9) for rounding in ("nearest", "away", "stochastic", "tf32")),
+    Goal("norm", 0.9),
+    Goal("norm/bf16", 0.9),
+    Goal("norm/sum", 0.9),
+)
+
+
+def measured(setting: Setting, names: list[str], effort: Effort) -> Iterator[Result]:
+    """The results of the benchmarks named; each is dropped before the next is made."""
+    for name in names:
+        yield run(BENCHMARKS[name](setting), effort)
+        if setting.device.type != "cpu":
+            devices.get(setting.device).module().empty_cache()  # type: ignore[attr-defined]
+
+
+def goals(record: Record) -> str:
+    """What was reached of each goal whose benchmark was measured, as a table."""
+    results = {result.name: result for result in record.results}
+    rows = []
+    for goal in GOALS:
+        if goal.benchmark in results:
+            reached = goal.reached(results[goal.benchmark])
+            rows.append(
+                [
+                    goal.benchmark,
+                    str(goal),
+                    f"{goal.least:.2f}",
+                    f"{reached:.3f}",
+                    "" if reached >= goal.least else "missed",
+                ]
+            )
+    return table(["", "figure", "goal", "reached", ""], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the record there (JSON)")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1; cpu tries the program (cuda)")
+    parser.add_argument(
+        "--elements", type=int, default=ELEMENTS, help=f"of a benchmark, about 80 bytes each ({ELEMENTS:,})"
+    )
+    parser.add_argument("--only", nargs="+", choices=list(BENCHMARKS), default=list(BENCHMARKS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each benchmark, at the most (5)")
+    options = parser.parse_args()
+    setting = Setting(options.elements, devices.get(options.device).device)
+    effort = replace(Effort(), most_s=options.seconds, visit_s=0.05, error=0.002)
+    command = f"python -m benchmarks.cuda --device {options.device} --elements {options.elements}"
+    record = Record.begin("cuda", command, fingerprint(setting.device))
+    for result in measured(setting, options.only, effort):
+        record.results.append(result)
+        print(f"{result.name}: {result.gb_per_s(OWN) or 0:.0f} GB/s", flush=True)
+        if options.out is not None:
+            record.write(options.out)
+    print(f"\n{render(record)}\n\n{goals(record)}")
+
+
+if __name__ == "__main__":
+    main()
