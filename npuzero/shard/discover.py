@@ -16,6 +16,8 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Mod
 ROOT = "root"
 # Containers whose forward is not theirs to call: hooks on them would never run.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+# The child of what torch.compile(module) returns. The unit is the whole, called from outside of what is compiled.
+_COMPILED = "_orig_mod"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
     owned = {id(parameter) for _, parameter in root.parameters}
     registered = model.named_parameters(remove_duplicate=False)
     paths = {path for name, parameter in registered if id(parameter) in owned for path in around(name)}
-    return [module for name, module in model.named_modules() if name in paths]
+    return [module for name, module in model.named_modules() if name in paths and name.split(".")[-1] != _COMPILED]
 
 
 def _repeated(model: nn.Module) -> list[str]:
@@ -78,7 +80,7 @@ def _repeated(model: nn.Module) -> list[str]:
 def _is_repeated(blocks: list[tuple[str, nn.Module]]) -> bool:
     if any(isinstance(child, _LISTS) for _, child in blocks):
         return False
-    counts = Counter(type(child) for _, child in blocks)
+    counts = Counter(type(_inside(child)) for _, child in blocks)
     return max(counts.values(), default=0) >= 2
 
 
@@ -117,7 +119,12 @@ def _named(model: nn.Module, rule: UnitRule) -> list[str]:
                 got=type(module).__name__,
                 do="Name its children instead.",
             )
-    return [name for name, _ in matches]
+    return list(dict.fromkeys(name.removesuffix(f".{_COMPILED}") for name, _ in matches))
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """What ``torch.compile(module)`` wrapped, else the module."""
+    return module._modules.get(_COMPILED) or module
 
 
 def _as_tuple(rule: UnitRule) -> tuple[type[nn.Module], ...]:

@@ -1,9 +1,9 @@
-"""Where the engine meets torch: module hooks and autograd hooks. The only file that touches either.
+"""Where the engine meets torch: the calls of modules, and autograd's hooks. The only file that touches either.
 
 The order of events for a unit, in one training step::
 
-    forward pre-hook      R4 finished, R1 finished, the next unit's gather started
-    forward hook          released to what plan.held says; a hook is put on the outputs
+    before forward        R4 finished, R1 finished, the next unit's gather started
+    after forward         released to what plan.held says; a hook is put on the outputs
     output's hook         backward reaches the unit: R1 over held.axes finished, the one before it started
     parameter's hook      its gradient is taken out of p.grad and handed over; a marker stays there
     end of backward       what is left is reduced and released
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from npuzero.shard.entrance import After, Before, Entrance
 from npuzero.shard.finite import Watch
 from npuzero.shard.guard import CutGradient, in_backward
 from npuzero.shard.unit import Flat, ParameterState, Unit
@@ -41,14 +42,13 @@ class Events(Protocol):
 
 
 class Hooks:
-    """All hooks of one model; :meth:`remove` takes them off."""
+    """All hooks of one model."""
 
     def __init__(
         self, events: Events, units: list[Unit], doors: list[nn.Module], input_dtype: torch.dtype | None
     ) -> None:
         self._events = events
         self._input_dtype = input_dtype
-        self._handles: list[RemovableHandle] = []
         self._end_queued = False
         self._units = units
         self._finite: Watch | None = None
@@ -59,14 +59,7 @@ class Hooks:
                 self._watch_door(unit, door)
             for flat in unit.trainable:
                 for i, parameter in enumerate(flat.parameters):
-                    self._handles.append(
-                        parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
-                    )
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+                    parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
 
     def watch_finite(self, watch: Watch | None) -> None:
         """Have ``watch`` see the units' outputs and the order of the gradients; None: nobody any more."""
@@ -99,29 +92,25 @@ class Hooks:
         module = unit.module()
         assert module is not None
         is_root = unit.index == 0
-        self._handles.append(
-            module.register_forward_pre_hook(self._pre_forward(unit, is_root), prepend=True, with_kwargs=True)
-        )
-        self._handles.append(module.register_forward_hook(self._post_forward(unit, is_root)))
+        Entrance.of(module).add(self._before_forward(unit, is_root), self._after_forward(unit, is_root))
 
     def _watch_door(self, unit: Unit, door: nn.Module) -> None:
         """Have ``unit`` whole while ``door``, a module inside of it, is called from outside."""
-        pre, post = self._pre_forward(unit, is_root=True), self._post_forward(unit, is_root=True)
+        before, after = self._before_forward(unit, is_root=True), self._after_forward(unit, is_root=True)
         entered = False
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal entered
             entered = unit.parameter_state is not ParameterState.WHOLE
-            return pre(module, args, kwargs) if entered else None
+            return before(module, args, kwargs) if entered else None
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, output: Any) -> None:
             if entered:
-                post(module, args, output)
+                after(module, output)
 
-        self._handles.append(door.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-        self._handles.append(door.register_forward_hook(leave))
+        Entrance.of(door).add(enter, leave)
 
-    def _pre_forward(self, unit: Unit, is_root: bool) -> Callable[..., Any]:
+    def _before_forward(self, unit: Unit, is_root: bool) -> Before:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._events.forward_begins(unit)
             if unit.cut and unit.has_frozen and torch.is_grad_enabled():
@@ -138,8 +127,8 @@ class Hooks:
                 tensor.register_hook(lambda _: self._events.backward_leaves(unit))
                 return
 
-    def _post_forward(self, unit: Unit, is_root: bool) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, is_root: bool) -> After:
+        def hook(module: nn.Module, output: Any) -> None:
             expected = opaque = False
             if torch.is_grad_enabled() and (unit.cut or is_root or self._finite):
                 tensors, opaque = tensors_of(output)

@@ -121,8 +121,8 @@ def test_the_cache_keeps_no_copy_of_what_is_released(plan: str) -> None:
         session = CutSession(build(make=Checkpointed), world, plan=plan)
         seen: list[tuple[int, int]] = []
         with Casts() as casts:
-            for block in session.model.blocks:
-                block.register_forward_hook(lambda *_: seen.append((casts.made(), casts.alive())))
+            for after_block in (*session.model.blocks[1:], session.model.norm):
+                after_block.register_forward_pre_hook(lambda *_: seen.append((casts.made(), casts.alive())))
             with autocast():
                 session.loss()
         return seen

@@ -1,0 +1,67 @@
+"""What a module is called through: an engine's work before and after it, and between them the module, compiled or not.
+
+torch's own forward hooks run inside of what ``module.compile()`` compiles, where Dynamo would trace an engine. What is
+called here stands around it, so that the graph of a module is its computation, the whole of it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Called with the module, its arguments and keyword arguments; may return others.
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
+#: Called with the module and what it returned.
+After = Callable[[nn.Module, Any], None]
+
+_REASON = "npuzero's engine gathers and releases parameters around a unit; compile the units, not what is around them"
+
+
+class Entrance:
+    """The entrance of a module; who comes later stands further outside.
+
+    It takes the place of the module's ``_call_impl``, which runs the user's hooks and forward, and by which Dynamo sees
+    that there is more to a call than those, where the module is called from within something compiled.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._plain: Callable[..., Any] = type(module)._call_impl
+        self._compiled: Callable[..., Any] | None = module.__dict__.pop("_compiled_call_impl", None)
+        self._around: list[tuple[Before, After]] = []
+        # Not by setattr: a module that torch.compile() returned would pass it on to the one inside.
+        module.__dict__["_call_impl"] = torch.compiler.disable(self._call, recursive=False, reason=_REASON)
+        module.__dict__["compile"] = self._compile
+        module.__dict__["_npuzero_entrance"] = self
+
+    @staticmethod
+    def of(module: nn.Module) -> Entrance:
+        """The one entrance of ``module``."""
+        found: Entrance | None = module.__dict__.get("_npuzero_entrance")
+        return found or Entrance(module)
+
+    def add(self, before: Before, after: After) -> None:
+        """Have ``before`` and ``after`` called around every call, and never traced."""
+        before, after = (torch.compiler.disable(each, reason=_REASON) for each in (before, after))
+        self._around.append((before, after))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        for before, _ in reversed(self._around):
+            args, kwargs = before(module, args, kwargs) or (args, kwargs)
+        output = self._plain(module, *args, **kwargs) if self._compiled is None else self._compiled(*args, **kwargs)
+        for _, after in self._around:
+            after(module, output)
+        return output
+
+    def _compile(self, *args: Any, **kwargs: Any) -> None:
+        """``nn.Module.compile``."""
+        module = self._module()
+        assert module is not None
+        self._compiled = torch.compile(MethodType(self._plain, module), *args, **kwargs)

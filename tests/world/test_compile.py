@@ -1,0 +1,166 @@
+"""torch.compile of a model's blocks under zero(): one graph a unit, and the numbers of the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import npuzero
+from npuzero import comm
+from npuzero.comm import World
+from npuzero.shard.discover import discover
+
+from .toy import Block, Recipe, ToyGPT, build
+from .train import CutSession, State, assert_close, run_plain, train
+
+# Dynamo silences it while it looks at a tensor, for all threads at once: ranks that are threads undo each other's.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+RECIPE = Recipe(steps=2, micro_batches=2, clip=0.5)
+RANKS = 2
+
+
+class Checkpointed(ToyGPT):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def in_place(model: Any, **options: Any) -> None:
+    for block in model.blocks:
+        block.compile(**options)
+
+
+def wrapped(model: Any, **options: Any) -> None:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, **options)
+
+
+def all_of_it(model: Any, **options: Any) -> None:
+    model.compile(**options)
+
+
+@pytest.fixture(autouse=True)
+def _from_scratch() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def trained(
+    world: World,
+    how: Callable[..., None] | None,
+    before: bool,
+    options: dict[str, Any],
+    make: Callable[[], nn.Module] = ToyGPT,
+    **zero: Any,
+) -> State:
+    """Weights and norms of a model that is compiled before ``zero()``, or after it, or not at all."""
+    model = build(make=make)
+    if how is not None and before:
+        how(model, **options)
+    session = CutSession(model, world, **zero)
+    if how is not None and not before:
+        how(model, **options)
+    state = train(session, RECIPE) | session.state()
+    with torch.no_grad():
+        state["loss"] = session.loss(7)
+    return {name.replace("._orig_mod", ""): value for name, value in state.items()}
+
+
+def plain(session: Any) -> State:
+    return train(session, RECIPE)
+
+
+def check_compiled(how: Callable[..., None], before: bool, backend: str, plan: str, **more: Any) -> None:
+    """Without a break within a unit, as plain torch trains, and as the engine does without a compiler."""
+    zero = {"plan": plan, "local_size": 1}
+    states = comm.run_threads(
+        RANKS, partial(trained, how=how, before=before, options={"backend": backend, "fullgraph": True}, **more, **zero)
+    )
+    assert counters["stats"]["unique_graphs"] >= 2 and not counters["graph_break"]
+    eager = comm.run_threads(RANKS, partial(trained, how=None, before=before, options={}, **more, **zero))
+    expected = run_plain(plain, RANKS, **more)
+    for state, own in zip(states, eager, strict=True):
+        assert_close(state, own)
+        assert_close({name: state[name] for name in expected}, expected)
+
+
+PLANS = [pytest.param(plan, marks=() if plan in ("zero1", "zero3") else pytest.mark.slow) for plan in npuzero.PRESETS]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_preset(plan: str) -> None:
+    check_compiled(in_place, True, "aot_eager", plan)
+
+
+@pytest.mark.parametrize(
+    "how, before",
+    [
+        pytest.param(in_place, False, marks=pytest.mark.slow),
+        pytest.param(wrapped, True, marks=pytest.mark.slow),
+        (wrapped, False),
+    ],
+)
+def test_however_and_whenever_blocks_are_compiled(how: Callable[..., None], before: bool) -> None:
+    check_compiled(how, before, "aot_eager", "zero3")
+
+
+@pytest.mark.slow
+def test_checkpointed_blocks() -> None:
+    check_compiled(in_place, True, "aot_eager", "zero3", make=Checkpointed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ToyGPT, Checkpointed])
+@pytest.mark.parametrize("plan", ["zero0", "zero3", "zero3-keep"])
+def test_inductor(plan: str, make: Callable[[], nn.Module]) -> None:
+    check_compiled(in_place, True, "inductor", plan, make=make)
+
+
+@pytest.mark.parametrize("plan", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+def test_a_model_compiled_as_a_whole_is_compiled_unit_by_unit(plan: str) -> None:
+    states = comm.run_threads(
+        RANKS, partial(trained, how=all_of_it, before=True, options={"backend": "aot_eager"}, plan=plan)
+    )
+    assert counters["stats"]["unique_graphs"] >= 2
+    breaks = list(counters["graph_break"])
+    assert breaks and all("npuzero's engine" in reason for reason in breaks)
+    expected = run_plain(plain, RANKS)
+    assert_close({name: states[0][name] for name in expected}, expected)
+
+
+def test_units_by_class_are_found_in_what_is_compiled() -> None:
+    model = build()
+    before = discover(model, Block)
+    wrapped(model)
+    after = discover(model, Block)
+    assert [unit.name for unit in after] == [unit.name for unit in before]
+    assert [unit.module for unit in after[1:]] == list(model.blocks)
+    assert [unit.name for unit in discover(model)] == [unit.name for unit in before]
+
+
+def test_hooks_of_the_user_see_whole_parameters() -> None:
+    """Whichever way they are registered, before zero() or after."""
+
+    def rank(world: World) -> list[float]:
+        model, seen = build(), []
+        hook = lambda module, *_: seen.append(float(module.out.weight.detach().sum()))  # noqa: E731
+        model.blocks[0].register_forward_hook(hook)
+        npuzero.zero(model, plan="zero3", world=world)
+        model.blocks[0].register_forward_hook(hook)
+        model.blocks[0].register_forward_pre_hook(hook)
+        model(torch.zeros(1, 12, dtype=torch.int64))
+        return seen
+
+    expected = float(build().blocks[0].out.weight.detach().sum())
+    assert comm.run_threads(RANKS, rank) == [[pytest.approx(expected)] * 3] * RANKS
