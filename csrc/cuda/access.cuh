@@ -174,12 +174,13 @@ __device__ inline void round(Raw (&raw)[count], Dtype dtype) {
 
 constexpr int64_t chunks_of(int64_t elements) { return (elements + chunk - 1) / chunk; }
 
-// Launches enough blocks to fill the device, and where there is more to do so many that a block has but a few chunks:
-// those that run on a slower part of the device then get fewer. A block does every grid-th chunk.
+// Launches a block for each chunk; or for some chunks each, every grid-th, where the device is filled many times over
+// nevertheless. So the device gives out the work as its parts, which are not equally fast, get done, and the last
+// blocks, which do not fill it, are little of all.
 template <auto kernel, class... Arguments>
 inline void launch_over(const char* op, int64_t chunks, Stream stream, const Arguments&... arguments) {
-  constexpr int64_t most_each = 8;
-  const int64_t each = std::clamp<int64_t>(chunks / resident_blocks<kernel>(threads), 1, most_each);
+  constexpr int64_t least_fills = 16, most_each = 8;
+  const int64_t each = std::clamp<int64_t>(chunks / (least_fills * resident_blocks<kernel>(threads)), 1, most_each);
   launch<kernel>(op, (chunks + each - 1) / each, threads, stream, arguments...);
 }
 
