@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import npuzero
 from npu.fake import compute
@@ -96,22 +97,53 @@ def low_precision(world: World) -> dict[str, Any]:
     return _values(state)
 
 
-def steady_step(world: World) -> int:
-    """A step reads nothing of the device on the host: neither to decide nor to wait."""
+def steady_step(world: World) -> tuple[int, list[str]]:
+    """A step reads nothing of the device on the host, neither to decide nor to wait: without and with a loss scaler.
+
+    Returns:
+        Bytes of control, and the operators of the optimizer's part that torch_npu has no kernel for: it runs those on
+        the host.
+    """
     compute.serve()
-    session = NpuSession(world, plan="zero3")
-    optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
+    sent, called = 0, set()
+    for scaler in (npuzero.LossScaler(enabled=False), npuzero.LossScaler(init_scale=2.0**12)):
+        session = NpuSession(world, plan="zero3")
+        optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
 
-    def step(number: int) -> None:
-        session.loss(number).backward()
-        session.clip(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        def step(number: int, scaler: Any = scaler, session: NpuSession = session, optimizer: Any = optimizer) -> None:
+            scaler.scale(session.loss(number)).backward()
+            with Operators() as operators:
+                scaler.unscale_(optimizer)
+                session.clip(0.5)
+                scaler.step(optimizer)
+                scaler.update()
+            called.update(operators.names)
+            optimizer.zero_grad()
 
-    for number in range(2):
-        step(number)
-    with compute.unread():
-        for number in range(2, 4):
+        for number in range(2):
             step(number)
-    assert torch.isfinite(torch.cat([value.flatten() for value in session.state().values()])).all()
-    return npuzero.report(session.model).bytes_sent["control"]
+        with compute.unread():
+            for number in range(2, 4):
+                step(number)
+        assert torch.isfinite(torch.cat([value.flatten() for value in session.state().values()])).all()
+        sent += npuzero.report(session.model).bytes_sent["control"]
+    assert "aten::pow.Tensor_Tensor" in called  # a coefficient's
+    return sent, sorted(name for name in called if not _has_kernel(name))
+
+
+class Operators(TorchDispatchMode):
+    """The names of torch's operators that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _has_kernel(name: str) -> bool:
+    """On an npu: torch_npu's own, or one of torch's that is made of others."""
+    keys = ("PrivateUse1", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)

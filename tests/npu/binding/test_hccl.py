@@ -1,4 +1,4 @@
-"""Process groups of 2 and 4 processes through the real ProcessGroupHCCL, over the fake hccl."""
+"""Process groups of 2 to 4 processes through the real ProcessGroupHCCL, over the fake hccl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from npu.binding.ranks import run
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_communicators(size, tmp_path):
     for rank, facts in enumerate(run("hccl_cases:everything", size, tmp_path)):
         assert facts["backend"] == "hccl" and facts["device"] == f"npu:{rank}"
