@@ -146,7 +146,7 @@ inline std::vector<Share> cut(const std::vector<LinePart>& parts, int64_t total,
 // norm's shares: whole blocks, of elements enough that the contract's workspace has kNormBytes for every core; one core
 // where nothing is to be done, since somebody has to say so.
 inline std::vector<Share> cut_norm(int64_t count, int cores) {
-  constexpr int64_t least = kNormBytes / 16 * kNormBlock;  // ops/norm.h has 16 bytes for each 4096 elements
+  constexpr int64_t least = kNormBytes / 16 * 8192;  // ops/norm.h has 16 bytes for each 4096 elements
   const int64_t blocks = (count + kNormBlock - 1) / kNormBlock;
   const int64_t wanted = std::min<int64_t>(cores, std::max<int64_t>(1, count / least));
   std::vector<Share> shares;

@@ -107,7 +107,7 @@ def test_norms_shares_are_blocks_with_room_for_every_cores_sums(count: int, core
     assert 1 <= made <= cores
     assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == count
     assert all(begin % 4096 == 0 for begin, _ in shares)
-    assert made == 1 or 256 * made <= 16 * (-(-count // 4096))  # 16 bytes a block of the contract: csrc/ops/norm.h
+    assert made == 1 or 256 * made <= 16 * (-(-count // 8192))  # 16 bytes a block of the contract: csrc/ops/norm.h
 
 
 @pytest.mark.parametrize(("amsgrad", "narrow", "drawn", "coded"), list(itertools.product([0, 1], repeat=4)))
