@@ -179,7 +179,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     parameter.grad.detach_().zero_()
         for engine in self._engines():
             engine.forget_backward()
-            engine.forget_step()
+            if not any(group.get("capturable") for group in self.param_groups):  # a graph has the gradients' addresses
+                engine.forget_step()
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 

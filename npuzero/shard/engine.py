@@ -232,7 +232,7 @@ class Engine:
             self._hooks.forget_backward()
 
     def forget_step(self) -> None:
-        """zero_grad() was called: what the last step's gradients took is for the next one's activations.
+        """zero_grad() was called: what the last step's gradients took may be used for other things until the next.
 
         What is under way stays, until the next backward pass sees that nobody wants it; and what is watched, which may
         yet be asked where it stopped being finite.
@@ -240,6 +240,8 @@ class Engine:
         done = self._used is None and self._watch is None and self._reducer.idle
         if done and not _any(self._present()):
             self._forget_gradients()
+            for flat in self._flats:
+                flat.gradient_memory.release()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

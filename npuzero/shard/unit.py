@@ -6,7 +6,7 @@ P, H, G and S shards::
     whole       [n]    parameter dtype; every parameter is a view of it; no bytes while released (only where P > 1)
     resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
     held        [n/H]  parameter dtype; what it keeps between forward and backward (only where 1 < H < P)
-    gradient    [n/G]  float32; accumulates over micro-batches; no bytes while there is none (EMPTY)
+    gradient    [n/G]  float32; accumulates over micro-batches; no bytes after zero_grad()
     unsynced    [n]    float32; what accumulates under no_sync where G > 1
     carry       [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
     wire        [n]    the precision's wire dtype; what a reduction sends
@@ -161,13 +161,12 @@ class Flat:
         return len(self.pending) >= len(self.parameters)
 
     def forget(self) -> None:
-        """No slot has a gradient any more: their memory is for others."""
+        """No slot has a gradient any more."""
         nothing = [False] * len(self.parameters)
         self.local_held, self.accumulated = nothing[:], nothing[:]
         self.valid = False
         self.pending.clear()
         self.gradient_state = _G.EMPTY
-        self.gradient_memory.release()
 
     @property
     def slots(self) -> range:
