@@ -22,7 +22,7 @@ from npuzero.shard.unit import Flat
 
 
 class Adam(ZeroOptimizer):
-    """``torch.optim.Adam`` with one fused launch per flat shard or for all plain parameters; see :class:`AdamW`."""
+    """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
 
     _decoupled = False
 
@@ -112,12 +112,13 @@ class Adam(ZeroOptimizer):
             ]
             for flat in engine.flats()
         ]
-        here = [
-            id(parameter)
-            for flat, used in zip(engine.flats(), updated, strict=True)
-            for parameter in itertools.compress(flat.parameters, used)
-        ]
+        here: list[int] = []
         if counted:
+            here = [
+                id(parameter)
+                for flat, used in zip(engine.flats(), updated, strict=True)
+                for parameter in itertools.compress(flat.parameters, used)
+            ]
             self._taken.part(here)
         rows = Rows(engine.space.device, self._decoupled)
         shards: list[Flat] = []
@@ -149,9 +150,12 @@ class Adam(ZeroOptimizer):
         """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
         without the host's knowledge. It begins with what the host has counted.
         """
+        asked = engine.skip is not None or any(group["capturable"] for group in self.param_groups)
+        if not asked and not self._taken.counts:
+            return False
         trained = [(flat, i, id(flat.parameters[i])) for flat in engine.flats() for i in flat.slots]
-        asked = any(key in members and members[key][1]["capturable"] for _, _, key in trained)
-        counted = engine.skip is not None or asked or any(key in self._taken.counts for _, _, key in trained)
+        asked = engine.skip is not None or any(key in members and members[key][1]["capturable"] for *_, key in trained)
+        counted = asked or any(key in self._taken.counts for *_, key in trained)
         for flat, i, key in trained if counted else ():
             if key not in self._taken.counts:
                 self._taken.begin(key, self._steps_of(flat)[i], engine.space.device)
@@ -409,7 +413,7 @@ class Adam(ZeroOptimizer):
 
 
 class AdamW(Adam):
-    """``torch.optim.AdamW``, fused: one launch per flat shard does unscaling, update and the rounded copy.
+    """``torch.optim.AdamW``, fused: one launch for all shards of a model does unscaling, update and the rounded copy.
 
     Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
     it is a drop-in whose ``state_dict`` is torch's, and all of them are updated by one launch.

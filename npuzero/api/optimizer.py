@@ -171,13 +171,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
+        engines: dict[Engine, None] = {}
         with torch._C.DisableTorchFunctionSubclass():
             for _, parameter in self._parameters():
-                if set_to_none or parameter.grad is None or engine_behind(parameter) is not None:
+                engine = engine_behind(parameter)
+                if engine is not None:
+                    engines[engine] = None
+                if set_to_none or engine is not None or parameter.grad is None:
                     parameter.grad = None
                 else:
                     parameter.grad.detach_().zero_()
-        for engine in self._engines():
+        for engine in engines:
             engine.forget_backward()
             if not any(group.get("capturable") for group in self.param_groups):  # a graph has the gradients' addresses
                 engine.forget_step()

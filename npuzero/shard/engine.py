@@ -37,6 +37,9 @@ from npuzero.shard.unit import Flat, ParameterState, Unit
 #: Elements that are read, or sent to be written, at once.
 PIECE = 2**20
 
+# The gradients of a flat, from which on their memory is lent between steps: moving less is not worth the calls.
+_LENT_BYTES = 2**20
+
 
 class Engine:
     """One model under one plan on this rank.
@@ -237,10 +240,11 @@ class Engine:
         What is under way stays, until the next backward pass sees that nobody wants it; and what is watched, which may
         yet be asked where it stopped being finite.
         """
+        large = [flat for flat in self._flats if flat.gradient.nbytes >= _LENT_BYTES]
         done = self._used is None and self._watch is None and self._reducer.idle
-        if done and not _any(self._present()):
+        if large and done and not _any(self._present()):
             self._forget_gradients()
-            for flat in self._flats:
+            for flat in large:
                 flat.gradient_memory.release()
 
     @contextlib.contextmanager
