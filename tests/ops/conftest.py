@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,9 +21,10 @@ _NPU = os.environ.get("EMULATED_NPU", "")
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    """Whatever a test forces ends with it."""
+    """Whatever a test forces ends with it, and kernels leave x86's old floating-point registers to others."""
     threads = torch.get_num_threads()
     yield
+    assert ctypes.c_longdouble(1.5).value == 1.5
     torch.set_num_threads(threads)
     _native.use_backend("native")
     _native.use_isa("auto")
