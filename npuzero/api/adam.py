@@ -15,7 +15,7 @@ from npuzero import ops
 from npuzero.api.optimizer import Options, ZeroOptimizer
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
-from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, TakenSteps, segments
+from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, TakenSteps, lies_there, segments
 from npuzero.plan import DTYPES, MASTERS, Precision
 from npuzero.shard.engine import Engine, engine_behind
 from npuzero.shard.unit import Flat
@@ -79,7 +79,7 @@ class Adam(ZeroOptimizer):
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): (number, group) for number, (group, parameter) in enumerate(self._parameters())}
-        plain = [p for _, p in self._parameters() if engine_behind(p) is None and p.grad is not None]
+        plain = [parameter for parameter in self._owners()[1] if parameter.grad is not None]
         for parameter in plain:
             _check_dense(members[id(parameter)][0], parameter)
         for device in {parameter.device for parameter in plain}:
@@ -120,7 +120,9 @@ class Adam(ZeroOptimizer):
                 for parameter in itertools.compress(flat.parameters, used)
             ]
             self._taken.part(here)
-        rows = Rows(engine.space.device, self._decoupled)
+        device, counts = engine.space.device, self._taken.counts
+        rows = Rows(device, self._decoupled)
+        known = not counted and not any(lies_there(group["lr"], device) for group in self.param_groups)
         shards: list[Flat] = []
         ranges: list[Range] = []
         start = 0
@@ -132,7 +134,8 @@ class Adam(ZeroOptimizer):
                 number, group = members[id(parameter)]
                 if not counted:
                     steps[i] += 1
-                step, row = rows.row(group, self._taken.counts[id(parameter)] if counted else steps[i])
+                count = counts[id(parameter)] if counted else steps[i]
+                step, row = (steps[i], None) if known else rows.row(group, count)
                 random = (number, flat.place_of_own(i)) if drawing else (0, None)
                 if own.start < own.stop:
                     ranges.append(Range(start + own.start, start + own.stop, group, step, row, *random))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from npuzero import device as devices
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.plan import Precision
-from npuzero.shard.engine import Engine, engine_behind
+from npuzero.shard.engine import Engine, engine_behind, owners
 from npuzero.shard.unit import Flat
 
 # They look beyond one element: norms, matrices, or the loss itself.
@@ -126,22 +127,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: beside cut parameters there are plain ones, whose gradients nobody reduces.
         """
-        found: dict[int, Engine] = {}
-        plain = 0
-        for _, parameter in self._parameters():
-            engine = engine_behind(parameter)
-            if engine is None:
-                plain += 1
-            else:
-                found[id(engine)] = engine
-        if plain and any(engine.world.size > 1 for engine in found.values()):
+        engines, plain = self._owners()
+        if plain and any(engine.world.size > 1 for engine in engines):
             raise StateError(
                 type(self).__name__,
                 expected="parameters of models made by npuzero.zero() only",
-                got=f"{plain} others beside them, whose gradients no rank would reduce",
+                got=f"{len(plain)} others beside them, whose gradients no rank would reduce",
                 do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own.",
             )
-        return list(found.values())
+        return engines
+
+    def _owners(self) -> tuple[list[Engine], list[nn.Parameter]]:
+        return owners(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _parameters(self) -> Iterator[tuple[Options, nn.Parameter]]:
         for group in self.param_groups:
@@ -171,16 +168,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
-        engines: dict[Engine, None] = {}
+        engines, plain = self._owners()
+        kept = () if set_to_none else {id(parameter) for parameter in plain}
         with torch._C.DisableTorchFunctionSubclass():
             for _, parameter in self._parameters():
-                engine = engine_behind(parameter)
-                if engine is not None:
-                    engines[engine] = None
-                if set_to_none or engine is not None or parameter.grad is None:
-                    parameter.grad = None
-                else:
+                if id(parameter) in kept and parameter.grad is not None:
                     parameter.grad.detach_().zero_()
+                else:
+                    parameter.grad = None
         for engine in engines:
             engine.forget_backward()
             if not any(group.get("capturable") for group in self.param_groups):  # a graph has the gradients' addresses

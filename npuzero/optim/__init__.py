@@ -1,6 +1,6 @@
 """Optimizer arithmetic on flat buffers: buffers in, buffers out."""
 
-from npuzero.optim.adam import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, dynamic_rows, segments
+from npuzero.optim.adam import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, dynamic_rows, lies_there, segments
 from npuzero.optim.scaler import LossScale, TakenSteps
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "Rows",
     "TakenSteps",
     "dynamic_rows",
+    "lies_there",
     "segments",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, SupportsIndex, cast
 
@@ -96,14 +96,14 @@ class Engine:
         """Move every parameter into its flat, with the values of ``origin``, and guard what is cut."""
         cut = self.mesh.size(self.plan.states.axes) > 1
         source = self.mesh.communicator(self.plan.states.axes, "gather").buffer if cut else None
-        first_values = partial(self._first_values, origin)
+        first_values, reference = partial(self._first_values, origin), EngineReference(self)
         origin.fill_buffers(model, self.space.device)
         for unit, spec in zip(self.units, specs, strict=True):
             origin.fill_unit(model, spec, self.space.device)
             for flat in unit.flats:
                 flat.materialize(self.space, source, first_values)
                 for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-                    parameter._npuzero_engine = EngineReference(self)  # type: ignore[attr-defined]
+                    parameter._npuzero_engine = reference  # type: ignore[attr-defined]
                     parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
             if unit.cut:
                 unit.close()
@@ -578,6 +578,24 @@ def engine_behind(parameter: nn.Parameter) -> Engine | None:
     if engine is None:
         raise deleted("optimizer")
     return cast(Engine, engine)
+
+
+def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Parameter]]:
+    """The engines whose models own ``parameters``, each once, in order; and the plain ones among the parameters.
+
+    Raises:
+        StateError: one of those models is gone.
+    """
+    # Several times a step, so one parameter must cost next to nothing: an engine's own share one reference to it.
+    seen: dict[int, nn.Parameter] = {}
+    plain = []
+    for parameter in parameters:
+        reference = parameter.__dict__.get("_npuzero_engine")
+        if reference is None:
+            plain.append(parameter)
+        else:
+            seen[id(reference)] = parameter
+    return [engine for engine in map(engine_behind, seen.values()) if engine is not None], plain
 
 
 def _any(flags: Mapping[Flat, list[bool]]) -> bool:

@@ -98,7 +98,8 @@ class Reducer:
         """Everything this pass adds to ``flat`` is here: accumulate it, and launch what can be launched."""
         self._reopen(flat)
         for i, gradient in flat.pending:
-            _check_dense(flat, i, gradient)
+            if gradient.layout is not torch.strided:
+                raise _sparse(flat, i, gradient)
             flat.accumulated[i] = True
         wire = None
         boundary = self.synchronizing and self.at_boundary and self._has_boundary
@@ -120,7 +121,7 @@ class Reducer:
             flat.unsynced = self._space.allocate(flat.layout.numel, torch.float32, "buffers")
             flat.local_held = [False] * len(flat.parameters)
         whole = flat.unsynced if flat.unsynced is not None else flat.gradient
-        for again in (False, True):
+        for again in (False, True) if any(flat.local_held) else (False,):
             chosen = [(i, gradient) for i, gradient in flat.pending if flat.local_held[i] is again]
             self._pack(flat, chosen, whole, accumulate=again)
         for i, _ in flat.pending:
@@ -281,15 +282,14 @@ class Reducer:
             self._pool.release(wire, kind)
 
 
-def _check_dense(flat: Flat, i: int, gradient: Tensor) -> None:
-    """Raises ConfigError for what cannot be packed; shape and dtype are the parameter's, as autograd sees to."""
-    if gradient.layout is not torch.strided:
-        raise ConfigError(
-            f"gradient of {flat.layout.slots[i].name}",
-            expected="a dense tensor",
-            got=str(gradient.layout),
-            do="Use sparse=False: a sharded state is kept and updated densely.",
-        )
+def _sparse(flat: Flat, i: int, gradient: Tensor) -> ConfigError:
+    """What cannot be packed; shape and dtype are the parameter's, as autograd sees to."""
+    return ConfigError(
+        f"gradient of {flat.layout.slots[i].name}",
+        expected="a dense tensor",
+        got=str(gradient.layout),
+        do="Use sparse=False: a sharded state is kept and updated densely.",
+    )
 
 
 def _wait(handle: Handle) -> Iterator[None]:
