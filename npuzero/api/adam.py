@@ -51,6 +51,10 @@ class Adam(ZeroOptimizer):
         self._chosen = {"masters": masters, "moments": moments}
         self._seed = seed
         super().__init__(kind, params, **options)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is counted, kept of cut models, and remembered from step to step: nothing yet."""
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
         # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
@@ -58,6 +62,13 @@ class Adam(ZeroOptimizer):
         self._lines: dict[torch.device, ops.Line] = {}
         self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def __getstate__(self) -> Options:
+        return {**super().__getstate__(), "_chosen": self._chosen, "_seed": self._seed}
+
+    def __setstate__(self, state: Options) -> None:
+        self._begin()
+        super().__setstate__(state)
 
     def _check_group(self, group: Options) -> None:
         super()._check_group(group)

@@ -58,11 +58,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._class = optimizer_class
         self._options = defaults
         self._inner: torch.optim.Optimizer | None = None
-        self._stand_ins: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, Tensor] = {}  # by id of a cut parameter: this rank's range of its master
         with _as_config_error(
             f"{type(self).__name__}({defaults})", f"what torch.optim.{optimizer_class.__name__} takes"
         ):
             super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
+
+    def __getstate__(self) -> Options:
+        """What a copy or pickle takes along; torch's has neither class nor hooks.
+
+        Raises:
+            StateError: the parameters are of a cut model, of which each rank holds a part.
+        """
+        for engine in self._engines():
+            raise engine.uncopied("copied or pickled")
+        return {**super().__getstate__(), "_class": self._class, "_options": self._options, "_inner": self._inner}
+
+    def __setstate__(self, state: Options) -> None:
+        self._stand_ins = {}
+        super().__setstate__(state)
 
     def add_param_group(self, param_group: Options) -> None:
         """As torch's; options are checked by the optimizer class.

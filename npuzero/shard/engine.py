@@ -543,7 +543,7 @@ class Engine:
         return StateError(
             "a model made by npuzero.zero()",
             expected=f"not to be {verb}: each rank holds a part of it",
-            got="copy or pickle of the module",
+            got="copy or pickle of it, or of its optimizer",
             do="Use npuzero.full_state_dict(model) and load it into a plain model.",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,17 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from world.toy import Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
-from world.train import CutSession, PlainSession, Session, State, assert_close, check, relative_difference, train
+from world.train import (
+    CutSession,
+    PlainSession,
+    Session,
+    State,
+    assert_close,
+    assert_same_bits,
+    check,
+    relative_difference,
+    train,
+)
 
 PLANS = ("zero0", "zero1", "zero3", "hsdp")
 
@@ -363,6 +374,33 @@ def test_drop_in_sees_what_changes_between_steps() -> None:
     ours, theirs = trained
     for name in (name for name in theirs if not name.startswith("group")):
         assert relative_difference(ours[name], theirs[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("options", ({}, {"capturable": True}, {"masters": "split", "moments": "int8"}, None))
+def test_a_copy_goes_on_like_the_optimizer(copied: Callable[[Any], Any], options: dict[str, Any] | None) -> None:
+    """With members of its own, as torch's; None: of SGD."""
+    torch.manual_seed(0)
+    members = [nn.Parameter(torch.randn(3, 4).bfloat16()), nn.Parameter(torch.randn(5))]
+    before = (
+        npuzero.ZeroOptimizer(torch.optim.SGD, members, lr=1e-2, momentum=0.9)
+        if options is None
+        else npuzero.AdamW(members, lr=1e-2, **options)
+    )
+
+    def go_on(optimizer: torch.optim.Optimizer, seed: int) -> State:
+        torch.manual_seed(seed)
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        return {str(i): p.detach().clone() for i, p in enumerate(optimizer.param_groups[0]["params"])}
+
+    first = go_on(before, 1)
+    after = copied(before)
+    assert_same_bits({str(i): p.detach() for i, p in enumerate(members)}, first)
+    expected = go_on(before, 2)
+    assert_same_bits(go_on(after, 2), expected)
+    assert_same_bits({str(i): p.detach() for i, p in enumerate(members)}, expected)
 
 
 def test_training_in_a_plain_world_needs_no_zero() -> None:

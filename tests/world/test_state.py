@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -199,5 +200,8 @@ def test_a_cut_model_cannot_be_copied() -> None:
             copy.deepcopy(model)
         with pytest.raises(StateError, match="full_state_dict"):
             pickle.dumps(model)
+        for kind in (npuzero.AdamW, functools.partial(npuzero.ZeroOptimizer, torch.optim.SGD)):
+            with pytest.raises(StateError, match="full_state_dict"):
+                copy.deepcopy(kind(model.parameters(), lr=0.1))
 
     comm.run_threads(2, try_it)
