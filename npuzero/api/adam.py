@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from npuzero import ops
-from npuzero.api.optimizer import Options, ZeroOptimizer
+from npuzero.api.optimizer import ZeroOptimizer
+from npuzero.api.plain import Member, Options, PlainAdam
 from npuzero.errors import ConfigError
-from npuzero.ops import storage
 from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, TakenSteps, lies_there, segments
 from npuzero.plan import DTYPES, MASTERS, Precision
 from npuzero.shard.engine import Engine, engine_behind
@@ -57,18 +57,17 @@ class Adam(ZeroOptimizer):
         """What is counted, kept of cut models, and remembered from step to step: nothing yet."""
         self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
-        # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        # By id of a cut parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
-        self._lines: dict[torch.device, ops.Line] = {}
         self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
-        self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        self._plain = PlainAdam(self._decoupled, **self._chosen, seed=self._seed)
 
     def __getstate__(self) -> Options:
         return {**super().__getstate__(), "_chosen": self._chosen, "_seed": self._seed}
 
     def __setstate__(self, state: Options) -> None:
-        self._begin()
         super().__setstate__(state)
+        self._begin()
 
     def _check_group(self, group: Options) -> None:
         super()._check_group(group)
@@ -90,12 +89,9 @@ class Adam(ZeroOptimizer):
 
     def _update(self, ready: list[Engine]) -> None:
         members = {id(parameter): (number, group) for number, (group, parameter) in enumerate(self._parameters())}
-        plain = [parameter for parameter in self._owners()[1] if parameter.grad is not None]
-        for parameter in plain:
-            _check_dense(members[id(parameter)][0], parameter)
-        for device in {parameter.device for parameter in plain}:
-            here = [parameter for parameter in plain if parameter.device == device]
-            self._update_plain(device, [(*members[id(parameter)], parameter) for parameter in here])
+        plain = [Member(*members[id(parameter)], parameter) for parameter in self._owners()[1]]
+        # A scaler leaves these two here.
+        self._plain.update(self.state, plain, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in ready:
             self._update_cut(engine, members)
 
@@ -210,195 +206,25 @@ class Adam(ZeroOptimizer):
             self._moments[flat] = AdamState(flat.master.numel(), moments, amsgrad, allocate)
         return self._moments[flat]
 
-    def _update_plain(self, device: torch.device, plain: list[tuple[int, Options, nn.Parameter]]) -> None:
-        """Parameters of one device that no model made by ``zero()`` owns: their numbers, options, and themselves.
-
-        One that is not float32 and contiguous gets a float32 master in its state, unless ``masters`` says otherwise of
-        bfloat16; torch would update it in place with every operation rounded. The update writes the rounded master to
-        where the parameter lies, if that is contiguous.
-        """
-        parameters = [parameter for _, _, parameter in plain]
-        states = [self.state[parameter] or self._begin_state(group, parameter) for _, group, parameter in plain]
-        scale, skip = self._of_scaler("grad_scale", device), self._of_scaler("found_inf", device)
-        counted = [group["capturable"] or skip is not None for _, group, _ in plain]
-        rows = Rows(device, self._decoupled)
-        steps = self._count(device, plain, states, counted)
-        numbers = [rows.row(group, step) for (_, group, _), step in zip(plain, steps, strict=True)]
-        dynamic = rows.table()
-        self._taken.take(itertools.compress(map(id, parameters), counted), skip)
-        low = [p if "master" in state and _lies_flat(p) else None for p, state in zip(parameters, states, strict=True)]
-        line = self._line_of(
-            [state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            low=low,
-            remainder=[state.get("remainder") for state in states],
-            max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
-        )
-        line.update(
-            [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None],
-            segments(self._ranges(plain, numbers), self._decoupled),
-            None if scale is None else scale.double().reciprocal().float(),
-            skip,
-            dynamic,
-        )
-        for parameter, state, written in zip(parameters, states, low, strict=True):
-            if "master" in state and written is None:
-                master = state["master"]
-                parameter.copy_(storage.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks: whether it may leave ``grad_scale`` and ``found_inf`` on the device, here."""
         return all(group["fused"] or group["capturable"] for group in self.param_groups)
 
-    def _of_scaler(self, name: str, device: torch.device) -> Tensor | None:
-        """[1] float32: what a scaler left here, if one did."""
-        left: Tensor | None = getattr(self, name, None)
-        return None if left is None else left.to(device, torch.float32).view(1)
-
-    def _ranges(
-        self, plain: list[tuple[int, Options, nn.Parameter]], numbers: list[tuple[int, int | None]]
-    ) -> list[Range]:
-        """Of parameters laid end to end: one for each run of those with one group, and one step count or row.
-
-        What is rounded stochastically has one for each parameter.
-        """
-        ranges: list[Range] = []
-        begin = end = 0
-        for i, ((number, group, parameter), step) in enumerate(zip(plain, numbers, strict=True)):
-            end += parameter.numel()
-            alone = self._chosen["moments"] not in (None, "fp32") or self._master_of(parameter) == "none"
-            if alone or i + 1 == len(plain) or plain[i + 1][1] is not group or numbers[i + 1] != step:
-                random = (number, 0) if alone else (0, None)
-                ranges.append(Range(begin, end, group, *step, *random))
-                begin = end
-        return ranges
-
-    def _count(
-        self,
-        device: torch.device,
-        plain: list[tuple[int, Options, nn.Parameter]],
-        states: list[Options],
-        counted: list[bool],
-    ) -> list[int | Tensor]:
-        """Of each parameter the number of this update; where the device counts, its count of those before."""
-        known = [state for state, there in zip(states, counted, strict=True) if not there]
-        steps: Iterator[int] = iter(self._count_here(device, known) if known else ())
-        there = list(itertools.compress(plain, counted))
-        for _, _, parameter in there:
-            self._counted(parameter)
-        self._taken.part([id(parameter) for _, _, parameter in there])
-        for _, _, parameter in there:
-            self.state[parameter]["step"] = self._taken.counts[id(parameter)]
-        return [state["step"] if on else next(steps) for state, on in zip(states, counted, strict=True)]
-
-    def _counted(self, parameter: nn.Parameter) -> None:
-        """Has the device count the steps of a plain parameter, if it does not."""
-        state = self.state[parameter]
-        if self._taken.counts.get(id(parameter)) is not state["step"]:
-            step = float(state["step"])
-            state["step"] = self._taken.begin(id(parameter), step, parameter.device, torch.float32)
-
-    def _count_here(self, device: torch.device, states: list[Options]) -> list[int]:
-        """Adds this update to each state's step, on the host; what they are now.
-
-        They are made views of one tensor, which is counted up as long as the same states are updated.
-        """
-        shared, views = self._shared_steps.get(device, (None, ()))
-        if shared is None or [id(state["step"]) for state in states] != [id(view) for view in views]:
-            shared = torch.stack([state["step"].cpu() for state in states])
-            views = shared.unbind()
-            self._shared_steps[device] = shared, views
-            for state, view in zip(states, views, strict=True):
-                state["step"] = view
-        return list(map(int, shared.add_(1.0).tolist()))
-
-    def _line_of(
-        self,
-        masters: Sequence[Tensor],
-        exp_avg: Sequence[Tensor],
-        exp_avg_sq: Sequence[Tensor],
-        **some: Any,
-    ) -> ops.Line:
-        """The last step's line of their device where it is still theirs: to ask takes less than to make one."""
-        device = masters[0].device
-        line = self._lines.get(device)
-        if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, **some):
-            line = ops.Line(masters, exp_avg, exp_avg_sq, **some, seed=self._seed)
-            self._lines[device] = line
-        return line
-
-    def _begin_state(self, group: Options, parameter: nn.Parameter) -> Options:
-        state = self.state[parameter]
-        like = torch.contiguous_format
-        state["step"] = torch.tensor(0.0)
-        dtype = MOMENT_DTYPES[self._chosen["moments"] or "fp32"]
-        for name in MOMENTS[: 3 if group["amsgrad"] else 2]:
-            if dtype == torch.uint8:
-                count = storage.stored_numel(parameter.numel(), dtype)
-                state[name] = torch.zeros(count, dtype=dtype, device=parameter.device)
-            else:
-                state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=like)
-        self._begin_master(parameter, state)
-        return cast(Options, state)
-
-    def _master_of(self, parameter: nn.Parameter) -> str:
-        """How a plain parameter's master is kept: ``"own"`` where it is the float32 parameter, else as ``masters``."""
-        if parameter.dtype == torch.float32 and parameter.is_contiguous():
-            return "own"
-        halves = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
-        return self._chosen["masters"] or "fp32" if halves else "fp32"
-
-    def _begin_master(self, parameter: nn.Parameter, state: Options) -> None:
-        kind = self._master_of(parameter)
-        if kind == "fp32" and "master" not in state:
-            state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        elif kind == "split":
-            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
-
-    def _plain_state(self, parameter: nn.Parameter) -> Options:
-        state = dict(self.state.get(parameter, {}))
-        if not state:
-            return state
-        state["step"] = state["step"].clone()  # its own memory, as torch's has
-        if "remainder" in state:
-            state["master"] = storage.join(parameter.detach(), state.pop("remainder"))
-        for name in MOMENTS:
-            if name in state and state[name].dtype != torch.float32:
-                wide = storage.widen(state[name].view(-1), parameter.numel(), signed=name == MOMENTS[0])
-                state[name] = wide.view(parameter.shape)
-        return state
-
-    def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        self._lines.clear()  # else the moments of before stay until the next step
-        self.state.pop(parameter, None)
-        if not state:
-            return
-        mine = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
-        mine["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
-        master = mine.get("master")
-        if self._master_of(parameter) != "fp32":
-            mine.pop("master", None)
-        self._begin_master(parameter, mine)
-        if "remainder" in mine and master is not None:
-            upper, remainder = storage.split(master.reshape(-1))
-            parameter.view(-1).copy_(upper)
-            mine["remainder"].view(-1).copy_(remainder)
-        dtype = MOMENT_DTYPES[self._chosen["moments"] or "fp32"]
-        for name in MOMENTS:
-            if name in mine and mine[name].dtype != dtype:
-                wide = mine[name].float().reshape(-1)
-                stored = torch.zeros(storage.stored_numel(wide.numel(), dtype), dtype=dtype, device=wide.device)
-                storage.narrow(wide, stored, signed=name == MOMENTS[0])
-                mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
-        self.state[parameter] = mine
-
     def load_state_dict(self, state_dict: Options) -> None:
         super().load_state_dict(state_dict)
         for group, parameter in self._parameters():
             if group["capturable"] and engine_behind(parameter) is None and self.state.get(parameter):
-                self._counted(parameter)
+                self._plain.count_on_device(parameter, self.state[parameter])
+
+    def _plain_state(self, parameter: nn.Parameter) -> Options:
+        return self._plain.read(parameter, self.state.get(parameter, {}))
+
+    def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        mine = self._plain.write(parameter, state)
+        self.state.pop(parameter, None)
+        if mine:
+            self.state[parameter] = mine
 
     def state_names(self) -> tuple[str, ...]:
         amsgrad = any(group["amsgrad"] for group in self.param_groups)
@@ -465,23 +291,8 @@ class AdamW(Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
-def _check_dense(number: int, parameter: nn.Parameter) -> None:
-    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-        raise ConfigError(
-            f"gradient of parameter {number}",
-            expected="a dense tensor",
-            got=str(parameter.grad.layout),
-            do="Use sparse=False, or torch.optim.SparseAdam for that parameter.",
-        )
-
-
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:
     if value is not None and value not in allowed:
         raise ConfigError(
             name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do="Choose among these."
         )
-
-
-def _lies_flat(parameter: nn.Parameter) -> bool:
-    """Whether the update can write the parameter's own memory as the rounded copy of its master."""
-    return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()

@@ -204,9 +204,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(self._parameters())}
         state: dict[int, Options] = {
-            numbers[id(parameter)]: dict(self._plain_state(parameter))
-            for _, parameter in self._parameters()
-            if engine_behind(parameter) is None and self._plain_state(parameter)
+            numbers[id(parameter)]: dict(plain)
+            for parameter in self._owners()[1]
+            if (plain := self._plain_state(parameter))
         }
         for engine in self._engines():
             for flat in engine.flats():

@@ -1,0 +1,250 @@
+"""Adam over parameters that no model made by ``zero()`` owns: their states, and one launch for all of a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import ops
+from npuzero.errors import ConfigError
+from npuzero.ops import storage
+from npuzero.optim import MOMENT_DTYPES, MOMENTS, Range, Rows, TakenSteps, segments
+
+Options = dict[str, Any]
+States = dict[Tensor, Options]
+
+
+class Member(NamedTuple):
+    """A parameter, its number in the optimizer, of which random bits depend, and its group."""
+
+    number: int
+    group: Options
+    parameter: nn.Parameter
+
+
+class PlainAdam:
+    """What an optimizer knows of plain parameters beside its ``state``.
+
+    That has torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, unless
+    ``masters`` says otherwise of bfloat16 (then maybe a ``remainder``): torch would update it in place with every
+    operation rounded.
+
+    Args:
+        decoupled: weight decay as AdamW's, else as L2 regularization.
+        masters, moments, seed: as for :class:`npuzero.AdamW`.
+    """
+
+    def __init__(self, decoupled: bool, masters: str | None, moments: str | None, seed: int) -> None:
+        self._decoupled = decoupled
+        self._masters = masters or "fp32"
+        self._moments = MOMENT_DTYPES[moments or "fp32"]
+        self._seed = seed
+        # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        self._taken = TakenSteps()
+        self._lines: dict[torch.device, ops.Line] = {}
+        self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def update(self, all_states: States, members: Sequence[Member], scale: Tensor | None, skip: Tensor | None) -> None:
+        """One step of those that have a gradient.
+
+        Args:
+            all_states: the optimizer's; what begins here gets one.
+            scale: [1] float32, what gradients are divided by.
+            skip: [1] float32, not zero where nothing shall change.
+
+        Raises:
+            ConfigError: a gradient is not dense.
+        """
+        members = [member for member in members if member.parameter.grad is not None]
+        for member in members:
+            _check_dense(member)
+        for device in {member.parameter.device for member in members}:
+            here = [member for member in members if member.parameter.device == device]
+            self._update_on(device, all_states, here, _on(scale, device), _on(skip, device))
+
+    def _update_on(
+        self, device: torch.device, all_states: States, members: list[Member], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        parameters = [member.parameter for member in members]
+        states = [all_states[member.parameter] or self._begin(all_states, member) for member in members]
+        counted = [member.group["capturable"] or skip is not None for member in members]
+        rows = Rows(device, self._decoupled)
+        steps = self._count(device, members, states, counted)
+        numbers = [rows.row(member.group, step) for member, step in zip(members, steps, strict=True)]
+        dynamic = rows.table()
+        self._taken.take(itertools.compress(map(id, parameters), counted), skip)
+        low = [p if "master" in state and _lies_flat(p) else None for p, state in zip(parameters, states, strict=True)]
+        line = self._line_of(
+            [state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            low=low,
+            remainder=[state.get("remainder") for state in states],
+            max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
+        )
+        line.update(
+            [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None],
+            segments(self._ranges(members, numbers), self._decoupled),
+            None if scale is None else scale.double().reciprocal().float(),
+            skip,
+            dynamic,
+        )
+        # The update writes the rounded master to where the parameter lies, if that is contiguous.
+        for parameter, state, written in zip(parameters, states, low, strict=True):
+            if "master" in state and written is None:
+                master = state["master"]
+                parameter.copy_(storage.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
+
+    def _ranges(self, members: list[Member], numbers: list[tuple[int, int | None]]) -> list[Range]:
+        """Of parameters laid end to end: one for each run of those with one group, and one step count or row.
+
+        What is rounded stochastically has one for each parameter.
+        """
+        ranges: list[Range] = []
+        begin = end = 0
+        for i, ((number, group, parameter), step) in enumerate(zip(members, numbers, strict=True)):
+            end += parameter.numel()
+            alone = self._moments != torch.float32 or self._master_of(parameter) == "none"
+            if alone or i + 1 == len(members) or members[i + 1].group is not group or numbers[i + 1] != step:
+                random = (number, 0) if alone else (0, None)
+                ranges.append(Range(begin, end, group, *step, *random))
+                begin = end
+        return ranges
+
+    def _line_of(
+        self, masters: Sequence[Tensor], exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor], **some: Any
+    ) -> ops.Line:
+        """The last step's line of their device where it is still theirs: to ask takes less than to make one."""
+        device = masters[0].device
+        line = self._lines.get(device)
+        if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, **some):
+            line = ops.Line(masters, exp_avg, exp_avg_sq, **some, seed=self._seed)
+            self._lines[device] = line
+        return line
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _count(
+        self, device: torch.device, members: list[Member], states: list[Options], counted: list[bool]
+    ) -> list[int | Tensor]:
+        """Of each parameter the number of this update; where the device counts, its count of those before."""
+        known = [state for state, there in zip(states, counted, strict=True) if not there]
+        steps: Iterator[int] = iter(self._count_here(device, known) if known else ())
+        there = [(m.parameter, state) for m, state, on in zip(members, states, counted, strict=True) if on]
+        for parameter, state in there:
+            self.count_on_device(parameter, state)
+        self._taken.part([id(parameter) for parameter, _ in there])
+        for parameter, state in there:
+            state["step"] = self._taken.counts[id(parameter)]
+        return [state["step"] if on else next(steps) for state, on in zip(states, counted, strict=True)]
+
+    def count_on_device(self, parameter: nn.Parameter, state: Options) -> None:
+        """Has the device count the steps of ``parameter``, if it does not."""
+        if self._taken.counts.get(id(parameter)) is not state["step"]:
+            step = float(state["step"])
+            state["step"] = self._taken.begin(id(parameter), step, parameter.device, torch.float32)
+
+    def _count_here(self, device: torch.device, states: list[Options]) -> list[int]:
+        """Adds this update to each state's step, on the host; what they are now.
+
+        They are made views of one tensor, which is counted up as long as the same states are updated.
+        """
+        shared, views = self._shared_steps.get(device, (None, ()))
+        if shared is None or [id(state["step"]) for state in states] != [id(view) for view in views]:
+            shared = torch.stack([state["step"].cpu() for state in states])
+            views = shared.unbind()
+            self._shared_steps[device] = shared, views
+            for state, view in zip(states, views, strict=True):
+                state["step"] = view
+        return list(map(int, shared.add_(1.0).tolist()))
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, all_states: States, member: Member) -> Options:
+        parameter, state = member.parameter, all_states[member.parameter]
+        state["step"] = torch.tensor(0.0)
+        for name in MOMENTS[: 3 if member.group["amsgrad"] else 2]:
+            if self._moments == torch.uint8:
+                count = storage.stored_numel(parameter.numel(), self._moments)
+                state[name] = torch.zeros(count, dtype=self._moments, device=parameter.device)
+            else:
+                like = torch.contiguous_format
+                state[name] = torch.zeros_like(parameter, dtype=self._moments, memory_format=like)
+        self._begin_master(parameter, state)
+        return state
+
+    def _master_of(self, parameter: nn.Parameter) -> str:
+        """How a parameter's master is kept: ``"own"`` where it is the float32 parameter, else as ``masters`` says."""
+        if parameter.dtype == torch.float32 and parameter.is_contiguous():
+            return "own"
+        return self._masters if parameter.dtype == torch.bfloat16 and parameter.is_contiguous() else "fp32"
+
+    def _begin_master(self, parameter: nn.Parameter, state: Options) -> None:
+        kind = self._master_of(parameter)
+        if kind == "fp32" and "master" not in state:
+            state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        elif kind == "split":
+            state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+
+    def read(self, parameter: nn.Parameter, state: Options) -> Options:
+        """``state`` as torch would have it: a whole master, float32 moments, a step of its own."""
+        state = dict(state)
+        if not state:
+            return state
+        state["step"] = state["step"].clone()  # its own memory, as torch's has
+        if "remainder" in state:
+            state["master"] = storage.join(parameter.detach(), state.pop("remainder"))
+        for name in MOMENTS:
+            if name in state and state[name].dtype != torch.float32:
+                wide = storage.widen(state[name].view(-1), parameter.numel(), signed=name == MOMENTS[0])
+                state[name] = wide.view(parameter.shape)
+        return state
+
+    def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> Options:
+        """The state that :meth:`read` gave, as it is kept here."""
+        self._lines.clear()  # else the moments of before stay until the next step
+        if not state:
+            return {}
+        mine = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
+        mine["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
+        master = mine.get("master")
+        if self._master_of(parameter) != "fp32":
+            mine.pop("master", None)
+        self._begin_master(parameter, mine)
+        if "remainder" in mine and master is not None:
+            upper, remainder = storage.split(master.reshape(-1))
+            parameter.view(-1).copy_(upper)
+            mine["remainder"].view(-1).copy_(remainder)
+        dtype = self._moments
+        for name in MOMENTS:
+            if name in mine and mine[name].dtype != dtype:
+                wide = mine[name].float().reshape(-1)
+                stored = torch.zeros(storage.stored_numel(wide.numel(), dtype), dtype=dtype, device=wide.device)
+                storage.narrow(wide, stored, signed=name == MOMENTS[0])
+                mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
+        return mine
+
+
+def _on(value: Tensor | None, device: torch.device) -> Tensor | None:
+    """[1] float32 on ``device``."""
+    return None if value is None else value.to(device, torch.float32).view(1)
+
+
+def _check_dense(member: Member) -> None:
+    gradient = member.parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise ConfigError(
+            f"gradient of parameter {member.number}",
+            expected="a dense tensor",
+            got=str(gradient.layout),
+            do="Use sparse=False, or torch.optim.SparseAdam for that parameter.",
+        )
+
+
+def _lies_flat(parameter: nn.Parameter) -> bool:
+    """Whether the update can write the parameter's own memory as the rounded copy of its master."""
+    return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()
