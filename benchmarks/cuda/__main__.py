@@ -18,7 +18,9 @@ import torch
 from npuzero import device as devices
 from npuzero import ops
 from npuzero.bench import Benchmark, Effort, Record, Result, check_close, check_equal, fingerprint, run
-from npuzero.bench.ops import ADAM_TOLERANCE, CASES, OWN, Adam, Setting
+from npuzero.bench.ops import CASES
+from npuzero.bench.setting import OWN, Setting
+from npuzero.bench.updates import ADAM_TOLERANCE, Adam
 from npuzero.cli.bench import render
 from npuzero.cli.table import table
 from npuzero.ops.reference import cast as cast_reference

@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
 from benchmarks.step.compare import ROOT
-from npuzero.bench import Effort, Record, Result, Team, fingerprint, python_worker, run
+from npuzero.bench import Effort, Record, Result, Team, fingerprint, ops, python_worker, run
 from npuzero.bench import comm as collectives
-from npuzero.bench import ops as kernels
 from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
+from npuzero.bench.setting import ELEMENTS, QUICK_ELEMENTS, Setting
+from npuzero.bench.updates import MakeAdam, adam_of, mixed_step
 from npuzero.cli.bench import render
 
 SUITE = "deepspeed"
@@ -44,11 +45,11 @@ def available(name: str, load: Callable[[], T]) -> tuple[dict[str, T], dict[str,
         return {}, {name: f"{type(error).__name__}: {error}"}
 
 
-def cpu_adam() -> kernels.MakeAdam:
-    """Makes DeepSpeed's optimizer as ``kernels.torch_adam`` makes torch's."""
+def cpu_adam() -> MakeAdam:
+    """Makes DeepSpeed's optimizer as ``torch_adam`` makes torch's."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    return kernels.adam_of(DeepSpeedCPUAdam, adamw_mode=True)
+    return adam_of(DeepSpeedCPUAdam, adamw_mode=True)
 
 
 def shared_memory(rank: int, size: int) -> collectives.Call:
@@ -72,7 +73,7 @@ class MixedStep:
 
     def measure(self, elements: int, effort: Mapping[str, Any]) -> dict[str, Any]:
         others, missing = available(ADAM, cpu_adam)
-        result = run(kernels.mixed_step(kernels.Setting(elements), others), Effort(**effort))
+        result = run(mixed_step(Setting(elements), others), Effort(**effort))
         result.parameters["missing"] = missing
         return benchmark_as_dict(result)
 
@@ -102,8 +103,8 @@ def results(python: str, quick: bool) -> Iterator[Result]:
     worker = python_worker("benchmarks.peers.kernels", python)
     cores = len(os.sched_getaffinity(0))
     with Team("mixed step", worker, 1, threads=cores, variables=variables) as team:
-        elements = kernels.QUICK_ELEMENTS if quick else kernels.ELEMENTS
-        yield benchmark_from_dict(team.ask("measure", elements=elements, effort=asdict(kernels.effort(quick)))[0])
+        elements = QUICK_ELEMENTS if quick else ELEMENTS
+        yield benchmark_from_dict(team.ask("measure", elements=elements, effort=asdict(ops.effort(quick)))[0])
     with Team("2 ranks", worker, 2, threads=max(1, cores // 2), variables=variables) as team:
         for name in collectives.names(quick):
             if name.startswith("all_reduce/"):

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from npuzero import config, ops
 from npuzero import device as devices
 from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
-from npuzero.bench.ops import ADAM_TOLERANCE, OWN, Adam, torch_adam
 from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
+from npuzero.bench.setting import OWN
 from npuzero.bench.team import Team, python_worker
+from npuzero.bench.updates import ADAM_TOLERANCE, Adam, torch_adam
 from npuzero.comm import process_world
 from npuzero.comm.process_group import all_gather_single, reduce_scatter_single
 from npuzero.plan import ring_bytes

@@ -11,7 +11,7 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import environments, kernels
 from benchmarks.peers.environments import Environment, NotInstalled
 from npuzero.bench import Effort
-from npuzero.bench.ops import adam_of
+from npuzero.bench.updates import adam_of
 from npuzero.errors import BenchmarkError
 
 

@@ -1,0 +1,46 @@
+"""How much of what a benchmark of the ops works on, where, and what it is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from npuzero.bench.harness import Contender, local
+
+ELEMENTS, QUICK_ELEMENTS = 64 * 2**20, 2**20
+OWN = "npuzero"
+
+_CPU = torch.device("cpu")
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much of what, where."""
+
+    elements: int = ELEMENTS
+    device: torch.device = _CPU
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Normal values; the same for the same shape."""
+        drawn = torch.empty(*shape, dtype=dtype, device=self.device)
+        return drawn.normal_(generator=torch.Generator(self.device).manual_seed(SEED))
+
+    def contender(self, name: str, call: Callable[[], object], bytes_per_element: int | None, count: int) -> Contender:
+        """A contender of this device that moves so many bytes for each of ``count`` elements."""
+        nbytes = None if bytes_per_element is None else bytes_per_element * count
+        return local(name, call, device=self.device, nbytes=nbytes)
+
+    def probes(self, *names: str) -> list[Contender]:
+        """What the machine can do, on buffers of their own."""
+        n = self.elements
+        a, b, c = (self.random(n) for _ in range(3))
+        known: dict[str, tuple[Callable[[], object], int]] = {
+            "copy": (lambda: a.copy_(b), 8),
+            "in place": (lambda: a.mul_(1.0), 8),
+            "triad": (lambda: torch.add(b, c, alpha=0.5, out=a), 12),
+        }
+        return [self.contender(name, known[name][0], known[name][1], n) for name in names]
