@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine, engine_of
+from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.origin import Origin
 
 PlanLike = Plan | str | int | float
@@ -198,14 +201,14 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """``model.state_dict()`` as a plain model would give it: whole tensors on the CPU, by name. Collective.
 
     At most one unit is gathered at a time.
 
     Returns:
-        On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has;
-        ``{}`` elsewhere.
+        On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
+        what else modules give as their extra state; ``{}`` elsewhere.
     """
     engine = engine_of(model)
     wanted = engine.world.rank == 0 or not rank0_only
@@ -217,7 +220,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Tens
     if not wanted:
         return {}
     named = model.state_dict(keep_vars=True)
-    return {name: copies[id(t)] if id(t) in copies else t.detach().to("cpu", copy=True) for name, t in named.items()}
+    return {name: copies[id(value)] if id(value) in copies else _copied(value) for name, value in named.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def export(
@@ -267,10 +274,10 @@ def _dtype(dtype: object) -> torch.dtype | None:
     )
 
 
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load whole tensors by name (what :func:`full_state_dict` gives) into a cut model; rank 0's values count.
 
-    Collective: every rank calls it with the same names; the values matter on rank 0.
+    Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
 
     Raises:
         CheckpointError: names or shapes that do not fit the model.
@@ -291,13 +298,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 rank=rank,
             )
     engine.load({id(tensor): state[name] for name, tensor in named.items()})
+    buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
     with torch.no_grad():
-        for name, tensor in named.items():
-            if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(state[name])
+        for name, buffer in buffers.items():
+            buffer.copy_(state[name])
+        engine.share(buffers.values())
+    for name in filter(is_extra, named):
+        set_extra(model, name, state[name])
 
 
-def _misfit(named: Mapping[str, Tensor], state: object) -> CheckpointError | None:
+def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
     """Why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
     do = "Load a state of the same model, as npuzero.full_state_dict gives it."
     if not isinstance(state, Mapping):
@@ -315,6 +325,8 @@ def _misfit(named: Mapping[str, Tensor], state: object) -> CheckpointError | Non
             unknown=unknown,
         )
     for name, tensor in named.items():
+        if is_extra(name):
+            continue
         value: object = state[name]
         expected = f"a tensor of shape {tuple(tensor.shape)} with data"
         if not isinstance(value, Tensor):

@@ -26,6 +26,7 @@ from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.errors import CheckpointError, ConfigError, StorageError
 from npuzero.memory import zeros
 from npuzero.shard.engine import PIECE, Engine
+from npuzero.shard.extra import is_extra
 from npuzero.shard.layout import overlap
 from npuzero.shard.unit import Flat
 
@@ -284,16 +285,17 @@ def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
     """The tensors of the model's state dict by their names in the files, each once, under the first that is wanted."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
+        theirs = rename(name)
+        if theirs is None:
+            continue
+        if is_extra(name):
             raise ConfigError(
                 f"npuzero.export: {name}",
-                expected="tensors only, which is what safetensors files hold",
-                got=type(tensor).__name__,
+                expected="parameters and buffers only, which is what such files are read into",
+                got=f"the extra state of a module: {type(tensor).__name__}",
                 do="Leave it out: rename=lambda name: None if ... else name; and keep it elsewhere.",
             )
-        theirs = rename(name)
-        if theirs is not None:
-            found.setdefault(id(tensor), (theirs, tensor))
+        found.setdefault(id(tensor), (theirs, tensor))
     names = [name for name, _ in found.values()]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

@@ -17,6 +17,7 @@ from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.errors import CheckpointError
 from npuzero.shard.engine import Engine
+from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.layout import overlap
 from npuzero.shard.unit import Flat
 
@@ -178,12 +179,12 @@ class Loader:
             self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffers[name][:nbytes].view(dtype)
 
-    def _load_entry(self, name: str, value: object) -> None:
+    def _load_entry(self, name: str, value: Tensor) -> None:
         loaded = self._source.read_object(self._names.parameters[name])
-        if isinstance(value, Tensor):
-            value.copy_(loaded)
+        if is_extra(name):
+            set_extra(self._model, name, loaded)
         else:
-            self._model.get_submodule(name.rpartition(".")[0]).set_extra_state(loaded)
+            value.copy_(loaded)
 
     def _load_states(self, flat: Flat) -> None:
         begin, end = flat.shard("states")

@@ -16,6 +16,7 @@ from npuzero import observe
 from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.memory import zeros
+from npuzero.shard.extra import is_extra
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -177,7 +178,7 @@ def _tensors_of(model: nn.Module) -> list[tuple[list[str], Tensor]]:
     """What a state dict of ``model`` holds: each tensor once, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
+        if not is_extra(name):
             found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())
 

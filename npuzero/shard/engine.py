@@ -107,10 +107,7 @@ class Engine:
                     parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
             if unit.cut:
                 unit.close()
-        for buffer in model.buffers():
-            raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
-            self._from_rank_0(raw)
-            buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
+        self.share(model.buffers())
         self.mesh.control.clear()
         self.space.reset_peak()
 
@@ -129,6 +126,13 @@ class Engine:
                 exact = parameter.detach().reshape(-1).to(torch.float32, copy=True)
                 self._from_rank_0(exact)
                 flat.put(slot.begin, exact)
+
+    def share(self, buffers: Iterable[Tensor]) -> None:
+        """Buffers, of any dtype, become what they are on rank 0. Collective."""
+        for buffer in buffers:
+            raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
+            self._from_rank_0(raw)
+            buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
 
     def _from_rank_0(self, whole: Tensor) -> None:
         self.mesh.communicator(AXES, "control").broadcast(whole, root=0, tag="weights").wait()

@@ -283,8 +283,20 @@ def test_positions_in_the_data(places: Any, ranks: int, kind: Any, expected: Any
         assert comm.run_threads(ranks, read) == expected
 
 
+class Scaled(nn.Module):
+    """An extra state that is a tensor, of a size of its own."""
+
+    scales = torch.ones(1)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scales * 1
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scales = state
+
+
 class Odd(nn.Module):
-    """Buffers of several dtypes, and a state that is no tensor."""
+    """Buffers of several dtypes, and extra states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,6 +305,7 @@ class Odd(nn.Module):
         self.register_buffer("mask", torch.rand(5) > 0.5)
         self.register_buffer("low", torch.randn(2, 2, dtype=torch.float16).t())
         self.register_buffer("words", torch.arange(4).to(torch.uint16))
+        self.scaled = Scaled()
         self.note = "first"
 
     def get_extra_state(self) -> dict[str, str]:
@@ -305,7 +318,7 @@ class Odd(nn.Module):
 def test_buffers_and_extra_states(tmp_path: Path) -> None:
     def rank(world: World) -> None:
         first, second = (npuzero.zero(build(seed, Odd), plan="zero3", world=world) for seed in (0, 1))
-        first.note = "second"
+        first.note, first.scaled.scales = "second", torch.tensor([2.0, 3.0])
         checkpoint.save(tmp_path, first, step=3, extra=[1, "two"])
         loaded = checkpoint.load(tmp_path, second)
         assert (loaded.step, loaded.extra, second.note) == (3, [1, "two"], "second")

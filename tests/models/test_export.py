@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import npuzero
@@ -232,3 +233,19 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert data.name in capsys.readouterr().err
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+class Noted(nn.Linear):
+    def get_extra_state(self) -> str:
+        return "more"
+
+
+def test_an_extra_state_is_refused_or_left_out(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        model = npuzero.zero(Noted(2, 2), plan="zero3", world=world)
+        with pytest.raises(ConfigError, match="extra state"):
+            npuzero.export(model, tmp_path)
+        npuzero.export(model, tmp_path, rename=lambda name: None if name == "_extra_state" else name)
+
+    comm.run_threads(2, rank)
+    assert load_file(tmp_path / "model.safetensors").keys() == {"weight", "bias"}

@@ -108,6 +108,38 @@ def test_load_full_state_dict(plan: str) -> None:
         assert_close(trained, expected.state())
 
 
+def test_buffers_and_extra_states_come_whole() -> None:
+    """A buffer has rank 0's values; extra states, tensors or not, are each rank's own."""
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("table", torch.zeros(2))
+            self.note: object = "first"
+
+        def get_extra_state(self) -> object:
+            return self.note
+
+        def set_extra_state(self, state: object) -> None:
+            self.note = state
+
+    def rank(world: World) -> None:
+        plain = nn.Sequential(Noted(), Noted())
+        plain[0].table.fill_(world.rank + 1)
+        plain[0].note, plain[1].note = {"scale": [2.0]}, torch.ones(world.rank + 1)
+        model = npuzero.zero(nn.Sequential(Noted(), Noted()), plan="zero3", world=world)
+        npuzero.load_full_state_dict(model, plain.state_dict())
+        whole = npuzero.full_state_dict(model, rank0_only=False)
+        assert whole.keys() == plain.state_dict().keys()
+        assert whole["0.table"].tolist() == [1.0, 1.0]
+        assert model[0].note == {"scale": [2.0]} == whole["0._extra_state"]
+        assert whole["0._extra_state"] is not model[0].note
+        assert model[1].note.shape == whole["1._extra_state"].shape == (world.rank + 1,)
+
+    comm.run_threads(2, rank)
+
+
 def test_loading_what_does_not_fit_is_an_error() -> None:
     def load(world: World) -> None:
         model = npuzero.zero(build(), plan="zero3", world=world)
