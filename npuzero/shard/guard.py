@@ -86,8 +86,9 @@ def _metadata() -> frozenset[Any]:
 
 _METADATA = _metadata()
 _REPR = (Tensor.__repr__, Tensor.__format__)
-# What reads data without an operation that ``__torch_dispatch__`` would see.
-_READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
+# What reads data without an operation that ``__torch_dispatch__`` would see. Not untyped_storage(): where it compiles
+# something, Dynamo asks gradients for theirs; a marker's has a size, and raises when it is read.
+_READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.storage, Tensor.__reduce_ex__)
 
 
 # What torch.amp.GradScaler does to gradients.
