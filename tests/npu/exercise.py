@@ -106,7 +106,8 @@ def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, 
     content = {
         name: grid.values(n, special=not coded) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     }
-    content["exp_avg_sq"].abs_()
+    for name in ("exp_avg_sq", "max_exp_avg_sq"):  # the larger of 0.0 and -0.0 is whichever comes first
+        content[name].abs_()
     if coded:
         _make_special(grad, *content.values())
     for name in tuple(content)[1:]:

@@ -37,7 +37,8 @@ def segments(n: int, kinds: list[Segment] = KINDS) -> list[Segment]:
 def state(n: int, low: torch.dtype | None, offset: int = 0) -> dict[str, grid.Guarded]:
     """Buffers as `flat_adam` names them."""
     content = {name: grid.values(n) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-    content["exp_avg_sq"].abs_()
+    for name in ("exp_avg_sq", "max_exp_avg_sq"):  # the larger of 0.0 and -0.0 is whichever comes first
+        content[name].abs_()
     if low is not None:
         content["low"] = torch.zeros(n, dtype=low)
     return {name: grid.Guarded.around(value, offset) for name, value in content.items()}
