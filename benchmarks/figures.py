@@ -199,7 +199,7 @@ def read(folder: Path) -> tuple[list[Record], dict[str, Result]]:
 
 def shown(figure: Figure, values: Sequence[float]) -> str:
     """The values' range, and whether their worst reaches the goal."""
-    ends = dict.fromkeys(f"{value:.2f}" for value in (min(values), max(values)))
+    ends = dict.fromkeys(f"{round(value, 2) + 0.0:.2f}" for value in (min(values), max(values)))
     return f"{'–'.join(ends)} {'✓' if figure.meets(values) else '✗'}"
 
 
