@@ -18,7 +18,7 @@ from npuzero.comm import World
 from npuzero.shard.discover import discover
 
 from .toy import Block, Recipe, ToyGPT, build
-from .train import BOUND, CutSession, Session, State, assert_close, check, run_plain, train
+from .train import BOUND, CutSession, Session, State, assert_close, assert_same_bits, check, run_cut, run_plain, train
 
 # Dynamo silences it while it looks at a tensor, for all threads at once: ranks that are threads undo each other's.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -133,6 +133,19 @@ def test_checkpointed_blocks() -> None:
 def test_inductor(plan: str, make: Callable[[], nn.Module]) -> None:
     # Its sums are of another order for each plan; Adam's first steps make much of gradients that nearly vanish.
     check_compiled(in_place, True, "inductor", plan, bound=10 * BOUND, make=make)
+
+
+@pytest.mark.slow
+def test_inductor_leaves_stages_alike() -> None:
+    """To the bit, with one micro-batch a step."""
+
+    def scenario(session: Session) -> State:
+        in_place(session.model, fullgraph=True)
+        return train(session, Recipe(steps=2, clip=0.5))
+
+    first, *others = (run_cut(scenario, RANKS, plan=plan)[0] for plan in ("zero0", "zero1", "zero2", "zero3"))
+    for other in others:
+        assert_same_bits(other, first)
 
 
 @pytest.mark.parametrize("plan", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
