@@ -70,8 +70,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: the parameters are of a cut model, of which each rank holds a part.
         """
-        for engine in self._engines():
-            raise engine.uncopied("copied or pickled")
+        engines = self._engines()
+        if engines:
+            raise engines[0].uncopied("copied or pickled")
         return {**super().__getstate__(), "_class": self._class, "_options": self._options, "_inner": self._inner}
 
     def __setstate__(self, state: Options) -> None:

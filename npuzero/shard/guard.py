@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from npuzero.errors import StateError
 
@@ -86,9 +87,8 @@ def _metadata() -> frozenset[Any]:
 
 _METADATA = _metadata()
 _REPR = (Tensor.__repr__, Tensor.__format__)
-# What reads data without an operation that ``__torch_dispatch__`` would see. Not untyped_storage(): where it compiles
-# something, Dynamo asks gradients for theirs; a marker's has a size, and raises when it is read.
-_READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.storage, Tensor.__reduce_ex__)
+# What reads data without an operation that ``__torch_dispatch__`` would see.
+_READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
 
 
 # What torch.amp.GradScaler does to gradients.
@@ -188,7 +188,9 @@ class CutGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        # Dynamo, where it compiles something, asks gradients how large their storage is, and reads none.
+        described = func is Tensor.untyped_storage and TracingContext.try_get() is not None
+        if func in _READS and not described:
             raise cls._unreadable(func.__name__)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -682,7 +682,7 @@ GRADIENT_READS: dict[str, Callable[[Any], object]] = {
     "isnan": lambda p: torch.isnan(p.grad),
     "numpy": lambda p: p.grad.numpy(),
     "data_ptr": lambda p: p.grad.data_ptr(),
-    "storage": lambda p: p.grad.storage()[0],
+    "storage": lambda p: p.grad.untyped_storage()[0],
     "item": lambda p: p.grad[0].item(),
     "to": lambda p: p.grad.to(torch.float64),
     "copy_": lambda p: p.grad.copy_(torch.zeros(16)),

@@ -91,15 +91,19 @@ def expected_of(how: Callable[..., None], options: dict[str, Any], **more: Any) 
 def check_compiled(
     how: Callable[..., None], before: bool, backend: str, plan: str, bound: float = BOUND, **more: Any
 ) -> None:
-    """Without a break within a unit, and as plain torch trains what it compiles so."""
+    """Without a break within a unit, as plain torch trains what it compiles so, and as the engine does without."""
     options = {"backend": backend, "fullgraph": True}
     states = comm.run_threads(
         RANKS, partial(trained, how=how, before=before, options=options, plan=plan, local_size=1, **more)
     )
     assert counters["stats"]["unique_graphs"] >= 2 and not counters["graph_break"]
     expected = expected_of(how, options, **more)
-    for state in states:
+    eager = comm.run_threads(
+        RANKS, partial(trained, how=None, before=before, options={}, plan=plan, local_size=1, **more)
+    )
+    for state, own in zip(states, eager, strict=True):
         assert_close({name: state[name] for name in expected}, expected, bound)
+        assert_close(state, own, bound)
 
 
 PLANS = [pytest.param(plan, marks=() if plan in ("zero1", "zero3") else pytest.mark.slow) for plan in npuzero.PRESETS]
@@ -137,7 +141,7 @@ def test_inductor(plan: str, make: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.slow
 def test_inductor_leaves_stages_alike() -> None:
-    """To the bit, with one micro-batch a step."""
+    """To the bit with one micro-batch a step, and as plain torch trains what it compiles so."""
 
     def scenario(session: Session) -> State:
         in_place(session.model, fullgraph=True)
@@ -146,6 +150,7 @@ def test_inductor_leaves_stages_alike() -> None:
     first, *others = (run_cut(scenario, RANKS, plan=plan)[0] for plan in ("zero0", "zero1", "zero2", "zero3"))
     for other in others:
         assert_same_bits(other, first)
+    assert_close(first, run_plain(scenario, RANKS))
 
 
 @pytest.mark.parametrize("plan", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
