@@ -469,7 +469,8 @@ def predict_bytes(
             shard = flat.numel // cut["states"]
             held["states"] += moments * plan.precision.moment_bytes(shard)
             held["states"] += shard * plan.precision.master_bytes(flat.dtype)
-    sent["control"] = ring_bytes("all_reduce", 4 * trainable_parameters, mesh.world)
+    votes = trainable_parameters + 1 if trainable_parameters else 0  # and one: whether a program wrote into parameters
+    sent["control"] = ring_bytes("all_reduce", 4 * votes, mesh.world)
     if clip:
         sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])
     wires = 2 if overlap else 1

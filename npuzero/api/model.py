@@ -192,12 +192,22 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """All parameters whole and readable inside the block, on every rank. Collective; what is written is lost."""
-    engine = engine_of(model)
-    with contextlib.ExitStack() as stack:
-        for unit in engine.units:
-            stack.enter_context(engine.whole(unit))
+def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
+    """Make all parameters whole and readable inside the block, on every rank. Collective.
+
+    What is written into parameters inside lasts, under every plan: shards and masters follow it. All ranks write the
+    same values. Without ``write`` this goes for what torch sees written: operations in place, also through ``p.data``
+    and ``p.detach()``.
+
+    Args:
+        model: made by :func:`zero`.
+        write: look at the values themselves, so that what was written past torch (through ``p.numpy()``, by another
+            library) lasts as well; all parameters are read twice for that.
+
+    Raises:
+        StateError: on every rank, at the end of the block: the ranks wrote different values.
+    """
+    with engine_of(model).gathered(write):
         yield model
 
 

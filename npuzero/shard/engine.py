@@ -33,6 +33,7 @@ from npuzero.shard.prefetch import Trace
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.unit import Flat, ParameterState, Unit
+from npuzero.shard.writes import Writes, digests
 
 #: Elements that are read, or sent to be written, at once.
 PIECE = 2**20
@@ -67,7 +68,8 @@ class Engine:
         self.units = build_units(specs, plan, settings, self.mesh)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
-        self._gatherer = Gatherer(self.mesh)
+        self._writes = Writes(self.units, world, self.whole)
+        self._gatherer = Gatherer(self.mesh, self._writes)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
         self._restorer = Restorer(self.mesh, plan)
         self._trace = Trace()
@@ -309,6 +311,7 @@ class Engine:
                 raise deleted("optimizer")
             self._census.check(root)
             present = self._present()
+            self._look_at_whole()
             if not _any(present):
                 self._forget_gradients()
                 self._meet_in_gathers()
@@ -352,13 +355,16 @@ class Engine:
         self.skip = None
 
     def _agree(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
-        """True where any rank says True."""
+        """True where any rank says True; and whether any has written into parameters, which all then compare."""
         if self.mesh.shape.world == 1 or not present:
             return present
         flags = [flag for flat in self._flats for flag in present[flat]]
-        votes = torch.tensor(flags, dtype=torch.float32)
+        votes = torch.tensor([*flags, bool(self._writes)], dtype=torch.float32)
         self.mesh.host().all_reduce(votes, tag="parameters in use").wait()
-        agreed = iter(votes.tolist())
+        *used, written = votes.tolist()
+        if written:
+            self._writes.compare()
+        agreed = iter(used)
         return {flat: [next(agreed) > 0 for _ in flat.slots] for flat in self._flats}
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -454,7 +460,16 @@ class Engine:
             self._restorer.finish(unit)
             self._gatherer.release(unit)
             unit.check_views(thoroughly=True)
+        if self._used is not None:  # else it is about to be looked at
+            self._look_at_whole()
         return self.finish_gradients()
+
+    def _look_at_whole(self) -> None:
+        """What was written into units that stay whole; into others, it was looked at as they were released."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self.units:
+                if not unit.cut:
+                    self._writes.look(unit)
 
     def end_update(self) -> None:
         """R4, and the end of the step."""
@@ -505,6 +520,26 @@ class Engine:
             if not kept:
                 self._gatherer.release(unit)
 
+    @contextlib.contextmanager
+    def gathered(self, write: bool) -> Iterator[None]:
+        """All units whole, on every rank; what is written inside lasts. Collective.
+
+        Args:
+            write: take over whatever is changed, also what torch does not see written.
+
+        Raises:
+            StateError: on every rank: they wrote different values.
+        """
+        with contextlib.ExitStack() as stack:
+            for unit in self.units:
+                stack.enter_context(self.whole(unit))
+            before = {unit: digests(unit) for unit in self.units if write}
+            yield
+            for unit in self.units:
+                self._writes.look_closely(unit, before[unit]) if write else self._writes.look(unit)
+        if any(self.world.exchange(bool(self._writes))):
+            self._writes.compare()
+
     def open(self, unit: Unit, name: str) -> None:
         """Somebody reads a guarded parameter: let them where it rests whole, say why not where it is cut."""
         if not unit.cut:
@@ -530,6 +565,7 @@ class Engine:
         for unit in self.units:
             self._restorer.finish(unit)
             self._gatherer.release(unit)
+        self._look_at_whole()
 
     def restore_parameters(self) -> None:
         """R4, at once: masters were written, and every rank's resting parameters follow. Collective."""

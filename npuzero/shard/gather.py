@@ -6,6 +6,7 @@ from npuzero import observe
 from npuzero.comm import Handle
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import ParameterState, Unit
+from npuzero.shard.writes import Writes
 
 _S = ParameterState
 
@@ -13,8 +14,9 @@ _S = ParameterState
 class Gatherer:
     """Starts, finishes and undoes the gathering of units. A start must be followed by a finish on every rank."""
 
-    def __init__(self, mesh: CountingMesh) -> None:
+    def __init__(self, mesh: CountingMesh, writes: Writes) -> None:
         self._mesh = mesh
+        self._writes = writes
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
@@ -59,6 +61,8 @@ class Gatherer:
             return
         if keep_held and unit.parameter_state is _S.HELD:
             return
+        if unit.parameter_state is _S.WHOLE:
+            self._writes.look(unit)
         unit.close()
         held, cut = unit.flats[0].ranks.count["held"], unit.flats[0].ranks.count["parameters"]
         for flat in unit.flats:

@@ -2,8 +2,8 @@
 
 A released parameter is a view of memory that is not there: reading it natively gives nonsense on the host and ends the
 process on an accelerator. So outside its unit's compute window a parameter carries the class :class:`CutParameter`,
-through which torch sends every operation; data access raises a StateError, metadata works. Inside the window it is a
-plain ``nn.Parameter`` again, at no cost.
+through which torch sends every operation; data access raises a StateError, metadata works. Inside the window it carries
+:class:`WatchedParameter`, to which torch's operations go directly.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
+_DATA = vars(torch._C.TensorBase)["data"]
 _REPR = (Tensor.__repr__, Tensor.__format__)
 # What reads data without an operation that ``__torch_dispatch__`` would see.
 _READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
@@ -130,6 +131,8 @@ class CutParameter(nn.Parameter):
         if func not in _METADATA:
             for tensor in _guarded((*args, *kwargs.values())):
                 tensor._npuzero_open()
+        if func == _DATA.__get__:  # it is open now, and maybe watched, of which torch's own getter does not know
+            return args[0].data
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -144,26 +147,61 @@ def _guarded(values: Any) -> list[CutParameter]:
     return found
 
 
+class WatchedParameter(nn.Parameter):
+    """The class a parameter carries while its data may be read, so that no write into it is lost.
+
+    torch counts writes into a tensor (``_version``), but not those through ``p.data``, which is an alias with a count
+    of its own, made anew each time. Here all of them share one count, kept in ``_npuzero_aliases``.
+    """
+
+    # Set on each parameter that is watched: where its alias is kept, and under which number.
+    _npuzero_aliases: tuple[dict[int, Tensor], int]
+    _npuzero_class: type[nn.Parameter] = nn.Parameter
+
+    @property
+    def data(self) -> Tensor:
+        aliases, i = self._npuzero_aliases
+        if i not in aliases:
+            aliases[i] = _DATA.__get__(self)
+        return aliases[i].detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._npuzero_aliases[0].pop(self._npuzero_aliases[1], None)
+        _DATA.__set__(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy is nobody's parameter, and of the class that the model's author gave it."""
+        copied = super().__deepcopy__(memo)
+        copied.__class__ = self._npuzero_class
+        return copied
+
+
 def close(parameter: nn.Parameter) -> None:
     """Guard ``parameter``, which may be of a class of the user's own."""
     if not issubclass(type(parameter), CutParameter):
-        parameter.__class__ = _cut_class(type(parameter))
+        parameter.__class__ = _made(CutParameter, _class_of(parameter))
 
 
 def reopen(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` what it was."""
+    """Let ``parameter`` be read, and watch writes into it."""
     kind = type(parameter)
-    if issubclass(kind, CutParameter):
-        parameter.__class__ = kind._npuzero_class
+    if not issubclass(kind, WatchedParameter):
+        parameter.__class__ = _made(WatchedParameter, _class_of(parameter))
+
+
+def _class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """What a parameter is when it is neither guarded nor watched."""
+    return getattr(type(parameter), "_npuzero_class", type(parameter))
 
 
 @functools.cache
-def _cut_class(kind: type[nn.Parameter]) -> type[CutParameter]:
+def _made(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of parameters of a class in a role: guarded, or watched."""
     if kind is nn.Parameter:
-        return CutParameter
-    return types.new_class(
-        f"Cut{kind.__name__}", (CutParameter, kind), {}, lambda body: body.update(_npuzero_class=kind)
-    )
+        return role
+    name = role.__name__.removesuffix("Parameter") + kind.__name__
+    return types.new_class(name, (role, kind), {}, lambda body: body.update(_npuzero_class=kind))
 
 
 class CutGradient(Tensor):

@@ -131,6 +131,9 @@ class Flat:
         self.accumulated = [False] * len(parameters)
         # Per slot: what p.grad is while the gradient lives in these buffers.
         self.markers: list[guard.CutGradient] = []
+        # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
+        self._counts: list[int] = []
+        self._aliases: dict[int, Tensor] = {}
         # Per slot: its part of this rank's states shard, as a slice of that shard.
         self.own_slots = [self._own_slot(i) for i in self.slots]
         # Per slot: where it begins in the flat, in bytes.
@@ -215,6 +218,10 @@ class Flat:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
             give_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
+        for i, parameter in enumerate(self.parameters):
+            parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
+            guard.reopen(parameter)
+        self._counts = self._count_writes()
         if self.cut:
             self.transient.release()
         if self.trainable:
@@ -254,6 +261,41 @@ class Flat:
     def low(self) -> Tensor | None:
         """[n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
         return None if self.master is self.own_parameters else self.own_parameters
+
+    def written(self) -> list[int]:
+        """The slots that somebody has written since this was asked last; they must be readable."""
+        counts = self._count_writes()
+        if counts == self._counts:
+            return []
+        before, self._counts = self._counts, counts
+        return [i for i in self.slots if counts[i] != before[i]]
+
+    def _count_writes(self) -> list[int]:
+        counts = [parameter._version for parameter in self.parameters]
+        for i, alias in self._aliases.items():
+            counts[i] += alias._version
+        return counts
+
+    def take_written(self, slots: Sequence[int]) -> None:
+        """Carry what was written into the whole parameters of ``slots`` to where it lasts: the resting shard, masters.
+
+        A float32 master keeps its value where its rounded copy is unchanged. Of split masters the lower halves, which
+        belonged to the values of before, become zero: where the plan cuts parameters those of the elements that
+        changed, else, since nothing tells which did, those of the slots.
+        """
+        if self.cut:
+            new = self.whole[slice(*self.shard("parameters"))]
+            if self.remainder is not None:
+                own = self.own_within("parameters")
+                changed = storage.bits(new[own]) != storage.bits(self.own_parameters)
+                self.remainder.masked_fill_(changed, 0)
+            self.resting.copy_(new)
+        elif self.remainder is not None:
+            for i in slots:
+                self.remainder[self.own_slots[i]].zero_()
+        if self.trainable and self.low is not None:
+            for own in (self.own_slots[i] for i in slots):
+                storage.follow(self.master[own], self.low[own])
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -366,6 +408,7 @@ class Unit:
             guard.close(parameter)
 
     def reopen(self) -> None:
+        """Let the parameters be read, and watch writes into them."""
         for parameter in self.parameters():
             guard.reopen(parameter)
 

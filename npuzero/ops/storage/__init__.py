@@ -32,6 +32,17 @@ def upper_half(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), x.bfloat16(), nearest)
 
 
+def follow(master: Tensor, low: Tensor) -> None:
+    """Let float32[n] ``master`` have the value of ``low``, its copy in 16 bits, wherever somebody has changed that."""
+    rounded = upper_half(master) if low.dtype == torch.bfloat16 else master.to(low.dtype)
+    torch.where(bits(rounded) == bits(low), master, low.float(), out=master)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Floats of 2 or 4 bytes as integers of their size, which are equal where the floats have the same bits."""
+    return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
 def stored_numel(numel: int, dtype: torch.dtype) -> int:
     """Elements of the tensor that stores a moment of ``numel``: codes are followed by an exponent for each block."""
     return numel + -(-numel // MOMENT_BLOCK) if dtype == torch.uint8 else numel

@@ -1,0 +1,127 @@
+"""What programs write into parameters beside the optimizer: carried to where it lasts, and the same on all ranks.
+
+A forward that clamps its weight, ``nn.init``, averaged weights copied back: under a plan each rank holds a shard, and
+maybe a master of it, so what was written into the whole parameters has to be carried there. torch counts the writes
+into each tensor; the counts are looked at where a unit's whole parameters end, and where a step begins.
+
+Every rank carries what it wrote itself, and no collective is needed for that. But a shard's owner knows nothing of what
+the others wrote: only where all ranks write the same is the outcome what one process would have. So a rank keeps a
+digest of what it wrote, and the vote that begins a step (:meth:`Engine.finish_gradients`) has the ranks compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from npuzero.comm import World
+from npuzero.errors import StateError
+from npuzero.ops import storage
+from npuzero.shard.unit import Flat, Unit
+
+#: Elements whose digest is taken at once: they are widened to 8 bytes for it.
+_PIECE = 2**20
+
+#: Digests of values, by parameter name.
+Digests = dict[str, list[int]]
+
+
+class Writes:
+    """What was written into the units of a model, and not yet compared between the ranks.
+
+    Args:
+        whole: makes the parameters of a unit whole in a ``with`` block; collective.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], world: World, whole: Callable[[Unit], AbstractContextManager[None]]
+    ) -> None:
+        self._units = units
+        self._world = world
+        self._whole = whole
+        self._written: dict[int, Digests] = {}  # by unit; as this rank wrote it
+
+    def __bool__(self) -> bool:
+        return bool(self._written)
+
+    def look(self, unit: Unit) -> None:
+        """Carry what torch has seen written into ``unit``, whose parameters are whole."""
+        for flat in unit.flats:
+            slots = flat.written()
+            if slots:
+                self._take(unit, flat, slots)
+
+    def look_closely(self, unit: Unit, before: Mapping[str, list[int]]) -> None:
+        """Carry whatever has changed in ``unit`` since it had the digests ``before``, by whose hand ever."""
+        for flat in unit.flats:
+            flat.written()
+            slots = [i for i in flat.slots if before[flat.layout.slots[i].name] != _digest(flat, i)]
+            if slots:
+                self._take(unit, flat, slots)
+
+    @torch.no_grad()
+    def _take(self, unit: Unit, flat: Flat, slots: list[int]) -> None:
+        flat.take_written(slots)
+        if self._world.size > 1:
+            self._written.setdefault(unit.index, {}).update(_digests(flat, slots))
+
+    def compare(self) -> None:
+        """Have all ranks compare what any of them wrote. Collective.
+
+        Raises:
+            StateError: on every rank: they wrote different values.
+        """
+        said: list[list[int]] = self._world.exchange(list(self._written))
+        mine, self._written = self._written, {}
+        for index in sorted({index for rank in said for index in rank}):
+            unit = self._units[index]
+            with self._whole(unit):
+                now = digests(unit)
+            written = mine.get(index, {})
+            # Who wrote says so; who did not says what there is. Where parameters are cut there may be both.
+            claims = [written, now] if unit.cut else [{**now, **written}]
+            _check(unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs])
+
+
+def _check(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
+    for name in claims[0][-1]:
+        if len({tuple(claim[name]) for rank in claims for claim in rank if name in claim}) > 1:
+            only = "" if len(writers) == len(claims) else f", by ranks {writers} alone"
+            raise StateError(
+                f"parameter {name} of unit {unit.name!r}",
+                expected="the same values on every rank, where a program writes into a parameter",
+                got=f"different ones, written since the last step{only}",
+                do="Write the same on every rank, outside of forwards whose batches differ (nn.Embedding(max_norm=) "
+                "writes what its batch uses): between steps, within `with npuzero.gathered(model, write=True):`.",
+                unit=unit.name,
+                parameter=name,
+            )
+
+
+def digests(unit: Unit) -> Digests:
+    """Of all parameters of a unit whose parameters are whole."""
+    return {name: digest for flat in unit.flats for name, digest in _digests(flat, flat.slots).items()}
+
+
+def _digests(flat: Flat, slots: Sequence[int]) -> Digests:
+    return {flat.layout.slots[i].name: _digest(flat, i) for i in slots}
+
+
+@torch.no_grad()
+def _digest(flat: Flat, i: int) -> list[int]:
+    """Two sums over the bits of slot ``i``, which tell where they stand, too: computed where the parameters lie."""
+    slot = flat.layout.slots[i]
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.whole.device)
+    for begin in range(slot.begin, slot.end, _PIECE):
+        piece = storage.bits(flat.whole[begin : min(begin + _PIECE, slot.end)]).long()
+        places = torch.arange(begin - slot.begin + 1, begin - slot.begin + 1 + piece.numel(), device=piece.device)
+        sums += torch.stack([piece.sum(), (_mixed(piece) * places).sum()])
+    return list(map(int, sums.tolist()))
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Integers whose sums do not stay the same where values trade places or cancel each other."""
+    return values * values * 0x9E3779B1 + values
