@@ -172,7 +172,7 @@ class WatchedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy is nobody's parameter, and of the class that the model's author gave it."""
-        copied = super().__deepcopy__(memo)
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         copied.__class__ = self._npuzero_class
         return copied
 

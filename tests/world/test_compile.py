@@ -79,6 +79,7 @@ def trained(
 
 def plain(session: Session, how: Callable[..., None], options: dict[str, Any]) -> State:
     """The same by torch alone: compilers round in ways of their own."""
+    torch._dynamo.reset()  # its parameters are of another class, for which Dynamo would compile once more
     how(session.model, **options)
     return train(session, RECIPE)
 
@@ -89,9 +90,12 @@ def expected_of(how: Callable[..., None], options: dict[str, Any], **more: Any) 
 
 
 def check_compiled(
-    how: Callable[..., None], before: bool, backend: str, plan: str, bound: float = BOUND, **more: Any
+    how: Callable[..., None], before: bool, backend: str, plan: str, bound: float = 10 * BOUND, **more: Any
 ) -> None:
-    """Without a break within a unit, as plain torch trains what it compiles so, and as the engine does without."""
+    """Without a break within a unit, as plain torch trains what it compiles so, and as the engine does without.
+
+    Over two micro-batches one gradient nearly vanishes, and Adam makes 4e-5 of another order of its sum.
+    """
     options = {"backend": backend, "fullgraph": True}
     states = comm.run_threads(
         RANKS, partial(trained, how=how, before=before, options=options, plan=plan, local_size=1, **more)
@@ -136,7 +140,7 @@ def test_checkpointed_blocks() -> None:
 @pytest.mark.parametrize("plan", ["zero0", "zero3", "zero3-keep"])
 def test_inductor(plan: str, make: Callable[[], nn.Module]) -> None:
     # Its sums are of another order for each plan; Adam's first steps make much of gradients that nearly vanish.
-    check_compiled(in_place, True, "inductor", plan, bound=10 * BOUND, make=make)
+    check_compiled(in_place, True, "inductor", plan, make=make)
 
 
 @pytest.mark.slow
@@ -177,7 +181,7 @@ def test_what_is_compiled_while_there_are_gradients(plan: str) -> None:
         optimizer.step()
         return {"norm": norm}
 
-    check(scenario, RANKS, plan=plan)
+    check(scenario, RANKS, plan=plan, bound=10 * BOUND)  # two micro-batches: see check_compiled
     assert counters["stats"]["unique_graphs"] >= 2
 
 
