@@ -75,6 +75,8 @@ MOMENTS = {"fp32": 4, "bf16": 2, "int8": 1}
 MOMENT_BLOCK = 64
 #: How float32 matrix products are computed: as written, or with inputs rounded to TF32 (on an NPU: HF32).
 MATMULS = ("ieee", "tf32")
+#: In which dtype finished sums of gradients travel, where a plan has several ranks keep the same states.
+SUMS = ("fp32", "wire")
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Precision:
             results; ``"none"``, the parameters themselves, rounded stochastically.
         moments: the optimizer's: ``"fp32"``, ``"bf16"``, or ``"int8"`` with an exponent for each block.
         matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has them (on an NPU: HF32).
+        sums: in which finished sums of gradients travel to the ranks that keep the same states (R3's all_reduce):
+            ``"fp32"``, or ``"wire"``, rounded to the dtype of the wires. Where states are cut over all ranks none does.
 
     Raises:
         ConfigError: a value that is none of these, or several that make no sense together.
@@ -100,6 +104,7 @@ class Precision:
     masters: str = "fp32"
     moments: str = "fp32"
     matmul: str = "ieee"
+    sums: str = "fp32"
 
     def __post_init__(self) -> None:
         dtypes = (None, *DTYPES.values())
@@ -110,6 +115,7 @@ class Precision:
             "masters": tuple(MASTERS),
             "moments": tuple(MOMENTS),
             "matmul": MATMULS,
+            "sums": SUMS,
         }
         for name, values in allowed.items():
             value: object = getattr(self, name)
@@ -142,6 +148,10 @@ class Precision:
     def wire_of(self, parameter: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters of dtype ``parameter`` travel."""
         return self.wires or parameter
+
+    def sums_of(self, parameter: torch.dtype) -> torch.dtype:
+        """The dtype in which finished sums of gradients of such parameters travel."""
+        return self.wire_of(parameter) if self.sums == "wire" else self.accumulation
 
     @property
     def start_elements(self) -> int:
@@ -485,7 +495,8 @@ def _add_sent(sent: dict[str, int], flat: FlatSize, plan: Plan, mesh: MeshShape,
     def add(verb: str, numel: int, dtype: torch.dtype, axes: Axes, times: int = 1) -> None:
         sent[verb] += times * ring_bytes(verb, numel * dtype.itemsize, mesh.size(axes))
 
-    n, kept, wire = flat.numel, flat.dtype, plan.precision.wire_of(flat.dtype)
+    n, kept = flat.numel, flat.dtype
+    wire, sums = plan.precision.wire_of(kept), plan.precision.sums_of(kept)
     parameters, held, gradients, states = (
         getattr(plan, part).axes for part in ("parameters", "held", "gradients", "states")
     )
@@ -497,11 +508,11 @@ def _add_sent(sent: dict[str, int], flat: FlatSize, plan: Plan, mesh: MeshShape,
     add("reduce_scatter", n, wire, gradients, micro_batches)
     add("reduce_scatter", n // mesh.size(gradients), wire, axes_between(states, gradients))
     shard, beyond = n // mesh.size(states), axes_beyond(states)
-    if wire == torch.float32:
+    if sums == wire:
         add("all_reduce", shard, wire, beyond)
     else:  # a sum of low-precision wires is kept in float32: scattered as wires, gathered as sums
         add("reduce_scatter", shard, wire, beyond)
-        add("all_gather", shard, torch.float32, beyond)
+        add("all_gather", shard, sums, beyond)
     add("all_gather", n // mesh.size(parameters), kept, axes_between(states, parameters))
 
 

@@ -255,18 +255,22 @@ class Reducer:
     def _sum_beyond(self, flat: Flat, wire: Tensor | None, tag: str) -> Iterator[None]:
         """all_reduce over D - states of this rank's own shard, or of ``wire``.
 
-        Low-precision wires: reduce_scatter into float32 sums, then all_gather of the sums, so that no rank sees the
-        sum rounded (the states would drift apart from the presets that keep the sum where it was made).
+        Sums in float32 of low-precision wires: reduce_scatter into float32 sums, then all_gather of the sums, so that
+        no rank sees the sum rounded (states would drift apart from the presets that keep the sum where it was made).
         """
         communicator = self._communicator(self._beyond)
         gradient = flat.own_gradient
-        if flat.wire == torch.float32:
-            yield from _wait(communicator.all_reduce(gradient, tag=tag))
+        sent = self._as_wire(gradient, flat.wire) if wire is None else wire
+        kind = flat.layout.gaps if wire is not None else None
+        if flat.sums == flat.wire:
+            yield from _wait(communicator.all_reduce(sent, tag=tag))
+            if sent is not gradient:
+                ops.cast(sent, gradient)
+            self._return_wire(sent, kind)
             return
         part = gradient.chunk(communicator.size)[communicator.rank]
-        sent = self._as_wire(gradient, flat.wire) if wire is None else wire
         yield from _wait(communicator.reduce_scatter(part, sent, tag=tag))
-        self._return_wire(sent, flat.layout.gaps if wire is not None else None)
+        self._return_wire(sent, kind)
         yield from _wait(communicator.all_gather(gradient, part, tag=tag))
 
     def _as_wire(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:

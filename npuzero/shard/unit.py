@@ -105,6 +105,7 @@ class Flat:
         self.parameters = parameters
         self.dtype = layout.dtype
         self.wire = ranks.plan.precision.wire_of(layout.dtype)
+        self.sums = ranks.plan.precision.sums_of(layout.dtype)
         self.ranks = ranks
         self.trainable = parameters[0].requires_grad
         self.cut = ranks.count["parameters"] > 1

@@ -124,6 +124,8 @@ for _name, _make, _says in [
     ("moments by number", lambda: Precision(moments=8), (r"precision\.moments", "fp32, bf16, int8", "8")),
     ("moments in a list", lambda: Precision(moments=["int8"]), (r"precision\.moments", "int8")),
     ("matmul unknown", lambda: Precision(matmul="hf32"), (r"precision\.matmul", "ieee, tf32", "hf32")),
+    ("sums in bf16", lambda: Precision(sums="bf16"), (r"precision\.sums", "fp32, wire", "'bf16'")),
+    ("sums by dtype", lambda: Precision(sums=torch.bfloat16), (r"precision\.sums", "fp32, wire", "bfloat16")),
     ("split fp16", lambda: Precision(torch.float16, masters="split"), ("masters='split'", "bfloat16", "float16")),
     ("split as they come", lambda: Precision(masters="split"), ("masters='split'", "parameters=None")),
     ("fp32 without masters", lambda: Precision(F32, masters="none"), ("masters='none'", "float32")),

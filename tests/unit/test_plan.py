@@ -199,6 +199,15 @@ def test_which_precisions_go_together(parameters, wires, masters):
     assert precision.master_bytes(own) == (0 if own is torch.float32 else MASTERS[masters])
 
 
+@pytest.mark.parametrize("parameters", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wires", [None, torch.float32, torch.bfloat16])
+def test_in_which_dtype_sums_travel(parameters, wires):
+    for own in (torch.float32, torch.bfloat16):
+        kept = parameters or own
+        assert Precision(parameters, wires).sums_of(kept) is torch.float32
+        assert Precision(parameters, wires, sums="wire").sums_of(kept) is (wires or kept)
+
+
 def test_no_cut_goes_through_a_block_of_moments():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert (SHARD_BYTES // dtype.itemsize) % MOMENT_BLOCK == 0

@@ -52,6 +52,12 @@ MODELS: dict[str, tuple[Make, Precision]] = {
     "bf16 reduced in fp32": (ToyGPT, Precision(torch.bfloat16, wires=torch.float32)),
     "fp32 reduced in bf16": (ToyGPT, Precision(torch.float32, wires=torch.bfloat16)),
 }
+#: The same, but finished sums travel as wires do.
+SENT_SUMS = {
+    f"{name}, sums too": (make, replace(precision, sums="wire"))
+    for name, (make, precision) in MODELS.items()
+    if precision.wires is not torch.float32
+}
 QUICK = ("bf16", "mixed")
 
 
@@ -59,7 +65,7 @@ QUICK = ("bf16", "mixed")
 def trained(
     model: str, plan: str, recipe: Recipe, size: int = 4, settings: Settings | None = None, no_sync: bool = False
 ) -> State:
-    make, precision = MODELS[model]
+    make, precision = (MODELS | SENT_SUMS)[model]
 
     def scenario(session: Session) -> State:
         return accumulated(session, recipe) if no_sync else train(session, recipe)
@@ -85,10 +91,11 @@ def accumulated(session: Session, recipe: Recipe) -> State:
 
 @dataclass(frozen=True)
 class Rounding:
-    """When gradients are rounded to the wire: for each micro-batch or once a step; at one level or at two."""
+    """When gradients are rounded to the wire: for each micro-batch or once a step; at one level or at two; the sum."""
 
     each_micro_batch: bool
     two_levels: bool
+    of_sum: bool = False
 
 
 ROUNDING = {
@@ -104,7 +111,7 @@ def by_hand(model: str, recipe: Recipe, rounding: Rounding) -> State:
     """Mixed precision on 4 ranks written out: what autograd gives is scaled by 1/4, rounded to the wire's dtype
     where it travels, and summed in float32; torch's AdamW updates masters; parameters are rounded masters.
     """
-    make, precision = MODELS[model]
+    make, precision = (MODELS | SENT_SUMS)[model]
     net = build(make=make)
     masters = {name: nn.Parameter(p.detach().float(), p.requires_grad) for name, p in net.named_parameters()}
     for parameter in net.parameters():
@@ -144,7 +151,8 @@ def _summed(
     for group in groups:
         sums = [sum(ranks[r].to(wire).float() for r in group) for ranks in given]
         within.append(sum(sums[1:], sums[0]))
-    return sum(part.to(wire).float() for part in within) if rounding.two_levels else within[0]
+    total = sum(part.to(wire).float() for part in within) if rounding.two_levels else within[0]
+    return total.to(wire).float() if rounding.of_sum else total
 
 
 every_model = pytest.mark.parametrize(
@@ -170,7 +178,47 @@ def test_without_sync_gradients_are_rounded_once_a_step(model: str, plan: str) -
     assert_nearly_equal(trained(model, plan, TWO, no_sync=True), by_hand(model, TWO, rounding))
 
 
-def assert_nearly_equal(found: State, expected: State) -> None:
+#: Where several ranks keep the same states, finished sums travel; elsewhere they stay where they are made.
+SENDS_SUMS = ("zero0", "zero1.5", "hsdp", "mics")
+every_sent_sum = pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, marks=() if model == "bf16, sums too" else pytest.mark.slow) for model in SENT_SUMS],
+)
+
+
+@pytest.mark.parametrize("plan", SENDS_SUMS)
+@pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
+@every_sent_sum
+def test_sums_that_travel_as_wires_are_rounded_once_more(model: str, recipe: Recipe, plan: str) -> None:
+    """And are alike on all ranks, to the bit, as :func:`trained` sees to."""
+    found = trained(model, plan, recipe)
+    assert_nearly_equal(found, by_hand(model, recipe, replace(ROUNDING[plan], of_sum=True)), share=0.9)
+    with pytest.raises(AssertionError, match="some bits"):
+        assert_same_bits(found, trained(model.removesuffix(", sums too"), plan, recipe))
+
+
+@pytest.mark.parametrize("plan", [plan for plan in npuzero.PRESETS if plan not in SENDS_SUMS])
+def test_where_no_sum_travels_none_is_rounded(plan: str) -> None:
+    assert_same_bits(trained("bf16, sums too", plan, ONE), trained("bf16", plan, ONE))
+
+
+@pytest.mark.parametrize("plan", SENDS_SUMS)
+def test_settings_change_no_bit_of_sums_that_travel_as_wires(plan: str) -> None:
+    for settings in (Settings(overlap=False), Settings(prefetch=3, bucket_bytes=2048)):
+        assert_same_bits(trained("bf16, sums too", plan, TWO, settings=settings), trained("bf16, sums too", plan, TWO))
+
+
+def test_sums_of_float32_wires_travel_in_float32_either_way() -> None:
+    def scenario(session: Session) -> State:
+        return train(session, ONE)
+
+    for parameters in (torch.float32, torch.bfloat16):
+        precisions = [Precision(parameters, wires=torch.float32, sums=sums) for sums in ("fp32", "wire")]
+        one, other = (run_cut(scenario, 2, ToyGPT, plan="zero0", precision=precision)[0] for precision in precisions)
+        assert_same_bits(one, other)
+
+
+def assert_nearly_equal(found: State, expected: State, share: float = 0.95) -> None:
     assert found.keys() == expected.keys()
     equal = total = 0
     for name, value in expected.items():
@@ -178,7 +226,7 @@ def assert_nearly_equal(found: State, expected: State) -> None:
         assert relative_difference(found[name], value) <= 2 * ULP, name
         equal += int((found[name].float() - value.float()).abs().le(value.float().abs() * 1e-5 + 1e-7).sum())
         total += value.numel()
-    assert equal >= 0.95 * total
+    assert equal >= share * total
 
 
 @every_model

@@ -100,6 +100,20 @@ def test_wires_of_another_dtype(plan: str, precision: Precision) -> None:
     assert_foretold(TWO, plan, precision=precision)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero1.5", "hsdp", pytest.param("mics", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [ONE, TWO], ids=["plain", "two micro-batches, clipped"])
+def test_sums_that_travel_as_wires(plan: str, recipe: Recipe) -> None:
+    assert_foretold(recipe, plan, precision=Precision(torch.bfloat16, sums="wire"))
+
+
+@pytest.mark.slow
+@every_plan
+@pytest.mark.parametrize("recipe", [ONE, TWO], ids=["plain", "two micro-batches, clipped"])
+@pytest.mark.parametrize("wires", [torch.float32, torch.bfloat16])
+def test_sums_that_travel_as_wires_of_another_dtype(plan: str, recipe: Recipe, wires: torch.dtype) -> None:
+    assert_foretold(recipe, plan, precision=Precision(wires=wires, sums="wire"))
+
+
 def test_gradients_travel_in_the_wires_dtype_and_parameters_in_their_own() -> None:
     elements = SIZE * 256 * 64
     sent = {}
@@ -161,6 +175,50 @@ def test_the_designs_table(plan: str) -> None:
         assert report.bytes_held["parameters"] == elements * 4 // parameters
         assert report.bytes_held["gradients"] == elements * 4 // gradients
         assert report.bytes_held["states"] == 2 * elements * 4 // states
+
+
+#: What the README says of traffic, in bytes of the parameters (ψ), many ranks in few groups: fp32; bf16, where sums
+#: travel in float32; bf16, where they travel as wires do.
+README_TRAFFIC = {
+    "zero0": (2, 3, 2),
+    "zero1": (2, 2, 2),
+    "zero1.5": (2, 2, 2),
+    "zero2": (2, 2, 2),
+    "zero3": (3, 3, 3),
+    "zero3-keep": (2, 2, 2),
+    "hpz": (3, 3, 3),
+    "hsdp": (3, 3, 3),
+    "mics": (3, 3, 3),
+}
+BEYOND = {"zero1.5": (2, 3, 2), "hsdp": (2, 3, 2), "mics": (2, 3, 2)}
+
+
+@every_plan
+def test_the_readmes_traffic(plan: str) -> None:
+    """Within 1 % of the rounded column: 1000 ranks in groups of 500, which share what goes beyond."""
+    mesh, elements = MeshShape(2, 500), 1000 * 256 * 100
+    precisions = (Precision(torch.float32), Precision(torch.bfloat16), Precision(torch.bfloat16, sums="wire"))
+    for precision, psi in zip(precisions, README_TRAFFIC[plan], strict=True):
+        flat = FlatSize(0, elements, precision.parameter_of(torch.float32))
+        row = Plan.preset(plan, precision=precision, local_size=500)
+        sent = predict_bytes(row, [flat], mesh, trainable_parameters=1).bytes_sent
+        payload = sum(nbytes for verb, nbytes in sent.items() if verb != "control")
+        assert payload == pytest.approx(psi * elements * flat.dtype.itemsize, rel=0.01)
+
+
+@pytest.mark.parametrize("plan", BEYOND)
+def test_the_readmes_traffic_beyond_a_group(plan: str) -> None:
+    """What 1000 groups of 2 send more than a group alone does, in shares of a group."""
+    elements = 2000 * 256 * 100
+    precisions = (Precision(torch.float32), Precision(torch.bfloat16), Precision(torch.bfloat16, sums="wire"))
+    for precision, psi in zip(precisions, BEYOND[plan], strict=True):
+        flat = FlatSize(0, elements, precision.parameter_of(torch.float32))
+        row = Plan.preset(plan, precision=precision, local_size=2)
+        many, alone = (
+            sum(predict_bytes(row, [flat], MeshShape(groups, 2), trainable_parameters=0).bytes_sent.values())
+            for groups in (1000, 1)
+        )
+        assert many - alone == pytest.approx(psi * elements * flat.dtype.itemsize / 2, rel=0.01)
 
 
 def test_under_no_sync_gradients_are_sent_once_and_kept_whole() -> None:
