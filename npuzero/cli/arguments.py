@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import re
+from decimal import Decimal
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
+_NUMBER = rf"((?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]{{1,2}})?)"
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_BYTES = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
+}
 
 
 def number(text: str) -> int:
-    """A positive whole number, also as ``7e9``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value <= 1e18 or value != int(value):
-        raise argparse.ArgumentTypeError(f"expected a positive whole number such as 64 or 7e9; got {text!r}")
+    """A positive whole number: ``64``, ``7e9``, ``7_000_000_000``, ``7B``, ``1.5B``, ``350M``."""
+    value = _parsed(text, _COUNTS)
+    if value is None or not 1 <= value <= 10**18 or value != int(value):
+        raise argparse.ArgumentTypeError(f"expected a positive whole number such as 64, 7e9, 7B or 350M; got {text!r}")
     return int(value)
+
+
+def memory(text: str) -> int:
+    """Bytes, a MiB at least: ``64GiB``, ``64g`` (the same), ``80GB`` (of 10^9 bytes), ``512MiB``, ``68719476736``."""
+    value = _parsed(text, _BYTES)
+    if value is None or not 2**20 <= value <= 10**18:
+        raise argparse.ArgumentTypeError(f"expected a memory's size such as 64GiB, 80GB or 512MiB; got {text!r}")
+    return int(value)
+
+
+def _parsed(text: str, units: dict[str, int]) -> Decimal | None:
+    """A number and its unit, in any case of letters; None where it is none."""
+    found = re.fullmatch(rf"\s*{_NUMBER}\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if found is None or found[2].lower() not in units:
+        return None
+    return Decimal(re.sub("[_,]", "", found[1])) * units[found[2].lower()]

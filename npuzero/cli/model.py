@@ -1,22 +1,27 @@
-"""A model given by its size or by a transformer's JSON: the shapes of its units, without building it."""
+"""A model given by its size or by the JSON of a transformers model: the shapes of its units, without its data."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from npuzero.config import Rule, Settings, describe
+from npuzero.cli import classes, families
+from npuzero.config import Settings, describe
 from npuzero.errors import ConfigError
 from npuzero.plan import Plan, Report
 from npuzero.shard.build import ParameterFacts, predict_units
 
-Shapes = list[tuple[str, torch.Size]]
-_SIZE = Rule(int, "a size of the model", least=1, most=2**40)
-_FLAG = Rule(bool, "a switch of the model")
+#: A block's elements over its width squared (attention 4, feed-forward 8), and width over depth, in models from 1B on.
+_BLOCK, _ASPECT = 12, 128
+#: Blocks of the smallest models, and the entries of a vocabulary.
+_LEAST_DEPTH, _VOCABULARY = 12, 32000
+#: Elements a unit needs at least, to be a block of anything.
+_LEAST_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -24,102 +29,99 @@ class ModelShape:
     """Parameters by unit; the root unit, with what no block owns, comes first."""
 
     name: str
-    units: tuple[tuple[tuple[str, torch.Size], ...], ...]
+    units: Sequence[Sequence[ParameterFacts]]
 
     @property
     def parameters(self) -> int:
         """Elements in all, without padding."""
-        return sum(shape.numel() for unit in self.units for _, shape in unit)
+        return sum(parameter.shape.numel() for unit in self.units for parameter in unit)
+
+    @property
+    def frozen(self) -> int:
+        """Those of them that the model itself does not train."""
+        return sum(p.shape.numel() for unit in self.units for p in unit if not p.trainable)
 
     def predict(self, plan: Plan, world: int, settings: Settings, **facts: Any) -> Report:
-        """What npuzero.predict gives for a module of these shapes, all trainable; ``facts`` as there."""
-        units = [[ParameterFacts(name, shape) for name, shape in unit] for unit in self.units]
-        return predict_units(units, plan, plan.mesh_shape(world), settings, **facts)
+        """What npuzero.predict gives for a module of these shapes; ``facts`` as there."""
+        return predict_units(self.units, plan, plan.mesh_shape(world), settings, **facts)
 
 
-def from_size(parameters: int, units: int) -> ModelShape:
-    """A model of equal units; what does not divide falls to the root unit.
+def from_size(parameters: int, blocks: int | None = None) -> ModelShape:
+    """A decoder of the Llama family with as many parameters, to the element.
+
+    Its depth is the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep, and 12 at
+    least; its vocabulary 32,000, or what leaves two thirds of a small model to its blocks. The width follows; the
+    feed-forward layers and a vector of the root unit take what is left.
+
+    Args:
+        parameters: elements in all.
+        blocks: None chooses the depth.
 
     Raises:
-        ConfigError: fewer parameters than units.
+        ConfigError: too few parameters for so many blocks.
     """
-    if parameters < units:
+    depth = blocks or max(_LEAST_DEPTH, int((parameters / (_BLOCK * _ASPECT**2)) ** (1 / 3)))
+    if parameters < _LEAST_BLOCK * depth:
         raise ConfigError(
             "--parameters",
-            expected=f"at least one for each of {units} units",
+            expected=f"at least {_LEAST_BLOCK} for each of {depth} blocks",
             got=str(parameters),
-            do="Give the number of parameters, such as 7e9, and the number of blocks.",
+            do="Give the number of parameters, such as 7B, and with --units the number of blocks.",
         )
-    each, rest = divmod(parameters, units)
-    root = (("rest", torch.Size([rest])),) if rest else ()
-    blocks = tuple(((f"units.{index}", torch.Size([each])),) for index in range(units))
-    return ModelShape(f"{units} equal units", (root, *blocks))
+    vocabulary = min(_VOCABULARY, int(parameters / (6 * math.sqrt(parameters / (_BLOCK * depth)))))
+    # parameters = depth * 12 * width^2 + 2 * vocabulary * width
+    width = (math.sqrt(vocabulary**2 + _BLOCK * depth * parameters) - vocabulary) / (_BLOCK * depth)
+    width = round(width / 128) * 128 if width >= 1024 else max(1, int(width))
+    ends = (2 * vocabulary + 1) * width
+    inner, rest = divmod(parameters - ends - depth * (4 * width + 2) * width, 3 * width * depth)
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocabulary}
+    _, (root, *units) = families.count({**sizes, "model_type": "llama", "num_attention_heads": 1}, "--parameters")
+    if rest:
+        root.append(ParameterFacts("rest", torch.Size([rest])))
+    return ModelShape(f"decoder of {depth} blocks, width {width}, vocabulary {vocabulary:,}", (root, *units))
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """A dense decoder of the Llama family from its JSON, by the names that Hugging Face's files use.
+    """The model that a ``config.json`` of transformers describes, to the element, frozen parameters included.
 
-    Each block: query, key, value and output projections, a gated feed-forward layer, two norms. Other keys of the file
-    do not change the count and are passed over.
+    Where transformers is installed and has the model's class, that is built on meta: shapes, no data, no network, and
+    none of the code that a model's repository may have. Otherwise the sizes are counted here, for the few kinds of
+    models that :mod:`npuzero.cli.families` knows.
 
     Raises:
-        ConfigError: a size is missing, mistyped or impossible, or the model is no such decoder.
+        ConfigError: a kind of model that neither knows, or sizes that are missing, mistyped or impossible.
     """
-    _refuse_experts(config, name)
-    hidden, layers, inner, vocabulary, heads = (
-        _SIZE.check(f"{name}: {key}", _required(config, key, name))
-        for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads")
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(
+            f"{name}: model_type",
+            expected="the kind of model, as transformers writes it",
+            got="no such key" if kind is None else describe(kind),
+            do='Add it, such as "model_type": "llama", or give --parameters instead.',
+        )
+    transformers = classes.library()
+    if transformers is not None and kind in transformers.CONFIG_MAPPING:
+        counter, (described, units) = (
+            f"transformers {transformers.__version__}",
+            classes.count(transformers, config, name),
+        )
+    elif kind in families.KINDS:
+        counter, (described, units) = "npuzero", families.count(config, name)
+    else:
+        raise _unknown(
+            kind, [*families.KINDS, *(transformers.CONFIG_MAPPING if transformers else ())], transformers, name
+        )
+    return ModelShape(f"{name}, {described} as {counter} counts it", units)
+
+
+def _unknown(kind: str, kinds: Sequence[str], transformers: Any, name: str) -> ConfigError:
+    near = difflib.get_close_matches(kind, kinds, n=1)
+    if transformers is None:
+        expected = f"without transformers, one of {', '.join(families.KINDS)}"
+        do = "Run: pip install transformers, which knows more; or give --parameters instead."
+    else:
+        expected = f"a kind of model that transformers {transformers.__version__} has"
+        do = "Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters."
+    return ConfigError(
+        f"{name}: model_type", expected=expected, got=repr(kind), do=f"Did you mean {near[0]!r}? {do}" if near else do
     )
-    kv_heads = _optional(config, "num_key_value_heads", heads, _SIZE, name)
-    if hidden % heads and config.get("head_dim") is None:
-        raise ConfigError(
-            f"{name}: hidden_size", expected=f"a multiple of num_attention_heads = {heads}", got=str(hidden),
-            do="Correct the sizes, or give head_dim.",
-        )  # fmt: skip
-    head = _optional(config, "head_dim", hidden // heads, _SIZE, name)
-    biased = {key: _optional(config, key, False, _FLAG, name) for key in ("attention_bias", "mlp_bias")}
-    tied = _optional(config, "tie_word_embeddings", False, _FLAG, name)
-    block = [
-        *_linear("q_proj", hidden, heads * head, biased["attention_bias"]),
-        *_linear("k_proj", hidden, kv_heads * head, biased["attention_bias"]),
-        *_linear("v_proj", hidden, kv_heads * head, biased["attention_bias"]),
-        *_linear("o_proj", heads * head, hidden, biased["attention_bias"]),
-        *_linear("gate_proj", hidden, inner, biased["mlp_bias"]),
-        *_linear("up_proj", hidden, inner, biased["mlp_bias"]),
-        *_linear("down_proj", inner, hidden, biased["mlp_bias"]),
-        ("input_layernorm.weight", torch.Size([hidden])),
-        ("post_attention_layernorm.weight", torch.Size([hidden])),
-    ]
-    root: Shapes = [("embed_tokens.weight", torch.Size([vocabulary, hidden])), ("norm.weight", torch.Size([hidden]))]
-    if not tied:
-        root.append(("lm_head.weight", torch.Size([vocabulary, hidden])))
-    return ModelShape(name, (tuple(root), *(tuple(block) for _ in range(layers))))
-
-
-def _linear(name: str, inputs: int, outputs: int, biased: bool) -> Shapes:
-    weight = (f"{name}.weight", torch.Size([outputs, inputs]))
-    return [weight, (f"{name}.bias", torch.Size([outputs]))] if biased else [weight]
-
-
-def _required(config: Mapping[str, Any], key: str, name: str) -> Any:
-    if config.get(key) is None:
-        near = difflib.get_close_matches(key, config, n=1)
-        raise ConfigError(
-            f"{name}: {key}", expected="the sizes of a transformer, by Hugging Face's names", got="no such key",
-            do=f"Did you mean {near[0]!r}?" if near else "Add it, or give --parameters and --units instead.",
-        )  # fmt: skip
-    return config[key]
-
-
-def _optional(config: Mapping[str, Any], key: str, default: Any, rule: Rule, name: str) -> Any:
-    value = config.get(key)
-    return default if value is None else rule.check(f"{name}: {key}", value)
-
-
-def _refuse_experts(config: Mapping[str, Any], name: str) -> None:
-    for key in config:
-        if "expert" in key and config[key]:
-            raise ConfigError(
-                f"{name}: {key}", expected="a dense model", got=describe(config[key]),
-                do="Give --parameters and --units instead.",
-            )  # fmt: skip

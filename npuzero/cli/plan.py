@@ -4,24 +4,45 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli.arguments import number
+from npuzero.cli import families
+from npuzero.cli.arguments import memory, number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
-from npuzero.cli.table import quantity, table, unit_for
+from npuzero.cli.table import quantity, table
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRECISIONS, PRESETS, Plan, Report
+from npuzero.plan import PRECISIONS, PRESETS, SUMS, Plan, Report
 
 _EPILOG = """\
 examples:
-  npuzero plan --parameters 7e9 --units 32 --world 64 --local 8 --precision bf16
-  npuzero plan --config config.json --world 16 --plot plan.png
+  npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB
+  npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
+
+--config counts to the element: by the model's class where transformers is installed (on meta: nothing is downloaded,
+none of a repository's code is run), else by npuzero's own arithmetic for {kinds}.
+
+--parameters takes a decoder of Llama's plan with just so many parameters: 128 times as wide as deep but 12 blocks at
+least, 32,000 words. What a real model of that size sends is then within 1 %, what it holds mostly within 5 %;
+docs/models.md has a table. A large vocabulary, tied embeddings or experts need --config.
+
+presets, and what each cuts over the ranks (README.md, "Presets"):
+  zero0       nothing, as DDP                     zero3       parameters too
+  zero1       states                              zero3-keep  the same, parameters whole from forward to backward
+  zero1.5     states, within a host               hpz         the same, parameters cut within a host meanwhile
+  zero2       gradients and states                hsdp, mics  all, within a host
 
 Memory is of the training state and the engine's buffers; activations come on top. Traffic is what each rank sends
-in one optimizer step. The model is trained by Adam or AdamW, all parameters trainable."""
+in one optimizer step. The model is trained by Adam or AdamW; what its class freezes stays frozen."""
+
+_LEGEND = """\
+parameters, gradients, states (masters and Adam's moments): what stays on a rank; held: parameters between a block's
+forward and backward; buffers: the most that gathered blocks and wires take at once. Activations come on top.
+Sent: all_gather, reduce_scatter and all_reduce carry parameters and gradients; control is the engine's own."""
 
 
 def add_parser(commands: Any) -> None:
@@ -31,16 +52,23 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="memory per rank and traffic per step of every preset",
         description="Memory per rank and traffic per step of every preset, by the table's arithmetic.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(kinds=", ".join(families.KINDS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7e9")
-    model.add_argument("--config", type=Path, metavar="FILE", help="JSON of a dense transformer, Hugging Face's names")
-    parser.add_argument("--units", type=number, metavar="N", help="blocks of the model (only with --parameters; 32)")
+    model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7B or 350M")
+    model.add_argument("--config", type=Path, metavar="FILE", help="a transformers model's config.json")
+    parser.add_argument("--units", type=number, metavar="N", help="blocks, only with --parameters (by its size)")
     parser.add_argument("--world", type=number, default=8, metavar="N", help="ranks in all (8)")
     parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
+    parser.add_argument(
+        "--sums",
+        choices=SUMS,
+        default="fp32",
+        help="in which finished sums travel where ranks keep the same states (fp32)",
+    )
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a rank, such as 64GiB: which presets fit")
     parser.add_argument("--micro-batches", type=number, default=1, metavar="N", help="per step (1)")
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
@@ -55,57 +83,123 @@ def run(options: argparse.Namespace) -> str:
     """The command's output."""
     model = _model(options)
     reports = predictions(model, options)
-    title = (
-        f"{model.name}: {model.parameters:,} parameters, {options.precision}, {options.world} ranks"
-        f" ({options.local or options.world} per host), {options.micro_batches} micro-batch"
-        f"{'es' * (options.micro_batches > 1)} a step"
-    )
+    title = _title(model, options)
     if options.plot:
-        plot(options.plot, title, reports)
+        plot(options.plot, title, reports, options.memory)
     if options.json:
-        return json.dumps({"model": title, "parameters": model.parameters, "presets": as_dict(reports)}, indent=2)
-    return render(title, reports)
+        facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options.memory)}
+        if options.memory:
+            facts |= {"memory_bytes": options.memory, "first_fit": first_fit(reports, options.memory)}
+        return json.dumps(facts, indent=2)
+    return render(title, reports, options.memory)
 
 
 def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
     """A Report for each preset."""
     settings = Settings(prefetch=options.prefetch)
+    precision = replace(PRECISIONS[options.precision], sums=options.sums)
     reports = {}
     for preset in PRESETS:
-        plan = Plan.preset(preset, precision=options.precision, local_size=options.local)
+        plan = Plan.preset(preset, precision=precision, local_size=options.local)
         reports[preset] = model.predict(
             plan, options.world, settings, micro_batches=options.micro_batches, clip=options.clip
         )
     return reports
 
 
-def as_dict(reports: dict[str, Report]) -> dict[str, Any]:
-    """The reports in bytes, by preset."""
+def as_dict(reports: dict[str, Report], memory_bytes: int | None) -> dict[str, Any]:
+    """The reports in bytes, by preset; ``bytes_left`` of a rank's memory is negative where a preset does not fit."""
     return {
-        name: {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent} for name, report in reports.items()
+        name: {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+        | ({"bytes_left": memory_bytes - _held(report)} if memory_bytes else {})
+        for name, report in reports.items()
     }
 
 
-def render(title: str, reports: dict[str, Report]) -> str:
-    """Two tables: memory by part, traffic by verb; each with its total."""
+def first_fit(reports: dict[str, Report], memory_bytes: int) -> str | None:
+    """The first preset, in the table's order, that a rank has the memory for; None where none is."""
+    return next((name for name, report in reports.items() if _held(report) <= memory_bytes), None)
+
+
+def render(title: str, reports: dict[str, Report], memory_bytes: int | None = None) -> str:
+    """Two tables: memory by part, traffic by verb; each with its total. With a rank's memory, which presets fit."""
     held = {name: report.bytes_held for name, report in reports.items()}
     sent = {name: report.bytes_sent for name, report in reports.items()}
-    return "\n\n".join([title, _table("memory per rank", held), _table("sent per rank and step", sent)])
+    cuts = {"cut": {name: _cuts(report) for name, report in reports.items()}}
+    fits = {}
+    if memory_bytes:
+        fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in reports.items()}
+    tables = [_table("memory per rank", held, cuts, fits), _table("sent per rank and step", sent)]
+    advice = [_advice(reports, memory_bytes)] if memory_bytes else []
+    return "\n\n".join([title, *tables, *advice, _LEGEND])
 
 
-def _table(what: str, rows: dict[str, dict[str, int]]) -> str:
+_Texts = Mapping[str, Mapping[str, str]]
+
+
+def _table(
+    what: str, rows: dict[str, dict[str, int]], before: _Texts | None = None, after: _Texts | None = None
+) -> str:
+    """Bytes by preset and column, between further columns of text."""
+    before, after = before or {}, after or {}
     columns = list(next(iter(rows.values())))
-    unit, unit_bytes = unit_for(max(sum(values.values()) for values in rows.values()))
     body = [
-        [name, *(quantity(nbytes, unit_bytes) for nbytes in (*values.values(), sum(values.values())))]
+        [
+            name,
+            *(texts[name] for texts in before.values()),
+            *(quantity(nbytes) for nbytes in (*values.values(), sum(values.values()))),
+            *(texts[name] for texts in after.values()),
+        ]
         for name, values in rows.items()
     ]
-    return f"{what}, {unit}\n{table(['preset', *columns, 'total'], body)}"
+    return f"{what}\n{table(['preset', *before, *columns, 'total', *after], body)}"
+
+
+def _cuts(report: Report) -> str:
+    """Into how many shards the parts of the state are cut: those with equally many together."""
+    mesh = report.plan.mesh_shape(report.world)
+    shards = {part: mesh.size(getattr(report.plan, part).axes) for part in ("parameters", "gradients", "states")}
+    held = mesh.size(report.plan.held.axes)
+    if shards["states"] == 1:
+        return "nothing"
+    cut = [part for part, count in shards.items() if count > 1]
+    text = f"{'all' if len(cut) == len(shards) else ', '.join(cut)} / {shards['states']}"
+    if held == shards["parameters"]:
+        return text
+    return f"{text}, held {'whole' if held == 1 else f'/ {held}'}"
+
+
+def _held(report: Report) -> int:
+    return sum(report.bytes_held.values())
+
+
+def _fit(bytes_left: int) -> str:
+    return f"fits, {quantity(bytes_left)} left" if bytes_left >= 0 else f"{quantity(-bytes_left)} too much"
+
+
+def _advice(reports: dict[str, Report], memory_bytes: int) -> str:
+    first = first_fit(reports, memory_bytes)
+    if first is not None:
+        left = quantity(memory_bytes - _held(reports[first]))
+        return f"The first that fits in {quantity(memory_bytes)} is {first}; {left} are left for activations."
+    least = min(reports, key=lambda name: _held(reports[name]))
+    over = quantity(_held(reports[least]) - memory_bytes)
+    return f"None fits in {quantity(memory_bytes)}; {least} is nearest, {over} too much: take more ranks or fewer bits."
+
+
+def _title(model: ModelShape, options: argparse.Namespace) -> str:
+    frozen = f" ({model.frozen:,} frozen)" if model.frozen else ""
+    sums = ", sums as wires" if options.sums == "wire" else ""
+    return (
+        f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {options.world} ranks"
+        f" ({options.local or options.world} per host), {options.micro_batches} micro-batch"
+        f"{'es' * (options.micro_batches > 1)} a step"
+    )
 
 
 def _model(options: argparse.Namespace) -> ModelShape:
     if options.parameters is not None:
-        return from_size(options.parameters, 32 if options.units is None else options.units)
+        return from_size(options.parameters, options.units)
     if options.units is not None:
         raise ConfigError(
             "--units", expected="--parameters beside it", got="--config, which tells the blocks itself",

@@ -25,8 +25,8 @@ _COLOURS = {
 }
 
 
-def plot(path: Path, title: str, reports: dict[str, Report]) -> None:
-    """Draws memory per rank and traffic per step as stacked bars, one per preset.
+def plot(path: Path, title: str, reports: dict[str, Report], memory_bytes: int | None = None) -> None:
+    """Draws memory per rank and traffic per step as stacked bars, one per preset; a rank's memory as a line.
 
     Raises:
         ConfigError: matplotlib is missing, or does not know the file's format.
@@ -39,7 +39,9 @@ def plot(path: Path, title: str, reports: dict[str, Report]) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2)
-    _bars(left, "Memory per rank", {name: report.bytes_held for name, report in reports.items()})
+    unit_bytes = _bars(left, "Memory per rank", {name: report.bytes_held for name, report in reports.items()})
+    if memory_bytes:
+        left.axhline(memory_bytes / unit_bytes, color="#D55E00", linestyle="--", linewidth=1)
     _bars(right, "Sent per rank and step", {name: report.bytes_sent for name, report in reports.items()})
     try:
         figure.savefig(path, dpi=150)
@@ -51,7 +53,8 @@ def plot(path: Path, title: str, reports: dict[str, Report]) -> None:
         ) from error
 
 
-def _bars(axes: Axes, title: str, rows: dict[str, dict[str, int]]) -> None:
+def _bars(axes: Axes, title: str, rows: dict[str, dict[str, int]]) -> int:
+    """Draws one side; the bytes of its unit."""
     totals = {name: sum(values.values()) for name, values in rows.items()}
     unit, unit_bytes = unit_for(max(totals.values()))
     bottoms = dict.fromkeys(rows, 0.0)
@@ -69,3 +72,4 @@ def _bars(axes: Axes, title: str, rows: dict[str, dict[str, int]]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    return unit_bytes

@@ -22,17 +22,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def unit_for(nbytes: int) -> tuple[str, int]:
-    """The largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole table."""
+    """The largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole picture."""
     power = 0
     while power + 1 < len(_UNITS) and nbytes >= 10 * 1024 ** (power + 1):
         power += 1
     return _UNITS[power], 1024**power
 
 
-def quantity(nbytes: int, unit_bytes: int) -> str:
-    """`nbytes` in units of `unit_bytes`, with two decimals; whole bytes have none, and nothing is a dash."""
+def quantity(nbytes: int) -> str:
+    """`nbytes` with its own unit and four digits, such as ``13.04 GiB``; nothing is a dash."""
     if nbytes == 0:
         return "-"
-    if nbytes < 0.005 * unit_bytes:
-        return "<0.01"
-    return f"{nbytes:,}" if unit_bytes == 1 else f"{nbytes / unit_bytes:,.2f}"
+    power = min((nbytes.bit_length() - 1) // 10, len(_UNITS) - 1)
+    if power == 0:
+        return f"{nbytes} B"
+    value = nbytes / 1024**power
+    return f"{value:,.{2 if value < 100 else 1}f} {_UNITS[power]}"

@@ -74,10 +74,19 @@ def build_units(specs: list[UnitSpec], plan: Plan, settings: Settings, mesh: Cou
 
 def predict(model: nn.Module, plan: Plan, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any) -> Report:
     """:func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
+    return predict_units(units_of(model, rule), plan, shape, settings, **facts)
+
+
+def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
+    """The parameters of each unit of ``model``, the root unit first; on any device, meta among them.
+
+    Raises:
+        ConfigError: a parameter that cannot be part of a flat, or a rule that names no module.
+    """
     specs = _discover(model, rule)
     for name, parameter in (pair for spec in specs for pair in spec.parameters):
         _check_parameter(name, parameter)
-    return predict_units([_facts(spec) for spec in specs], plan, shape, settings, **facts)
+    return [_facts(spec) for spec in specs]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,141 @@
+"""Shapes of a model by its class in transformers, built on meta: no data, no network, no code but transformers' own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from npuzero.cli.keys import DEPTH, missing, refuse_strangers
+from npuzero.config import describe
+from npuzero.errors import ConfigError, NpuZeroError
+from npuzero.shard.build import ParameterFacts, units_of
+
+#: What the file may say of how a model is stored, loaded and run; its shapes do not depend on it.
+_PASSED_OVER = (
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "attn_implementation",
+    "_attn_implementation",
+)
+#: Which of a kind's classes is meant where the file names none: the first of these that there is.
+_TASKS = (
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_CLASSIFICATION",
+)
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+def library() -> Any:
+    """The package transformers; None where it is not installed."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        return None
+
+
+def count(transformers: Any, values: Mapping[str, Any], name: str) -> tuple[str, list[list[ParameterFacts]]]:
+    """The class of the model that a JSON describes, and its parameters by unit, the root unit first.
+
+    Raises:
+        ConfigError: a class that transformers has not, or sizes that are missing, mistyped or impossible.
+    """
+    _check_depth(values, name)
+    try:
+        config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(_shapes_only(values))
+        _check_sizes(values, config, name)
+        kind = _class_of(transformers, values, config, name)
+        _load_nothing(config)
+        with torch.device("meta"):
+            model: nn.Module = kind(config)
+    except NpuZeroError:
+        raise
+    except Exception as error:  # whatever a class of transformers says of sizes that it cannot have
+        raise ConfigError(
+            f"{name}: {values['model_type']}",
+            expected=f"a model that transformers {transformers.__version__} can build",
+            got=" ".join(f"{type(error).__name__}: {error}".split()),
+            do="Correct the file, or give --parameters instead.",
+        ) from error
+    return type(model).__name__, units_of(model)
+
+
+def _shapes_only(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _shapes_only(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in _PASSED_OVER
+    }
+
+
+def _check_depth(values: Mapping[str, Any], name: str) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_depth(value, f"{name}: {key}")
+        elif "layers" in key and isinstance(value, int) and value > DEPTH.most:  # type: ignore[operator]
+            DEPTH.check(f"{name}: {key}", value)
+
+
+def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
+    """Sizes that the file does not say are not made up, neither by a default nor where a key is misspelt."""
+    defaults = _defaults(config)
+    if defaults is None:
+        return
+    names = config.attribute_map
+    known = {*defaults.to_dict(), *names}
+    others = [key for key in values if key not in known]
+    for size in _SIZES:
+        key = names.get(size, size)
+        default = getattr(defaults, key, None)
+        if default is not None and getattr(config, key) == default and not {size, key} & values.keys():
+            raise missing(name, key, others, default)
+    for part in config.sub_configs:
+        if isinstance(values.get(part), dict):
+            _check_sizes(values[part], getattr(config, part), f"{name}: {part}")
+        elif (made := getattr(config, part)) is not None and made.to_dict() == getattr(defaults, part).to_dict():
+            raise missing(name, part, others)
+    refuse_strangers(values, known, name)
+
+
+def _defaults(config: Any) -> Any:
+    """The config of a file that says nothing; None where such a file would be refused."""
+    try:
+        return type(config)()
+    except Exception:
+        return None
+
+
+def _class_of(transformers: Any, values: Mapping[str, Any], config: Any, name: str) -> Any:
+    """The class that the file names, else the one that transformers has for the kind of model."""
+    named = values.get("architectures")
+    if not named:
+        auto = importlib.import_module("transformers.models.auto.modeling_auto")
+        mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS]
+        found = [mapping.get(values["model_type"]) for mapping in (*mappings, auto.MODEL_MAPPING_NAMES)]
+        named = next((kinds if isinstance(kinds, (list, tuple)) else [kinds] for kinds in found if kinds), [None])
+    kind = getattr(transformers, named[0], None) if isinstance(named, (list, tuple)) and named[0] else None
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model or not isinstance(config, kind.config_class):  # type: ignore[union-attr]
+        raise ConfigError(
+            f"{name}: architectures",
+            expected=f"a class that transformers {transformers.__version__} has for {values['model_type']!r}",
+            got=describe(named[0] if isinstance(named, list) and len(named) == 1 else named),
+            do="Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters.",
+        )
+    return kind
+
+
+def _load_nothing(config: Any) -> None:
+    """Some models fetch a backbone's weights when they are built, even on meta."""
+    for part in (config, *(getattr(config, part, None) for part in config.sub_configs)):
+        if hasattr(part, "use_pretrained_backbone"):
+            part.use_pretrained_backbone = False
