@@ -23,13 +23,13 @@ _PASSED_OVER = (
     "attn_implementation",
     "_attn_implementation",
 )
-#: Which of a kind's classes is meant where the file names none: the first of these that there is.
+#: Which of a kind's classes is meant where the file names none: the first of these that there is, whole models first.
 _TASKS = (
     "SEQ_TO_SEQ_CAUSAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_TEXT_TO_TEXT",
     "MASKED_LM",
     "CAUSAL_LM",
-    "IMAGE_TEXT_TO_TEXT",
-    "SPEECH_SEQ_2_SEQ",
     "IMAGE_CLASSIFICATION",
 )
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -64,7 +64,7 @@ def count(transformers: Any, values: Mapping[str, Any], name: str) -> tuple[str,
             f"{name}: {values['model_type']}",
             expected=f"a model that transformers {transformers.__version__} can build",
             got=" ".join(f"{type(error).__name__}: {error}".split()),
-            do="Correct the file, or give --parameters instead.",
+            do="Correct the file, or install what the class asks for; or give --parameters instead.",
         ) from error
     return type(model).__name__, units_of(model)
 
@@ -103,7 +103,7 @@ def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
             _check_sizes(values[part], getattr(config, part), f"{name}: {part}")
         elif (made := getattr(config, part)) is not None and made.to_dict() == getattr(defaults, part).to_dict():
             raise missing(name, part, others)
-    refuse_strangers(values, known, name)
+    refuse_strangers(values, known, name, () if config.sub_configs else _SIZES)
 
 
 def _defaults(config: Any) -> Any:
@@ -117,21 +117,25 @@ def _defaults(config: Any) -> Any:
 def _class_of(transformers: Any, values: Mapping[str, Any], config: Any, name: str) -> Any:
     """The class that the file names, else the one that transformers has for the kind of model."""
     named = values.get("architectures")
-    if not named:
-        auto = importlib.import_module("transformers.models.auto.modeling_auto")
-        mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS]
-        found = [mapping.get(values["model_type"]) for mapping in (*mappings, auto.MODEL_MAPPING_NAMES)]
-        named = next((kinds if isinstance(kinds, (list, tuple)) else [kinds] for kinds in found if kinds), [None])
-    kind = getattr(transformers, named[0], None) if isinstance(named, (list, tuple)) and named[0] else None
-    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    if not is_model or not isinstance(config, kind.config_class):  # type: ignore[union-attr]
-        raise ConfigError(
-            f"{name}: architectures",
-            expected=f"a class that transformers {transformers.__version__} has for {values['model_type']!r}",
-            got=describe(named[0] if isinstance(named, list) and len(named) == 1 else named),
-            do="Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters.",
-        )
-    return kind
+    kinds = [getattr(transformers, str(each), None) for each in named or _usual(values["model_type"])]
+    for kind in kinds:
+        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if is_model and isinstance(config, kind.config_class):  # type: ignore[union-attr]
+            return kind
+    raise ConfigError(
+        f"{name}: architectures",
+        expected=f"a class that transformers {transformers.__version__} has for {values['model_type']!r}",
+        got=describe(named) if named else "no such key, and no class that is usual for it",
+        do="Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters.",
+    )
+
+
+def _usual(model_type: str) -> list[str]:
+    """Names of the classes that the kind of model has for the tasks."""
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS]
+    found = [mapping.get(model_type, ()) for mapping in (*mappings, auto.MODEL_MAPPING_NAMES)]
+    return [name for names in found for name in ([names] if isinstance(names, str) else names)]
 
 
 def _load_nothing(config: Any) -> None:

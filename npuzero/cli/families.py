@@ -1,4 +1,4 @@
-"""Shapes of well-known transformers, counted here; tests hold each against its class in transformers, shape by shape."""
+"""Shapes of well-known kinds of models, counted here; tests hold each against its class in transformers."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ def _qwen3(sizes: Sizes) -> Decoder:
 
 def _gpt2(sizes: Sizes) -> Decoder:
     sizes.only("add_cross_attention", False)
-    for other_name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
-        sizes.only(other_name, None)
     width, vocabulary = sizes.size("n_embd"), sizes.size("vocab_size")
     _divided(sizes, "n_embd", width, "n_head", sizes.size("n_head"))
     inner = sizes.optional("n_inner", 4 * width)
+    for alias in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        sizes.only(alias, None)
     root = [
         *_embedding("wte", vocabulary, width),
         *_embedding("wpe", sizes.size("n_positions"), width),

@@ -28,8 +28,12 @@ def missing(name: str, key: str, others: Collection[str], default: object = None
     )
 
 
-def refuse_strangers(config: Mapping[str, Any], known: Collection[str], name: str) -> None:
+def refuse_strangers(config: Mapping[str, Any], known: Collection[str], name: str, sizes: Collection[str] = ()) -> None:
     """Raises where a key would be passed over that was meant to count: almost a known one's name, or about experts.
+
+    Args:
+        known: keys that are counted, or are known not to count.
+        sizes: names that other kinds of models have for their sizes.
 
     Raises:
         ConfigError: naming the key.
@@ -39,7 +43,7 @@ def refuse_strangers(config: Mapping[str, Any], known: Collection[str], name: st
         if key in known:
             continue
         near = difflib.get_close_matches(key, absent, n=1, cutoff=0.9)
-        if near or ("expert" in key and value):
+        if near or key in sizes or ("expert" in key and value):
             raise ConfigError(
                 f"{name}: {key}",
                 expected=f"a key of model_type {config.get('model_type')!r}",

@@ -16,11 +16,12 @@ from npuzero.errors import ConfigError
 from npuzero.plan import Plan, Report
 from npuzero.shard.build import ParameterFacts, predict_units
 
-#: A block's elements over its width squared (attention 4, feed-forward 8), and width over depth, in models from 1B on.
+#: A block's elements over its width squared (attention 4, feed-forward 8), and large models' width over their depth.
 _BLOCK, _ASPECT = 12, 128
-#: Blocks of the smallest models, and the entries of a vocabulary.
-_LEAST_DEPTH, _VOCABULARY = 12, 32000
-#: Elements a unit needs at least, to be a block of anything.
+#: Blocks at least, from so many parameters on.
+_DEPTHS = {0: 12, 250_000_000: 24}
+_VOCABULARY = 32000
+#: Elements a block needs at least, to be one.
 _LEAST_BLOCK = 16
 
 
@@ -46,39 +47,48 @@ class ModelShape:
         return predict_units(self.units, plan, plan.mesh_shape(world), settings, **facts)
 
 
-def from_size(parameters: int, blocks: int | None = None) -> ModelShape:
+def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None = None) -> ModelShape:
     """A decoder of the Llama family with as many parameters, to the element.
 
-    Its depth is the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep, and 12 at
-    least; its vocabulary 32,000, or what leaves two thirds of a small model to its blocks. The width follows; the
-    feed-forward layers and a vector of the root unit take what is left.
+    Depth: the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep; at least 24, and
+    12 below 250 million parameters. Vocabulary: 32,000, but at most a third of the parameters are in embedding and
+    head. The width follows; the feed-forward layers, and a vector of the root unit, take what is left.
 
     Args:
         parameters: elements in all.
         blocks: None chooses the depth.
+        vocabulary: None chooses.
 
     Raises:
-        ConfigError: too few parameters for so many blocks.
+        ConfigError: too few parameters for so many blocks or so large a vocabulary.
     """
-    depth = blocks or max(_LEAST_DEPTH, int((parameters / (_BLOCK * _ASPECT**2)) ** (1 / 3)))
+    least = max(depth for size, depth in _DEPTHS.items() if parameters >= size)
+    depth = blocks or max(least, int((parameters / (_BLOCK * _ASPECT**2)) ** (1 / 3)))
     if parameters < _LEAST_BLOCK * depth:
-        raise ConfigError(
-            "--parameters",
-            expected=f"at least {_LEAST_BLOCK} for each of {depth} blocks",
-            got=str(parameters),
-            do="Give the number of parameters, such as 7B, and with --units the number of blocks.",
-        )
-    vocabulary = min(_VOCABULARY, int(parameters / (6 * math.sqrt(parameters / (_BLOCK * depth)))))
+        raise _too_few(parameters, f"at least {_LEAST_BLOCK} for each of {depth} blocks")
+    if vocabulary is None:
+        vocabulary = min(_VOCABULARY, int(parameters / (6 * math.sqrt(parameters / (_BLOCK * depth)))))
     # parameters = depth * 12 * width^2 + 2 * vocabulary * width
     width = (math.sqrt(vocabulary**2 + _BLOCK * depth * parameters) - vocabulary) / (_BLOCK * depth)
     width = round(width / 128) * 128 if width >= 1024 else max(1, int(width))
     ends = (2 * vocabulary + 1) * width
     inner, rest = divmod(parameters - ends - depth * (4 * width + 2) * width, 3 * width * depth)
+    if inner < 1:
+        raise _too_few(parameters, f"enough for {depth} blocks beside a vocabulary of {vocabulary:,}")
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocabulary}
     _, (root, *units) = families.count({**sizes, "model_type": "llama", "num_attention_heads": 1}, "--parameters")
     if rest:
         root.append(ParameterFacts("rest", torch.Size([rest])))
     return ModelShape(f"decoder of {depth} blocks, width {width}, vocabulary {vocabulary:,}", (root, *units))
+
+
+def _too_few(parameters: int, expected: str) -> ConfigError:
+    return ConfigError(
+        "--parameters",
+        expected=expected,
+        got=str(parameters),
+        do="Give the number of parameters, such as 7B; --units takes the number of blocks.",
+    )
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:

@@ -59,6 +59,7 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7B or 350M")
     model.add_argument("--config", type=Path, metavar="FILE", help="a transformers model's config.json")
     parser.add_argument("--units", type=number, metavar="N", help="blocks, only with --parameters (by its size)")
+    parser.add_argument("--vocabulary", type=number, metavar="N", help="only with --parameters (32,000)")
     parser.add_argument("--world", type=number, default=8, metavar="N", help="ranks in all (8)")
     parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
@@ -199,10 +200,13 @@ def _title(model: ModelShape, options: argparse.Namespace) -> str:
 
 def _model(options: argparse.Namespace) -> ModelShape:
     if options.parameters is not None:
-        return from_size(options.parameters, options.units)
-    if options.units is not None:
-        raise ConfigError(
-            "--units", expected="--parameters beside it", got="--config, which tells the blocks itself",
-            do="Leave --units out.",
-        )  # fmt: skip
+        return from_size(options.parameters, options.units, options.vocabulary)
+    for name in ("units", "vocabulary"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name}",
+                expected="--parameters beside it",
+                got="--config, which tells it itself",
+                do=f"Leave --{name} out.",
+            )
     return from_config(read_json(options.config), str(options.config))
