@@ -20,7 +20,9 @@ from npuzero.shard.build import ParameterFacts, predict_units
 _BLOCK, _ASPECT = 12, 128
 #: Blocks at least, from so many parameters on.
 _DEPTHS = {0: 12, 250_000_000: 24}
-_VOCABULARY = 32000
+#: Below so many parameters embeddings are tied to the head; the vocabulary where they are, and where they are not.
+_TIED_BELOW = 2 * 10**9
+_VOCABULARIES = {True: 50_000, False: 32_000}
 #: Elements a block needs at least, to be one.
 _LEAST_BLOCK = 16
 
@@ -51,8 +53,9 @@ def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None
     """A decoder of the Llama family with as many parameters, to the element.
 
     Depth: the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep; at least 24, and
-    12 below 250 million parameters. Vocabulary: 32,000, but at most a third of the parameters are in embedding and
-    head. The width follows; the feed-forward layers, and a vector of the root unit, take what is left.
+    12 below 250 million parameters. Vocabulary: 32,000; below two billion parameters 50,000 and tied to the head. At
+    most a third of the parameters are there. The width follows; the feed-forward layers, and a vector of the root unit,
+    take what is left.
 
     Args:
         parameters: elements in all.
@@ -66,17 +69,22 @@ def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None
     depth = blocks or max(least, int((parameters / (_BLOCK * _ASPECT**2)) ** (1 / 3)))
     if parameters < _LEAST_BLOCK * depth:
         raise _too_few(parameters, f"at least {_LEAST_BLOCK} for each of {depth} blocks")
+    tied = parameters < _TIED_BELOW
+    copies = 1 if tied else 2
     if vocabulary is None:
-        vocabulary = min(_VOCABULARY, int(parameters / (6 * math.sqrt(parameters / (_BLOCK * depth)))))
-    # parameters = depth * 12 * width^2 + 2 * vocabulary * width
-    width = (math.sqrt(vocabulary**2 + _BLOCK * depth * parameters) - vocabulary) / (_BLOCK * depth)
+        widest = math.sqrt(parameters * 2 / 3 / (_BLOCK * depth))
+        vocabulary = max(1, min(_VOCABULARIES[tied], int(parameters / 3 / (copies * widest))))
+    # parameters = depth * 12 * width^2 + copies * vocabulary * width
+    square, half = _BLOCK * depth, copies * vocabulary / 2
+    width = (math.sqrt(half**2 + square * parameters) - half) / square
     width = round(width / 128) * 128 if width >= 1024 else max(1, int(width))
-    ends = (2 * vocabulary + 1) * width
+    ends = (copies * vocabulary + 1) * width
     inner, rest = divmod(parameters - ends - depth * (4 * width + 2) * width, 3 * width * depth)
     if inner < 1:
         raise _too_few(parameters, f"enough for {depth} blocks beside a vocabulary of {vocabulary:,}")
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocabulary}
-    _, (root, *units) = families.count({**sizes, "model_type": "llama", "num_attention_heads": 1}, "--parameters")
+    kind = {"model_type": "llama", "num_attention_heads": 1, "tie_word_embeddings": tied}
+    _, (root, *units) = families.count(sizes | kind, "--parameters")
     if rest:
         root.append(ParameterFacts("rest", torch.Size([rest])))
     return ModelShape(f"decoder of {depth} blocks, width {width}, vocabulary {vocabulary:,}", (root, *units))
@@ -101,7 +109,8 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ConfigError: a kind of model that neither knows, or sizes that are missing, mistyped or impossible.
     """
-    kind = config.get("model_type")
+    transformers = classes.library()
+    kind = config.get("model_type") or _kind_of(transformers, config.get("architectures"))
     if not isinstance(kind, str):
         raise ConfigError(
             f"{name}: model_type",
@@ -109,7 +118,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
             got="no such key" if kind is None else describe(kind),
             do='Add it, such as "model_type": "llama", or give --parameters instead.',
         )
-    transformers = classes.library()
+    config = {**config, "model_type": kind}
     if transformers is not None and kind in transformers.CONFIG_MAPPING:
         counter, (described, units) = (
             f"transformers {transformers.__version__}",
@@ -118,20 +127,29 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     elif kind in families.KINDS:
         counter, (described, units) = "npuzero", families.count(config, name)
     else:
-        raise _unknown(
-            kind, [*families.KINDS, *(transformers.CONFIG_MAPPING if transformers else ())], transformers, name
-        )
+        raise _unknown(kind, transformers, name)
     return ModelShape(f"{name}, {described} as {counter} counts it", units)
 
 
-def _unknown(kind: str, kinds: Sequence[str], transformers: Any, name: str) -> ConfigError:
-    near = difflib.get_close_matches(kind, kinds, n=1)
+def _kind_of(transformers: Any, architectures: Any) -> Any:
+    """The model_type of a file that only names the class."""
+    for kind, (architecture, *_) in families.KINDS.items():
+        if architectures == [architecture]:
+            return kind
+    named = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    return getattr(getattr(getattr(transformers, str(named), None), "config_class", None), "model_type", None)
+
+
+def _unknown(kind: str, transformers: Any, name: str) -> ConfigError:
     if transformers is None:
-        expected = f"without transformers, one of {', '.join(families.KINDS)}"
+        kinds = list(families.KINDS)
+        expected = f"without transformers, one of {', '.join(kinds)}"
         do = "Run: pip install transformers, which knows more; or give --parameters instead."
     else:
+        kinds = [*families.KINDS, *transformers.CONFIG_MAPPING]
         expected = f"a kind of model that transformers {transformers.__version__} has"
         do = "Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters."
+    near = difflib.get_close_matches(kind, kinds, n=1)
     return ConfigError(
         f"{name}: model_type", expected=expected, got=repr(kind), do=f"Did you mean {near[0]!r}? {do}" if near else do
     )

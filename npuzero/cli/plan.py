@@ -24,11 +24,13 @@ examples:
   npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
 
 --config counts to the element: by the model's class where transformers is installed (on meta: nothing is downloaded,
-none of a repository's code is run), else by npuzero's own arithmetic for {kinds}.
+none of a repository's code is run), else by npuzero's own arithmetic for
+{kinds}.
 
---parameters takes a decoder of Llama's plan with just so many parameters: 128 times as wide as deep but 12 blocks at
-least, 32,000 words. What a real model of that size sends is then within 1 %, what it holds mostly within 5 %;
-docs/models.md has a table. A large vocabulary, tied embeddings or experts need --config.
+--parameters lays out a decoder of Llama's plan with just so many parameters: 128 times as wide as deep but 24 blocks
+at least (12 below 250M), 32,000 words (below 2B: 50,000, tied); --units and --vocabulary say otherwise. Against real
+models of that size traffic is then within 0.2 % and memory under zero0 within 2 %. Under zero3, where embeddings stay
+gathered, an 8B model with 128,000 words needs half as much again, unless --vocabulary is given. Table: docs/plan.md.
 
 presets, and what each cuts over the ranks (README.md, "Presets"):
   zero0       nothing, as DDP                     zero3       parameters too
@@ -57,9 +59,9 @@ def add_parser(commands: Any) -> None:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7B or 350M")
-    model.add_argument("--config", type=Path, metavar="FILE", help="a transformers model's config.json")
-    parser.add_argument("--units", type=number, metavar="N", help="blocks, only with --parameters (by its size)")
-    parser.add_argument("--vocabulary", type=number, metavar="N", help="only with --parameters (32,000)")
+    model.add_argument("--config", type=Path, metavar="FILE", help="config.json of a transformers model")
+    parser.add_argument("--units", type=number, metavar="N", help="blocks, with --parameters (by its size)")
+    parser.add_argument("--vocabulary", type=number, metavar="N", help="its entries, with --parameters (32,000)")
     parser.add_argument("--world", type=number, default=8, metavar="N", help="ranks in all (8)")
     parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")

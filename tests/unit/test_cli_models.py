@@ -203,6 +203,11 @@ def test_a_misspelt_key_is_named(counter):
         from_config(config | {"vocab_size": 101, "num_key_value_head": 2}, "test")
 
 
+def test_a_class_tells_its_kind(counter):
+    config = LLAMA_NAMES | {"architectures": ["MistralForCausalLM"]}
+    assert shapes(from_config(config, "test")) == shapes(from_config(LLAMA | {"model_type": "mistral"}, "test"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
