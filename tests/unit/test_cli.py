@@ -249,7 +249,7 @@ def test_a_wrong_option_is_argparses_error(arguments, capsys):
 def test_plot_draws_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
-    assert main(["plan", "--parameters", "1e9", "--world", "8", "--plot", str(path)]) == 0
+    assert main(["plan", "--parameters", "1e9", "--world", "8", "--memory", "16GiB", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
 
 

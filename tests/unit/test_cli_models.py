@@ -140,6 +140,32 @@ OTHERS = {
 OTHERS["ViT"].pop("vocab_size")
 
 
+#: Files as the hub has them: an old name of the width, the text's sizes beside a vision_config, defaults left out.
+VISION = {"embed_dim": 1280, "depth": 32, "hidden_size": 3584, "in_chans": 3, "mlp_ratio": 4, "num_heads": 16}
+CLIP = sizes("clip_vision_model", 1024, 4096, 16, 24, 32000, image_size=336, patch_size=14, projection_dim=768)
+HUB = {
+    "BLOOM-560M": (
+        {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880},
+        559_214_592,
+    ),
+    "Qwen2-VL-7B": (REAL["Qwen2-7B"][0] | {"model_type": "qwen2_vl", "vision_config": VISION}, 8_291_375_616),
+    "LLaVA-1.5-7B": (
+        {"model_type": "llava", "vision_config": CLIP, "text_config": {"model_type": "llama", "vocab_size": 32064}},
+        7_063_427_072,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_files_as_the_hub_has_them(name):
+    pytest.importorskip("transformers")
+    config, parameters = HUB[name]
+    assert from_config(config, name).parameters == parameters
+    if "text_config" in config:
+        with pytest.raises(ConfigError, match=r"text_config: .* no such key"):
+            from_config({key: value for key, value in config.items() if key != "text_config"}, name)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_counted_by_their_class(name, tmp_path, capsys):

@@ -197,6 +197,13 @@ def test_sums_that_travel_as_wires_are_rounded_once_more(model: str, recipe: Rec
         assert_same_bits(found, trained(model.removesuffix(", sums too"), plan, recipe))
 
 
+@pytest.mark.parametrize("plan", ["zero0", "hsdp"])
+def test_without_sync_sums_travel_as_wires_too(plan: str) -> None:
+    rounding = replace(ROUNDING[plan], each_micro_batch=False, of_sum=True)
+    found = trained("bf16, sums too", plan, TWO, no_sync=True)
+    assert_nearly_equal(found, by_hand("bf16, sums too", TWO, rounding), share=0.9)
+
+
 @pytest.mark.parametrize("plan", [plan for plan in npuzero.PRESETS if plan not in SENDS_SUMS])
 def test_where_no_sum_travels_none_is_rounded(plan: str) -> None:
     assert_same_bits(trained("bf16, sums too", plan, ONE), trained("bf16", plan, ONE))
