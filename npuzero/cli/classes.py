@@ -31,6 +31,7 @@ _TASKS = (
     "MASKED_LM",
     "CAUSAL_LM",
 )
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -77,10 +78,11 @@ def _shapes_only(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_depth(values: Mapping[str, Any], name: str) -> None:
+    """A model of a million blocks would be built for hours, and one of none is a slip."""
     for key, value in values.items():
         if isinstance(value, dict):
             _check_depth(value, f"{name}: {key}")
-        elif "layers" in key and isinstance(value, int) and value > DEPTH.most:  # type: ignore[operator]
+        elif type(value) is int and (key in _DEPTHS or (key.endswith(("layer", "layers", "depth")) and value > 0)):
             DEPTH.check(f"{name}: {key}", value)
 
 

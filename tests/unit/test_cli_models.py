@@ -206,6 +206,8 @@ LLAMA_NAMES = {key: value for key, value in LLAMA.items() if key != "model_type"
         (LLAMA | {"hidden_size": 63}, "(?i)hidden[_ ]size.* multiple of "),
         (LLAMA | {"hidden_size": 2**60}, "hidden_size|llama: expected"),
         (LLAMA | {"num_hidden_layers": 10**7}, "num_hidden_layers: expected an integer from 1 to 4096"),
+        (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers: expected an integer from 1 to 4096"),
+        (TINY["gpt2"] | {"n_layer": 10**7}, "n_layer: expected an integer from 1 to 4096"),
         (LLAMA | {"vocab_size": True}, "vocab_size"),
         (LLAMA | {"tie_word_embeddings": 1}, "tie_word_embeddings"),
         (LLAMA | {"num_local_experts": 8}, "num_local_experts: .* which would not be counted"),
