@@ -158,16 +158,20 @@ class Reducer:
                 whole[slot.begin : slot.end].zero_()
 
     def _reopen(self, flat: Flat) -> None:
-        """More gradients come after the boundary: set the reduced ones aside, to be added once these are reduced."""
-        if flat.gradient_state not in (_S.READY, _S.REDUCING):
+        """More gradients come: what is reduced is no longer all there is.
+
+        Where a reduction at the boundary made it, it is set aside, to be added once these are reduced.
+        """
+        if flat.gradient_state is _S.REDUCING:
+            self.drain()
+        if flat.gradient_state is not _S.READY:
             return
-        self.drain()
-        if flat.gradient_state is _S.READY and self._has_boundary:
+        if self._has_boundary:
             flat.carry = self._space.allocate(flat.own_gradient.numel(), torch.float32, "buffers")
             flat.carry.copy_(flat.own_gradient)
             flat.local_held = [False] * len(flat.parameters)
             flat.valid = False
-            flat.move(_S.PARTIAL)
+        flat.move(_S.ACCUMULATED)
 
     # -- at the step boundary --------------------------------------------------------------------------------------
 

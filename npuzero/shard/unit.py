@@ -66,7 +66,7 @@ _MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
     _G.PARTIAL: (_G.REDUCING, _G.ACCUMULATED, _G.EMPTY),
     _G.REDUCING: (_G.ACCUMULATED, _G.READY),
     _G.ACCUMULATED: (_G.PARTIAL, _G.REDUCING, _G.READY, _G.EMPTY),
-    _G.READY: (_G.PARTIAL, _G.REDUCING, _G.EMPTY),
+    _G.READY: (_G.ACCUMULATED, _G.EMPTY),
 }
 
 

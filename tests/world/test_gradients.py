@@ -1,0 +1,201 @@
+"""The life of gradients from backward to the step, as training loops lead it: nothing is lost, nothing comes back.
+
+Each scenario runs by plain torch and by npuzero, and must leave the same model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import npuzero
+from world.test_behaviour import BranchingGPT
+from world.toy import loss_of, tokens_of
+from world.train import Session, check
+
+ALL, WITHOUT_1 = (0, 1, 2), (0, 2)
+PLANS = ("zero0", "zero1", "zero3", "hsdp")
+every_plan = pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
+)
+
+
+def steps(session: Session, passes: Callable[[int], None], count: int = 3) -> None:
+    """``count`` steps of AdamW after the backward passes that ``passes(step)`` makes."""
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    for step in range(count):
+        passes(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- a unit that has its gradient, and is not used again ---------------------------------------------------------------
+
+
+def a_synchronised_pass_then_no_sync_without_a_unit(session: Session) -> None:
+    def passes(step: int) -> None:
+        session.loss(step, 0, blocks=ALL).backward()
+        with session.no_sync():
+            session.loss(step, 1, blocks=WITHOUT_1).backward()
+
+    steps(session, passes)
+
+
+def two_passes_the_second_without_a_unit(session: Session) -> None:
+    def passes(step: int) -> None:
+        session.loss(step, 0, blocks=ALL).backward()
+        session.clip(0.1)
+        session.loss(step, 1, blocks=WITHOUT_1).backward()
+
+    steps(session, passes)
+
+
+def gradients_kept_over_a_step_and_a_unit_left_out(session: Session) -> None:
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    for step in range(3):
+        with session.no_sync() if step == 1 else contextlib.nullcontext():
+            session.loss(step, blocks=ALL if step == 0 else WITHOUT_1).backward()
+        optimizer.step()
+
+
+# -- passes that the step must see -------------------------------------------------------------------------------------
+
+
+def no_sync_after_a_synchronised_pass(session: Session) -> None:
+    """What the later pass brings counts in this step, and not in the next one."""
+
+    def passes(step: int) -> None:
+        session.loss(step, 0).backward()
+        with session.no_sync():
+            session.loss(step, 1).backward()
+
+    steps(session, passes)
+
+
+def no_sync_after_clipping(session: Session) -> None:
+    def passes(step: int) -> None:
+        session.loss(step, 0).backward()
+        session.clip(0.1)
+        with session.no_sync():
+            session.loss(step, 1).backward()
+
+    steps(session, passes)
+
+
+# -- gradients that are dropped and must not come back -----------------------------------------------------------------
+
+
+def drop(session: Session) -> None:
+    for module in (session.model.blocks[1], session.model.norm):
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def dropped_after_no_sync(session: Session) -> None:
+    def passes(step: int) -> None:
+        with session.no_sync():
+            session.loss(step, 0, blocks=ALL).backward()
+        drop(session)
+        session.loss(step, 1, blocks=WITHOUT_1).backward()
+
+    steps(session, passes)
+
+
+def dropped_between_two_no_syncs(session: Session) -> None:
+    def passes(step: int) -> None:
+        for micro_batch, blocks in enumerate((ALL, WITHOUT_1)):
+            with session.no_sync():
+                session.loss(step, micro_batch, blocks=blocks).backward()
+            if micro_batch == 0:
+                drop(session)
+
+    steps(session, passes)
+
+
+def dropped_before_the_step(session: Session) -> None:
+    def passes(step: int) -> None:
+        with session.no_sync():
+            session.loss(step, 0).backward()
+        drop(session)
+
+    steps(session, passes)
+
+
+def dropped_after_clipping(session: Session) -> None:
+    """What was reduced before the drop is set aside while more comes, and none of the dropped is added back."""
+
+    def passes(step: int) -> None:
+        session.loss(step, 0, blocks=ALL).backward()
+        session.clip(0.1)
+        drop(session)
+        session.loss(step, 1, blocks=WITHOUT_1).backward()
+        session.clip(0.1)
+
+    steps(session, passes)
+
+
+def dropped_while_the_reduced_are_set_aside(session: Session) -> None:
+    def passes(step: int) -> None:
+        session.loss(step, 0, blocks=ALL).backward()
+        session.clip(0.1)
+        session.loss(step, 1, blocks=ALL).backward()
+        drop(session)
+        session.loss(step, 2, blocks=WITHOUT_1).backward()
+
+    steps(session, passes)
+
+
+# -- parameters that are gathered for nothing --------------------------------------------------------------------------
+
+
+def an_evaluation_that_foresees_another_unit(session: Session) -> None:
+    """Between backward and the step a forward leaves a gather under way, of a unit that it does not come to."""
+
+    def passes(step: int) -> None:
+        session.loss(step, blocks=ALL).backward()
+        with torch.no_grad():
+            loss_of(session.model, tokens_of(9, 0, 0), blocks=ALL)
+            loss_of(session.model, tokens_of(9, 0, 0), blocks=(0, 1))
+
+    steps(session, passes)
+
+
+def a_forward_that_stops_early(session: Session) -> None:
+    """A forward that raises behind its first block: what was on its way for the second is not the next step's."""
+
+    def passes(step: int) -> None:
+        session.loss(step, blocks=ALL).backward()
+        with pytest.raises(IndexError):
+            session.loss(step, blocks=(0, 9))
+
+    steps(session, passes)
+
+
+SCENARIOS = (
+    a_synchronised_pass_then_no_sync_without_a_unit,
+    two_passes_the_second_without_a_unit,
+    gradients_kept_over_a_step_and_a_unit_left_out,
+    no_sync_after_a_synchronised_pass,
+    no_sync_after_clipping,
+    dropped_after_no_sync,
+    dropped_between_two_no_syncs,
+    dropped_before_the_step,
+    dropped_after_clipping,
+    dropped_while_the_reduced_are_set_aside,
+    an_evaluation_that_foresees_another_unit,
+    a_forward_that_stops_early,
+)
+
+
+@every_plan
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
+def test_gradients(scenario: Callable[[Session], None], plan: str) -> None:
+    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_one_rank_alone(plan: str) -> None:
+    check(two_passes_the_second_without_a_unit, 1, BranchingGPT, plan=plan)
