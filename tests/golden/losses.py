@@ -23,7 +23,7 @@ STEPS, RANKS = 20, 2
 
 def losses_of(session: Session) -> list[float]:
     """Loss of each step, mean over the ranks whose data the session sees."""
-    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-8, weight_decay=0.1)
     losses = []
     for step in range(STEPS):
         loss = session.loss(step % 4)

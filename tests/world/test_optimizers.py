@@ -14,7 +14,7 @@ from torch import nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from world.toy import Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
+from world.toy import EPS, Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
 from world.train import (
     CutSession,
     PlainSession,
@@ -246,7 +246,7 @@ def test_training_moves_to_torch_and_back(plan: str) -> None:
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         steps(session, optimizer, 0, 2)
         plain = PlainSession(build(seed=1), range(world.size), world.size)
-        theirs = torch.optim.AdamW(plain.model.parameters(), lr=1.0)
+        theirs = plain.optimizer(torch.optim.AdamW, lr=1.0)
         plain.load(session.state())
         theirs.load_state_dict(optimizer.state_dict())
         steps(plain, theirs, 2, 4)
@@ -257,7 +257,7 @@ def test_training_moves_to_torch_and_back(plan: str) -> None:
 
     state = comm.run_threads(4, moving)[0]
     expected = PlainSession(build(), range(4), 4)
-    steps(expected, torch.optim.AdamW(expected.model.parameters(), lr=1e-2), 0, 6)
+    steps(expected, expected.optimizer(torch.optim.AdamW, lr=1e-2), 0, 6)
     assert_close(state, expected.state())
 
 
@@ -405,7 +405,7 @@ def test_a_copy_goes_on_like_the_optimizer(copied: Callable[[Any], Any], options
 
 def test_training_in_a_plain_world_needs_no_zero() -> None:
     session = PlainSession(build(), [0], 1)
-    ours = npuzero.AdamW(session.model.parameters(), lr=1e-2)
+    ours = npuzero.AdamW(session.model.parameters(), lr=1e-2, eps=EPS)
     steps(session, ours, 0, 3)
     reference = PlainSession(build(make=ToyGPT), [0], 1)
     train(reference, Recipe(steps=3))

@@ -14,7 +14,7 @@ import npuzero
 from npuzero import Precision, Settings, comm
 from npuzero.comm import World
 from npuzero.errors import ConfigError
-from world.toy import Recipe, build, loss_of, tokens_of
+from world.toy import EPS, Recipe, build, loss_of, tokens_of
 from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
 
 BF16 = torch.bfloat16
@@ -160,7 +160,7 @@ def test_plain_parameters_are_updated_as_those_of_a_plan(precision: str) -> None
     def rank(world: World) -> None:
         cut = CutSession(build().to(kinds.parameters), world, plan="zero0", precision=kinds)
         model = build().to(kinds.parameters)
-        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, masters=kinds.masters, moments=kinds.moments)
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, eps=EPS, masters=kinds.masters, moments=kinds.moments)
         _steps(cut, cut.optimizer(torch.optim.AdamW, lr=1e-2), range(3))
         for step in range(3):
             loss_of(model, tokens_of(step, 0, 0)).backward()

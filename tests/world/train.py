@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 
-from .toy import Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
+from .toy import EPS, Recipe, ToyGPT, build, groups_of, loss_of, tokens_of
 
 State = dict[str, Tensor]
 Make = Callable[[], nn.Module]
@@ -49,11 +49,18 @@ class Session(ABC):
     def loss(self, step: int = 0, micro_batch: int = 0, **options: Any) -> Tensor:
         return self.mean(lambda rank: loss_of(self.model, tokens_of(step, micro_batch, rank), **options))
 
-    @abstractmethod
     def optimizer(
         self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
     ) -> torch.optim.Optimizer:
         """``kind`` over ``params``, all parameters by default; ``fused``: in npuzero's own form where there is one."""
+        if kind in (torch.optim.Adam, torch.optim.AdamW):
+            options.setdefault("eps", EPS)
+        params = self.model.parameters() if params is None else params
+        return self.contender(kind, fused)(params, **options)
+
+    @abstractmethod
+    def contender(self, kind: type[torch.optim.Optimizer], fused: bool) -> Callable[..., torch.optim.Optimizer]:
+        """What makes this contender's form of ``kind`` from parameters and options."""
 
     @abstractmethod
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -77,10 +84,8 @@ class Session(ABC):
 class PlainSession(Session):
     """Plain torch: the oracle."""
 
-    def optimizer(
-        self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
-    ) -> torch.optim.Optimizer:
-        return kind(self.model.parameters() if params is None else params, **options)
+    def contender(self, kind: type[torch.optim.Optimizer], fused: bool) -> Callable[..., torch.optim.Optimizer]:
+        return kind
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         some = [parameter for parameter in self.model.parameters() if parameter.numel()]  # torch has no largest of none
@@ -105,12 +110,9 @@ class CutSession(Session):
     def __init__(self, model: nn.Module, world: World, **options: Any) -> None:
         super().__init__(npuzero.zero(model, world=world, **options), [world.rank], world.size)
 
-    def optimizer(
-        self, kind: type[torch.optim.Optimizer], params: Any = None, *, fused: bool = True, **options: Any
-    ) -> torch.optim.Optimizer:
-        params = self.model.parameters() if params is None else params
+    def contender(self, kind: type[torch.optim.Optimizer], fused: bool) -> Callable[..., torch.optim.Optimizer]:
         own = {torch.optim.AdamW: npuzero.AdamW, torch.optim.Adam: npuzero.Adam}
-        return own[kind](params, **options) if fused and kind in own else npuzero.ZeroOptimizer(kind, params, **options)
+        return own[kind] if fused and kind in own else partial(npuzero.ZeroOptimizer, kind)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return npuzero.clip_grad_norm_(self.model, max_norm, norm_type)
@@ -134,7 +136,7 @@ Scenario = Callable[[Session], "State | None"]
 
 def train(session: Session, recipe: Recipe) -> State:
     """The loop of all parity tests: the model in the end, and the gradient norms on the way."""
-    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, recipe), lr=1e-2)
+    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, recipe), lr=1e-2, eps=recipe.eps)
     norms = []
     for step in range(recipe.steps):
         for micro_batch in range(recipe.micro_batches):
