@@ -39,6 +39,9 @@ Axes = tuple[str, ...]
 
 #: Shards start and end on multiples of this, since misaligned collectives are many times slower (pytorch#195450).
 SHARD_BYTES = 512
+#: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
+#: follow different rules.
+DIGEST_BITS = 32
 #: Each parameter starts on a multiple of this many elements: 16 bytes even on an 8-bit wire.
 START_ELEMENTS = 16
 
@@ -460,7 +463,8 @@ def predict_bytes(
 
     Args:
         plan, flats, mesh: the row, the model, the ranks.
-        trainable_parameters: number of trainable parameter tensors (the control traffic carries one float each).
+        trainable_parameters: number of trainable parameter tensors (the control traffic carries one float each,
+            and some for what the ranks must have in common).
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         prefetch: units gathered ahead.
         overlap: whether collectives run beside compute (two wires in flight instead of one).
@@ -479,7 +483,8 @@ def predict_bytes(
             shard = flat.numel // cut["states"]
             held["states"] += moments * plan.precision.moment_bytes(shard)
             held["states"] += shard * plan.precision.master_bytes(flat.dtype)
-    votes = trainable_parameters + 1 if trainable_parameters else 0  # and one: whether a program wrote into parameters
+    # Beside the parameters: whether a program wrote into any, and a digest of the rules.
+    votes = trainable_parameters + 1 + DIGEST_BITS if trainable_parameters else 0
     sent["control"] = ring_bytes("all_reduce", 4 * votes, mesh.world)
     if clip:
         sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])

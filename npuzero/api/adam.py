@@ -17,6 +17,7 @@ from npuzero.api.plain import Member, Options, PlainAdam
 from npuzero.errors import ConfigError
 from npuzero.optim import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, TakenSteps, lies_there, segments
 from npuzero.plan import DTYPES, MASTERS, Precision
+from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine, engine_behind
 from npuzero.shard.unit import Flat
 
@@ -52,6 +53,14 @@ class Adam(ZeroOptimizer):
         self._seed = seed
         super().__init__(kind, params, **options)
         self._begin()
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+    @property
+    def constants(self) -> Words:
+        return {"seed": self._seed}
 
     def _begin(self) -> None:
         """What is counted, kept of cut models, and remembered from step to step: nothing yet."""

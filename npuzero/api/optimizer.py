@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from npuzero import device as devices
+from npuzero.api.terms import Terms
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.plan import Precision
+from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine, engine_behind, owners
 from npuzero.shard.unit import Flat
 
@@ -59,10 +62,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._options = defaults
         self._inner: torch.optim.Optimizer | None = None
         self._stand_ins: dict[int, Tensor] = {}  # by id of a cut parameter: this rank's range of its master
+        self._terms: weakref.WeakKeyDictionary[Engine, Terms] = weakref.WeakKeyDictionary()
         with _as_config_error(
             f"{type(self).__name__}({defaults})", f"what torch.optim.{optimizer_class.__name__} takes"
         ):
             super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
+        for engine in self._owners()[0]:
+            engine.accord.propose(self._terms_for(engine))
+
+    @property
+    def kind(self) -> str:
+        """The class, as errors name it."""
+        return f"{type(self).__name__}({self._class.__name__})"
+
+    @property
+    def constants(self) -> Words:
+        """What random bits depend on, beside the groups."""
+        return {}
+
+    def _terms_for(self, engine: Engine) -> Terms:
+        if engine not in self._terms:
+            self._terms[engine] = Terms(self, engine)
+        return self._terms[engine]
 
     def __getstate__(self) -> Options:
         """What a copy or pickle takes along; torch's has neither class nor hooks.
@@ -77,6 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: Options) -> None:
         self._stand_ins = {}
+        self._terms = weakref.WeakKeyDictionary()
         super().__setstate__(state)
 
     def add_param_group(self, param_group: Options) -> None:
@@ -91,6 +113,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             arguments = inspect.signature(self._class).parameters.keys() - {"params"}
             self._class([torch.zeros(1)], **{key: value for key, value in group.items() if key in arguments})
         self._check_group(group)
+        self._terms.clear()
         if self._inner is not None:
             self._inner.add_param_group(self._counterpart(group))
 
@@ -118,6 +141,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engines = self._engines()
+        for engine in engines:
+            engine.accord.follow(self._terms_for(engine))
         ready = [engine for engine in engines if engine.begin_update()]
         self._update(ready)
         for engine in ready:

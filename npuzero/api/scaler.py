@@ -115,7 +115,8 @@ class LossScaler:
         state = self._begun("unscale_")
         inverse = state.inverse()
         engines, plain = _split(optimizer)
-        found = [engine.unscale(inverse) for engine in engines]
+        rules = {**self._settings, "init_scale": self._begins["scale"]}
+        found = [engine.unscale(inverse, rules) for engine in engines]
         found += [_unscale(gradient, inverse) for gradient in plain]
         present = [part.to(state.scale.device) for part in found if part is not None]
         if not present:
@@ -242,7 +243,7 @@ class LossScaler:
             )
         self._settings.update((name, state_dict[name]) for name in self._settings if name in state_dict)
         self._begins = {
-            "scale": state_dict["scale"],
+            "scale": float(state_dict["scale"]),
             "window": state_dict["_growth_tracker"],
             "patience": state_dict.get("_patience", self._settings["hysteresis"]),
             "skipped": state_dict.get("_skipped", 0),

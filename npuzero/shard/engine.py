@@ -18,7 +18,8 @@ from npuzero.config import Settings
 from npuzero.errors import StateError
 from npuzero.memory import Space
 from npuzero.ops.norm import norm_unchecked
-from npuzero.plan import AXES, VERBS, Plan, Report
+from npuzero.plan import AXES, DIGEST_BITS, VERBS, Plan, Report
+from npuzero.shard.accord import Accord, Words
 from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
@@ -50,6 +51,7 @@ class Engine:
         plan, world, settings, mesh, space: what it was made with.
         gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
         skip: [1] float32 on the device, or None: where it is not zero, the present step changes nothing.
+        accord: what all ranks must say alike.
 
     Raises:
         ConfigError: the model cannot be cut, or the ranks disagree on it.
@@ -75,6 +77,7 @@ class Engine:
         self._trace = Trace()
         self._prefetch = settings.prefetch if settings.overlap else 0
         self._flats = [flat for unit in self.units for flat in unit.trainable]
+        self.accord = Accord(self._flats, world)
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         self._census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
@@ -355,13 +358,16 @@ class Engine:
         self.skip = None
 
     def _agree(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
-        """True where any rank says True; and whether any has written into parameters, which all then compare."""
+        """True where any rank says True. Where ranks follow different rules, or any has written into parameters, all
+        compare.
+        """
         if self.mesh.shape.world == 1 or not present:
             return present
         flags = [flag for flat in self._flats for flag in present[flat]]
-        votes = torch.tensor([*flags, bool(self._writes)], dtype=torch.float32)
+        votes = torch.tensor([*flags, bool(self._writes), *self.accord.ballot(present)], dtype=torch.float32)
         self.mesh.host().all_reduce(votes, tag="parameters in use").wait()
-        *used, written = votes.tolist()
+        *used, written = (sums := votes.tolist())[:-DIGEST_BITS]
+        self.accord.look(sums[-DIGEST_BITS:])
         if written:
             self._writes.compare()
         agreed = iter(used)
@@ -373,6 +379,7 @@ class Engine:
         Powers are summed in float64, where the order of the sum moves less than float32 can hold: however the plan
         cuts the gradients, the norm has the same bits, but for sums within 1e-15 of a rounding boundary.
         """
+        self.accord.call("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
         total = torch.zeros((), device=self.space.device)
         if self.finish_gradients():
             total = (self._norm(norm_type) * self.gradient_scale[0]).float()
@@ -386,13 +393,16 @@ class Engine:
             self._scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
-    def unscale(self, inverse: Tensor) -> Tensor | None:
+    def unscale(self, inverse: Tensor, rules: Words) -> Tensor | None:
         """Have gradients multiplied by ``inverse`` (float32, one element) at the update. Collective.
+
+        ``rules``: what the loss scaler was told, the same on every rank.
 
         Returns:
             () float32 on the device, not zero where an element of the gradients is inf or NaN, on any rank; None where
             no rank has any gradient.
         """
+        self.accord.call("LossScaler", rules)
         if not self.finish_gradients():
             return None
         self._scale_gradients(inverse)
@@ -414,6 +424,7 @@ class Engine:
         ``counts``: () bool, whether gradients do; None: yes.
         """
         self.look_finite()
+        self.accord.call("FiniteGuard.check", {})
         if self._watch is not None:
             gradients = self._sum()[1] if self.finish_gradients() else torch.zeros((), device=self.space.device)
             self.skip_where(self._watch.conclude(loss, gradients if counts is None else gradients * counts))

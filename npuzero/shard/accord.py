@@ -1,0 +1,199 @@
+"""What ranks must say alike for one training to come of it: the rules of the update, of clipping, and what trains.
+
+Each rank updates its own shard, so nobody else notices by which rule. The vote that begins a step carries a digest of
+what the rank says, a number for each bit: a bit's sum is 0 or the number of ranks where all are alike. Where one is
+not, which is rare, the ranks exchange the words themselves, and each raises the same error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from npuzero.comm import World
+from npuzero.errors import ConfigError
+from npuzero.plan import DIGEST_BITS
+from npuzero.shard.unit import Flat
+
+#: By name what is said: numbers, texts, None, and lists of these.
+Words = dict[str, Any]
+
+_MASK = (1 << DIGEST_BITS) - 1
+
+
+class Group(NamedTuple):
+    """The rule that one group of an optimizer's parameters is updated by.
+
+    Attributes:
+        optimizer: its class.
+        number: of the group.
+        rule: the options.
+        members: by parameter name its place in the optimizer, where that matters, else 0.
+    """
+
+    optimizer: str
+    number: int
+    rule: Words
+    members: dict[str, int]
+
+
+class Rules(Protocol):
+    """The rules that one optimizer updates parameters of one model by."""
+
+    #: Ids of these parameters.
+    members: frozenset[int]
+
+    def digest(self) -> int:
+        """A number that is the same on ranks with the same rules; asked each step."""
+
+    def groups(self) -> list[Group]:
+        """The rules in full."""
+
+
+class Accord:
+    """What this rank says, and the comparison with what the others say.
+
+    Args:
+        flats: the trainable flats of the model.
+    """
+
+    def __init__(self, flats: Sequence[Flat], world: World) -> None:
+        self._flats = flats
+        self._world = world
+        self._rules: list[Rules] = []
+        self._stepped: set[int] = set()  # ids of those rules whose optimizer has taken a step
+        self._calls: dict[str, Words] = {}
+        self._frozen: list[str] = []
+        self._bits: tuple[int, list[int]] = (0, _bits(0))
+
+    def propose(self, rules: Rules) -> None:
+        """An optimizer was made. Until it steps, its rules do not take the place of those that have been stepped by."""
+        if not any(id(other) in self._stepped for other in self._rules if other.members & rules.members):
+            self._take(rules)
+
+    def follow(self, rules: Rules) -> None:
+        """An optimizer steps: from now on its rules are those of its parameters, whatever other optimizers they had."""
+        if id(rules) not in self._stepped:
+            self._take(rules)
+            self._stepped.add(id(rules))
+
+    def _take(self, rules: Rules) -> None:
+        self._rules = [other for other in self._rules if not other.members & rules.members]
+        self._rules.append(rules)
+        self._stepped &= {id(kept) for kept in self._rules}
+
+    def call(self, name: str, words: Words) -> None:
+        """A function was called that all ranks call with the same arguments; the next vote says so."""
+        if self._world.size > 1:
+            self._calls[name] = words
+
+    def ballot(self, present: Mapping[Flat, list[bool]]) -> list[int]:
+        """The bits that this rank puts into the vote.
+
+        Args:
+            present: per slot, whether this rank has a gradient; only those without are asked whether they train.
+        """
+        absent = ((flat, i) for flat, here in present.items() if not all(here) for i in flat.slots if not here[i])
+        self._frozen = _frozen(absent)
+        digest = sum(rules.digest() for rules in self._rules)
+        if self._calls or self._frozen:
+            digest += _crc(f"{sorted(self._calls.items())}{self._frozen}")
+        if self._bits[0] != digest:
+            self._bits = digest, _bits(digest)
+        return self._bits[1]
+
+    def look(self, sums: Iterable[float]) -> None:
+        """Take the bits' sums over all ranks; where they differ, all ranks compare. Collective then.
+
+        Raises:
+            ConfigError: on every rank: they say different things.
+        """
+        calls, self._calls = self._calls, {}
+        if {*sums} <= {0.0, float(self._world.size)}:
+            return
+        everything = ((flat, i) for flat in self._flats for i in flat.slots)
+        groups = [group for rules in self._rules for group in rules.groups()]
+        said = self._world.exchange([calls, _frozen(everything), groups])
+        _compare_calls([rank[0] for rank in said])
+        _compare_training([rank[1] for rank in said])
+        _compare_rules([[Group(*group) for group in rank[2]] for rank in said])
+
+
+def _bits(digest: int) -> list[int]:
+    folded = (digest ^ digest >> DIGEST_BITS) & _MASK
+    return [folded >> place & 1 for place in range(DIGEST_BITS)]
+
+
+def _crc(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _frozen(slots: Iterable[tuple[Flat, int]]) -> list[str]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [flat.layout.slots[i].name for flat, i in slots if not flat.parameters[i].requires_grad]
+
+
+def _compare_calls(said: list[dict[str, Words]]) -> None:
+    for name in sorted({name for calls in said for name in calls}):
+        if not all(name in calls for calls in said):
+            words = ["a call" if name in calls else "none" for calls in said]
+            raise _disagreement(name, "a call on every rank, or on none", words, key="call")
+        for key in said[0][name]:
+            values = [calls[name][key] for calls in said]
+            if _differ(values):
+                raise _disagreement(f"{name}: {key}", "the same on every rank", values, key=key)
+
+
+def _compare_training(said: list[list[str]]) -> None:
+    for name in sorted({name for frozen in said for name in frozen}):
+        values = [name not in frozen for frozen in said]
+        if _differ(values):
+            subject, expected = f"parameter {name}: requires_grad", "the same on every rank"
+            raise _disagreement(subject, expected, values, key="requires_grad", parameter=name)
+
+
+def _compare_rules(said: list[list[Group]]) -> None:
+    by_name = [{name: group for group in groups for name in group.members} for groups in said]
+    for name in dict.fromkeys(name for rules in by_name for name in rules):
+        groups = [rules[name] for rules in by_name if name in rules]
+        first = groups[0]
+        facts = {"group": first.number, "parameter": name}
+        kinds = [rules[name].optimizer if name in rules else "no optimizer" for rules in by_name]
+        if _differ(kinds):
+            raise _disagreement(
+                f"parameter {name}", "one class of optimizer on every rank", kinds, key="class", **facts
+            )
+        key = next((key for key in first.rule if _differ([group.rule[key] for group in groups])), None)
+        if key is not None and any(group.number != first.number for group in groups):
+            words = [f"group {group.number}, of {key} {group.rule[key]}" for group in groups]
+            expected = "one group on every rank, or groups of the same options"
+            raise _disagreement(f"{first.optimizer}: parameter {name}", expected, words, key=key, **facts)
+        if key is not None:
+            subject = f"{first.optimizer}: {key} of group {first.number}, which has {name}"
+            raise _disagreement(
+                subject, "the same on every rank", [group.rule[key] for group in groups], key=key, **facts
+            )
+        places = [group.members[name] for group in groups]
+        if _differ(places):
+            expected = "one place among the optimizer's parameters on every rank: random bits depend on it"
+            raise _disagreement(f"{first.optimizer}: parameter {name}", expected, places, key="params", **facts)
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    """Whether any is not like the first; NaN is like NaN."""
+    return any(value != values[0] and str(value) != str(values[0]) for value in values)
+
+
+def _disagreement(subject: str, expected: str, values: list[Any], **facts: Any) -> ConfigError:
+    """``values``: what each rank says. The one that the most say is taken for what was meant."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    got = "; ".join(f"{word} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for word, on in ranks.items())
+    usual = max(ranks.values(), key=len)
+    rank = next(rank for rank in range(len(values)) if rank not in usual)
+    do = "Give every rank the same; let what follows a loss or a norm follow its mean over all ranks."
+    return ConfigError(subject, expected=expected, got=got, do=do, rank=rank, values=values, **facts)
