@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +143,7 @@ class Manifest:
         """Read it, and compare the length of every file.
 
         Raises:
-            CheckpointError: it, or a file, is damaged.
+            CheckpointError: it, or a file, is damaged, or it lists files that are not in the folder.
         """
         self.folder = folder
         path = folder / MANIFEST
@@ -149,15 +151,15 @@ class Manifest:
         text, _, check = raw[:-1].rpartition(b"\n")
         if raw[-1:] != b"\n" or check != b"%08x" % zlib.crc32(text):
             raise damaged(path, "a last line with the CRC-32 of the rest", repr(check[:16]))
-        self.content: dict[str, Any] = json.loads(text)
-        if self.content["format"] != FORMAT:
+        self.content = _parsed(text, path)
+        if self.content.get("format") != FORMAT:
             raise CheckpointError(
                 str(path),
                 expected=f"format {FORMAT}",
-                got=str(self.content["format"]),
+                got=str(self.content.get("format"))[:80],
                 do="Load it with the version of npuzero that wrote it, or a newer one.",
             )
-        self.files = {name: Facts(*facts) for name, facts in self.content["files"].items()}
+        self.files = _listed(self.content, path)
         for name, facts in self.files.items():
             nbytes = size_of(folder / name)
             if nbytes != facts.nbytes:
@@ -165,6 +167,8 @@ class Manifest:
 
     def read(self, name: str) -> bytes:
         """A small file, its checksum verified."""
+        if name not in self.files:
+            raise damaged(self.folder / MANIFEST, f"the length and CRC-32 of {name}", "none")
         raw = read(self.folder / name)
         crc = zlib.crc32(raw)
         if crc != self.files[name].crc:
@@ -173,16 +177,55 @@ class Manifest:
 
     def checksums(self, data: str) -> list[int]:
         """Of the items of a data file, in order."""
-        table: list[int] = np.frombuffer(self.read(table_name(data)), dtype="<u4").tolist()
+        raw = self.read(table_name(data))
+        table: list[int] = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<u4").tolist()
         return table
 
 
+#: Types of the manifest's facts.
+_FACTS = {"step": int, "world": int, "alike": list, "files": dict}
+
+
+def _parsed(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, "JSON", str(error)) from error
+    if not isinstance(content, dict):
+        raise damaged(path, "a JSON object", type(content).__name__)
+    return content
+
+
+def _listed(content: Mapping[str, Any], path: Path) -> dict[str, Facts]:
+    """The files in a manifest; what it says besides is of the types that it should be."""
+    for fact, kind in _FACTS.items():
+        if type(content.get(fact)) is not kind:
+            raise damaged(path, f"{fact}: {kind.__name__}", str(content.get(fact))[:80])
+    found = {}
+    for name, facts in content["files"].items():
+        if not is_plain(name):
+            raise damaged(path, "names of files in its folder", repr(name)[:200])
+        if not isinstance(facts, list) or [type(fact) for fact in facts] != [int, int] or min(facts) < 0:
+            raise damaged(path, f"length and CRC-32 of {name}", str(facts)[:80])
+        found[name] = Facts(*facts)
+    ranks = [data_name(rank) for rank in range(min(max(content["world"], 0), len(found)))]
+    if len(ranks) != content["world"] or not found.keys() >= {METADATA, *ranks, *map(table_name, ranks)}:
+        raise damaged(path, f"{METADATA}, and two files of each of {content['world']} ranks", str(sorted(found))[:200])
+    return found
+
+
+def is_plain(name: object) -> bool:
+    """Whether it names a file in the folder where the name is read."""
+    return isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) is not None and name not in (".", "..")
+
+
 def read(path: Path) -> bytes:
-    """A whole file.
+    """A whole file, which lies where it is named.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or is something else.
     """
+    size_of(path)
     try:
         return path.read_bytes()
     except OSError as error:
@@ -190,18 +233,28 @@ def read(path: Path) -> bytes:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file.
+    """Bytes in a file, which lies where it is named.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: it is not there, or no file, or a link to one in another folder.
     """
     try:
-        return path.stat().st_size
-    except OSError as error:
+        found = path.stat()
+        elsewhere = path.is_symlink() and path.resolve().parent != path.parent.resolve()
+    except (OSError, RuntimeError) as error:
         raise missing(path, error) from error
+    if elsewhere or not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(
+            str(path),
+            expected="a file in this folder",
+            got=f"a link to {path.resolve()}" if elsewhere else "no regular file",
+            do="Copy the files themselves into the checkpoint's folder.",
+            file=path.name,
+        )
+    return found.st_size
 
 
-def missing(path: Path, error: OSError) -> CheckpointError:
+def missing(path: Path, error: Exception) -> CheckpointError:
     """A file that cannot be read."""
     return CheckpointError(
         str(path), expected="a readable file", got=str(error), do="Choose a complete checkpoint.", file=path.name

@@ -1,20 +1,27 @@
 """The folder of a run's checkpoints: which are complete, how one becomes so, and how old ones go.
 
-A checkpoint is written into a hidden folder and gets its name by one rename, so what has a name is complete. One that
-is removed loses its name first.
+A checkpoint is written into a hidden folder with a name of its own, and gets the one of its step by one rename: what
+has that and a manifest is complete. One that is removed loses its name first. Beside the hidden folder lies the claim
+of the process that writes it: so a job never takes another's for a leftover, and tells its user whose it is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import secrets
 import shutil
+import stat
 from pathlib import Path
 
+from npuzero.checkpoint import owner
+from npuzero.checkpoint.files import MANIFEST
+from npuzero.checkpoint.owner import Claim, Fate
 from npuzero.errors import CheckpointError
 
-_PARTIAL = ".partial-"
-_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL, _OWNER, _OLD = ".partial-", ".owner", ".old-"
+_NAME = re.compile(r"step-([0-9]{8,})")
 
 
 def name_of(step: int) -> str:
@@ -22,60 +29,173 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest first; none where there is no such folder."""
-    if not folder.is_dir():
-        return []
-    named = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(named)]
+def survey(folder: Path) -> tuple[list[Path], list[str]]:
+    """The complete checkpoints in ``folder``, oldest first; and what is called so without being one, described.
+
+    Raises:
+        CheckpointError: it is there, and cannot be looked into.
+    """
+    complete, others = [], []
+    try:
+        named = [(int(match[1]), name) for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+        for _, name in sorted(named):
+            lacks = _lack(folder / name)
+            if lacks is None:
+                complete.append(folder / name)
+            else:
+                others.append(f"{name}, {lacks}")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise CheckpointError(
+            f"look for checkpoints in {folder}",
+            expected="a folder that can be read",
+            got=str(error),
+            do="Give this user leave to read it, or name another folder.",
+        ) from error
+    return complete, others
+
+
+def _lack(path: Path) -> str | None:
+    """What keeps ``path`` from being a complete checkpoint; None where it is one."""
+    mode = _mode(path)
+    if mode is None:
+        return "a link to nothing"
+    if not stat.S_ISDIR(mode):
+        return "no folder"
+    manifest = _mode(path / MANIFEST)
+    return None if manifest is not None and stat.S_ISREG(manifest) else f"a folder without {MANIFEST}"
+
+
+def _mode(path: Path) -> int | None:
+    """What ``path`` leads to; None: to nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The last complete checkpoint in ``folder``; None where there is none."""
-    found = complete(Path(folder))
+    """The last complete checkpoint in ``folder``; None where there is none.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    found, _ = survey(Path(folder))
     return found[-1] if found else None
 
 
-def begin(folder: Path, step: int) -> Path:
-    """A fresh place to write the checkpoint of ``step`` in; what unfinished saves have left is removed.
+class Partial:
+    """A checkpoint in the making, which this process has claimed.
+
+    Attributes:
+        path: where it is written.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Make the place; dead jobs' are removed.
+
+        Raises:
+            CheckpointError: there is a checkpoint of this step, or another job is saving into this folder.
+            OSError: the folder cannot be written.
+        """
+        _make(folder)
+        self._folder, self._target = folder, folder / name_of(step)
+        self._refuse_twice()
+        _tidy(folder, self._target)
+        self.path = folder / f"{_PARTIAL}{name_of(step)}-{secrets.token_hex(8)}"
+        self._claim = Claim(self.path.with_name(self.path.name + _OWNER))
+        try:
+            self.path.mkdir()
+        except OSError:
+            self.drop()
+            raise
+
+    def commit(self) -> Path:
+        """Give what was written its name, durably; the name. What else has it is put aside.
+
+        Raises:
+            CheckpointError: another job has saved this step.
+        """
+        sync(self.path)
+        self._refuse_twice()
+        if os.path.lexists(self._target):
+            self._target.rename(self._folder / f"{self._target.name}.aside-{secrets.token_hex(4)}")
+        self.path.rename(self._target)
+        sync(self._folder)
+        return self._target
+
+    def drop(self) -> None:
+        """Give up the claim, and what was written, unless it has its name by now. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._claim.release(forget=not self.path.exists())
+
+    def _refuse_twice(self) -> None:
+        if os.path.lexists(self._target) and _lack(self._target) is None:
+            raise CheckpointError(
+                f"save {self._target}",
+                expected="a step that was not saved yet",
+                got="a checkpoint of this step",
+                do="Resume from it, remove it, or save into another folder.",
+            )
+
+
+def _make(folder: Path) -> None:
+    """The folder and those above it, so that they outlast a power failure."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        sync(path.parent)
+
+
+def _tidy(folder: Path, target: Path) -> None:
+    """Remove what dead jobs have left. What may be a living one's stays, whoever that is."""
+    for name in os.listdir(folder):
+        path = folder / name
+        if name.startswith(_OLD):
+            shutil.rmtree(path, ignore_errors=True)
+        elif name.startswith(_PARTIAL) and name.endswith(_OWNER):
+            written = path.with_name(name.removesuffix(_OWNER))
+            fate, who = owner.look(path)
+            if fate is Fate.ALIVE:
+                raise CheckpointError(
+                    f"save {target}",
+                    expected="a folder that no other job is saving into",
+                    got=f"a save under way by {who or 'a process that has not said its name'} ({written.name})",
+                    do="Wait for that job or end it, or save into another folder.",
+                    owner=str(who),
+                )
+            if fate is Fate.DEAD:
+                shutil.rmtree(written, ignore_errors=True)
+                if not written.exists():
+                    path.unlink(missing_ok=True)
+
+
+def keep_last(folder: Path, count: int, newest: Path) -> None:
+    """Remove all complete checkpoints but ``newest`` and the last ``count - 1`` others. Links are left alone.
 
     Raises:
-        CheckpointError: there is a checkpoint of this step.
-        OSError: the folder cannot be written.
+        CheckpointError: one cannot be removed.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / name_of(step)).exists():
-        raise CheckpointError(
-            f"save {folder / name_of(step)}",
-            expected="a step that was not saved yet",
-            got="a checkpoint of this step",
-            do="Resume from it, remove it, or save into another folder.",
-        )
-    for path in folder.iterdir():
-        if path.name.startswith(_PARTIAL):
-            shutil.rmtree(path)
-    partial(folder, step).mkdir()
-    return partial(folder, step)
-
-
-def partial(folder: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written before it has its name."""
-    return folder / f"{_PARTIAL}{name_of(step)}"
-
-
-def commit(folder: Path, step: int) -> None:
-    """Give what was written its name, durably."""
-    sync(partial(folder, step))
-    partial(folder, step).rename(folder / name_of(step))
-    sync(folder)
-
-
-def keep_last(folder: Path, count: int) -> None:
-    """Remove all complete checkpoints but the last ``count``, which is at least 1."""
-    for path in complete(folder)[:-count]:
-        nameless = path.with_name(f"{_PARTIAL}{path.name}")
-        path.rename(nameless)
-        shutil.rmtree(nameless)
+    others = [path for path in survey(folder)[0] if path != newest and not path.is_symlink()]
+    for path in others[: max(0, len(others) - count + 1)]:
+        nameless = path.with_name(f"{_OLD}{path.name}-{secrets.token_hex(4)}")
+        try:
+            path.rename(nameless)
+            shutil.rmtree(nameless)
+        except FileNotFoundError:  # somebody else has removed it
+            continue
+        except OSError as error:
+            raise CheckpointError(
+                f"remove {path}, of which keep_last={count} is the last but {count}",
+                expected="leave to remove it",
+                got=str(error),
+                do=f"Remove it by hand; {newest.name} is complete.",
+            ) from error
 
 
 def sync(folder: Path) -> None:

@@ -205,9 +205,15 @@ class Checkpointer:
 
     def resume(self) -> int:
         """Load the last complete checkpoint, if there is one; the steps that were taken then. Collective."""
-        engine = engine_of(self._kept["model"])
-        found = agree(engine.world, f"resume {self._folder}", None, bool(latest(self._folder)))
-        return (load(self._folder, **self._kept).step or 0) if found[0] else 0
+        world = engine_of(self._kept["model"]).world
+        found = False
+        problem: Exception | None = None
+        try:
+            found = world.rank == 0 and latest(self._folder) is not None
+        except Exception as error:
+            problem = error
+        there, *_ = agree(world, f"resume {self._folder}", problem, found)
+        return (load(self._folder, **self._kept).step or 0) if there else 0
 
     def after(self, step: int, *, extra: Any = None) -> None:
         """Save, if ``step`` is one of those. Collective.
@@ -237,25 +243,33 @@ class Checkpointer:
 
 def _agreed_path(folder: Path, engine: Engine) -> Path:
     """The checkpoint that rank 0 finds: others may see another one that is just becoming complete. Collective."""
-    problem, name = None, ""
+    problem: Exception | None = None
+    name = ""
     try:
         if engine.world.rank == 0:
             name = str(resolved(folder).relative_to(folder))
-    except CheckpointError as error:
+    except Exception as error:
         problem = error
     return folder / str(agree(engine.world, f"load {folder}", problem, name)[0])
 
 
 def resolved(folder: Path) -> Path:
-    """``folder`` itself if it is a checkpoint, else its last complete one."""
-    if (folder / files.METADATA).exists() or (folder / files.MANIFEST).exists():
+    """``folder`` itself if it is a checkpoint, else its last complete one.
+
+    Raises:
+        CheckpointError: it is neither, or cannot be read.
+    """
+    if any(os.path.lexists(folder / name) for name in (files.METADATA, files.MANIFEST)):
         return folder
-    found = folders.latest(folder)
-    if found is None:
+    found, others = folders.survey(folder)
+    if not found:
         raise CheckpointError(
-            f"load {folder}", expected="a complete checkpoint", got="none", do="Name a checkpoint, or a run's folder."
+            f"load {folder}",
+            expected="a complete checkpoint",
+            got="none" + (f", but {'; '.join(others)}" if others else "" if folder.exists() else ": no such folder"),
+            do="Name a checkpoint, or a run's folder.",
         )
-    return found
+    return found[-1]
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -6,8 +6,9 @@ import atexit
 import threading
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from npuzero.checkpoint.files import (
     METADATA,
     DataFile,
     Facts,
+    Manifest,
     as_bytes,
     data_name,
     encode,
@@ -29,8 +31,9 @@ from npuzero.checkpoint.files import (
     write,
     write_manifest,
 )
+from npuzero.checkpoint.folder import Partial
 from npuzero.checkpoint.metadata import Draft
-from npuzero.checkpoint.parts import Entry, Item, Part
+from npuzero.checkpoint.parts import MODEL, Entry, Item, Part
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, NpuZeroError
 from npuzero.plan import MeshShape
@@ -63,6 +66,22 @@ class Job:
     @property
     def path(self) -> Path:
         return self.folder / folders.name_of(self.step)
+
+    def outline(self) -> dict[str, str]:
+        """By the name of each part that all ranks give, a digest of what it consists of; no values."""
+        found: dict[str, list[object]] = defaultdict(list)
+        for part in self.parts:
+            layout = part.flat.layout.numel, part.placed, str(part.dtype)
+            for cut in part.cuts:
+                kind, *_, state = cut.paths[0]
+                name = MODEL if kind == MODEL else f"{kind}.{state}"
+                found[name].append((cut.paths, cut.slot.begin, tuple(cut.slot.shape), *layout))
+        for entry in self.entries:
+            if len(entry.path) > 1:
+                found[str(entry.path[0])].append(entry.path)
+        for name in self.own:
+            found[name].append(name)
+        return {name: f"{zlib.crc32(repr(facts).encode()):08x}" for name, facts in sorted(found.items())}
 
 
 class Saving:
@@ -142,13 +161,16 @@ class Saver:
 
     def save(self, job: Job, *, asynchronous: bool) -> Saving:
         """Collective. Asynchronous: returns as soon as nothing that training changes is needed any more."""
-        begin(self._world, job)
+        place = begin(self._world, job)
         items = self._items(job.parts)
         if asynchronous:
             with observe.span("snapshot", job.path.name):
-                items = iter(self._copied(items, job.parts))
+                try:
+                    items = iter(self._copied(items, job.parts))
+                except Exception as error:  # the others have begun to write, and wait to hear of this rank
+                    items = _failing(error)
         saving = self._last = Saving(job.path)
-        saving.run(lambda: write_job(job, items, self._world, self._shape), beside=asynchronous)
+        saving.run(lambda: place.write(job, items, self._world, self._shape), beside=asynchronous)
         return saving
 
     def _items(self, parts: Sequence[Part]) -> Iterator[tuple[Item, Tensor]]:
@@ -172,6 +194,12 @@ class Saver:
             copies.append((item, copy.copy_(values)))
             start += _aligned(item.nbytes)
         return copies
+
+
+def _failing(error: Exception) -> Iterator[tuple[Item, Tensor]]:
+    """Items that there are none of."""
+    yield from ()
+    raise error
 
 
 def _aligned(nbytes: int) -> int:
@@ -208,84 +236,169 @@ def agree(world: World, subject: str, problem: Exception | None, value: object =
     return [value for _, value in said]
 
 
-def begin(world: World, job: Job) -> None:
-    """A fresh folder that every rank sees. Collective."""
+def begin(world: World, job: Job) -> Place:
+    """A fresh folder that every rank sees, for parts that every rank has. Collective.
+
+    Raises:
+        CheckpointError: on every rank: another job is saving into the run's folder; it has this step; it is another
+            folder on some rank; ranks are at different steps, or give different parts.
+    """
     subject = f"save {job.path}"
+    partial: Partial | None = None
     problem: Exception | None = None
     try:
         if world.rank == 0:
-            folders.begin(job.folder, job.step)
+            partial = Partial(job.folder, job.step)
     except (CheckpointError, OSError) as error:
         problem = error
-    steps = agree(world, subject, problem, job.step)
+    try:
+        said = agree(world, subject, problem, [job.step, partial and partial.path.name, job.outline()])
+        path = job.folder / str(said[0][1])
+        agree(world, subject, _misfit(subject, [step for step, *_ in said], [parts for *_, parts in said], path))
+    except BaseException:
+        if partial is not None:
+            partial.drop()
+        raise
+    return Place(path, partial)
+
+
+def _misfit(
+    subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path
+) -> CheckpointError | None:
+    """What keeps the ranks from saving together."""
     if any(step != steps[0] for step in steps):
         do = "Save at the same time on every rank."
-        problem = CheckpointError(subject, expected="one step", got=f"steps {steps}, by rank", do=do)
-    elif not _partial(job).is_dir():
+        return CheckpointError(subject, expected="one step", got=f"steps {steps}, by rank", do=do)
+    for part in sorted(set().union(*outlines)):
+        without = [rank for rank, outline in enumerate(outlines) if part not in outline]
+        other = [rank for rank, outline in enumerate(outlines) if outline.get(part) != outlines[0].get(part)]
+        if other:
+            with_it = [rank for rank in range(len(outlines)) if rank not in without]
+            got = f"{part} on ranks {with_it}, and none on ranks {without}" if without else f"another {part} on {other}"
+            do = "Pass the same model, optimizer, data and rng on every rank."
+            return CheckpointError(subject, expected="the same parts on every rank", got=got, do=do, part=part)
+    if not path.is_dir():
         do = "Give all ranks one folder, in a file system that all hosts share."
-        problem = CheckpointError(subject, expected="the folder that rank 0 has made", got="none", do=do)
-    agree(world, subject, problem)
+        return CheckpointError(subject, expected="the folder that rank 0 has made", got="none", do=do)
+    return None
 
 
-def _partial(job: Job) -> Path:
-    return folders.partial(job.folder, job.step)
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of what it wrote.
+
+    Attributes:
+        data, table: length and CRC-32 of its files.
+        items: tensors in the data file.
+        signature: of their names and boxes, in order.
+        objects: offset, length and CRC-32 of each object of its own, which follow the tensors.
+    """
+
+    data: tuple[int, int]
+    table: tuple[int, int]
+    items: int
+    signature: int
+    objects: Sequence[Sequence[int]]
 
 
-def write_job(job: Job, items: Iterator[tuple[Item, Tensor]], world: World, shape: MeshShape) -> None:
-    """Write this rank's file, and on rank 0 what says where everything is. Collective."""
-    draft = Draft()
-    report: Any = None
-    problem: Exception | None = None
-    try:
-        with observe.span("write", job.path.name):
-            report = _write_own(job, items, world.rank, draft)
-    except Exception as error:
-        problem = error
-    reports = agree(world, f"save {job.path}", problem, report)
-    try:
-        if world.rank == 0:
-            with observe.span("commit", job.path.name):
-                _commit(job, shape, draft, reports)
-    except Exception as error:
-        problem = error
-    agree(world, f"save {job.path}", problem)
+def _signed(item: Item, signature: int) -> int:
+    """``signature`` of the items before, with ``item``."""
+    return zlib.crc32(repr((item.cut.paths, item.box)).encode(), signature)
 
 
-def _write_own(job: Job, items: Iterator[tuple[Item, Tensor]], rank: int, draft: Draft) -> Any:
-    """This rank's file; its facts, and those of each object of its own: offset, length and CRC-32."""
-    own = {name: encode(name, value) for name, value in job.own.items()}
-    shared = [(entry, encode(entry.key, entry.value)) for entry in job.entries] if rank == 0 else []
-    with DataFile(_partial(job) / data_name(rank)) as file:
-        for item, values in items:
-            file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(values.cpu()))
-        places: dict[bytes, tuple[int, int]] = {}
-        for entry, raw in shared:
-            place = places[raw] if raw in places else places.setdefault(raw, file.add_object(raw))
-            draft.add_object(entry.path, entry.value, data_name(rank), *place)
-        objects = [[*file.add_object(raw), zlib.crc32(raw)] for raw in own.values()]
-    return [*(part for facts in file.facts for part in (facts.nbytes, facts.crc)), objects]
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it."""
+
+    path: Path
+    partial: Partial | None
+
+    def write(self, job: Job, items: Iterator[tuple[Item, Tensor]], world: World, shape: MeshShape) -> None:
+        """Write this rank's file, and on rank 0 what says where everything is. Collective."""
+        try:
+            self._write(job, items, world, shape)
+        finally:
+            if self.partial is not None:
+                self.partial.drop()
+
+    def _write(self, job: Job, items: Iterator[tuple[Item, Tensor]], world: World, shape: MeshShape) -> None:
+        draft = Draft()
+        report: Report | None = None
+        problem: Exception | None = None
+        try:
+            with observe.span("write", job.path.name):
+                report = self._write_own(job, items, world.rank, draft)
+        except Exception as error:
+            problem = error
+        reports = agree(world, f"save {job.path}", problem, report and astuple(report))
+        try:
+            if self.partial is not None:
+                with observe.span("commit", job.path.name):
+                    self._commit(self.partial, job, shape, draft, [Report(*said) for said in reports])
+        except Exception as error:
+            problem = error
+        if self.partial is not None:
+            self.partial.drop()
+        agree(world, f"save {job.path}", problem)
+
+    def _write_own(self, job: Job, items: Iterator[tuple[Item, Tensor]], rank: int, draft: Draft) -> Report:
+        own = {name: encode(name, value) for name, value in job.own.items()}
+        shared = [(entry, encode(entry.key, entry.value)) for entry in job.entries] if rank == 0 else []
+        count = signature = 0
+        with DataFile(self.path / data_name(rank)) as file:
+            for item, values in items:
+                file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(values.cpu()))
+                count, signature = count + 1, _signed(item, signature)
+            places: dict[bytes, tuple[int, int]] = {}
+            for entry, raw in shared:
+                place = places[raw] if raw in places else places.setdefault(raw, file.add_object(raw))
+                draft.add_object(entry.path, entry.value, data_name(rank), *place)
+            objects = [[*file.add_object(raw), zlib.crc32(raw)] for raw in own.values()]
+        data, table = ((facts.nbytes, facts.crc) for facts in file.facts)
+        return Report(data, table, count, signature, objects)
+
+    def _commit(self, partial: Partial, job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Report]) -> None:
+        listed: dict[str, Facts] = {}
+        for part in job.parts:
+            for cut in part.cuts:
+                draft.add_cut(cut)
+        for rank, report in enumerate(reports):
+            name = data_name(rank)
+            offset = count = signature = 0
+            for item in chain.from_iterable(part.items(rank, shape) for part in job.parts):
+                length = item_bytes(item.nbytes)
+                draft.add_box(item.cut, item.box, name, offset, length)
+                offset += length
+                count, signature = count + 1, _signed(item, signature)
+            for kind, (start, length, _) in zip(job.own, report.objects, strict=True):
+                draft.add_object((kind, str(rank)), None, name, start, length)
+            if (report.items, report.signature) != (count, signature):
+                raise CheckpointError(
+                    f"save {job.path}",
+                    expected=f"{count} items from rank {rank}, as rank 0 has cut the model",
+                    got=f"{report.items}" + (" others" if report.items == count else ""),
+                    do="Pass the same model and optimizer on every rank.",
+                    rank=rank,
+                )
+            listed |= {name: Facts(*report.data), table_name(name): Facts(*report.table)}
+        listed[METADATA] = write(self.path / METADATA, draft.dump())
+        own = [{tuple(report.objects[i][1:]) for report in reports} for i in range(len(job.own))]
+        alike = [kind for kind, found in zip(job.own, own, strict=True) if len(found) == 1]
+        facts = {"step": job.step, "world": shape.world, "alike": alike, **job.facts}
+        write_manifest(self.path, facts, listed)
+        _read_back(self.path, listed)
+        path = partial.commit()
+        if job.keep_last is not None:
+            folders.keep_last(job.folder, job.keep_last, path)
 
 
-def _commit(job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Any]) -> None:
-    listed: dict[str, Facts] = {}
-    for part in job.parts:
-        for cut in part.cuts:
-            draft.add_cut(cut)
-    for rank, (nbytes, crc, table_bytes, table_crc, objects) in enumerate(reports):
-        name = data_name(rank)
-        offset = 0
-        for item in chain.from_iterable(part.items(rank, shape) for part in job.parts):
-            length = item_bytes(item.nbytes)
-            draft.add_box(item.cut, item.box, name, offset, length)
-            offset += length
-        for kind, (start, length, _) in zip(job.own, objects, strict=True):
-            draft.add_object((kind, str(rank)), None, name, start, length)
-        listed |= {name: Facts(nbytes, crc), table_name(name): Facts(table_bytes, table_crc)}
-    partial = _partial(job)
-    listed[METADATA] = write(partial / METADATA, draft.dump())
-    alike = [kind for i, kind in enumerate(job.own) if len({tuple(report[-1][i][1:]) for report in reports}) == 1]
-    facts = {"step": job.step, "world": shape.world, "alike": alike, **job.facts}
-    write_manifest(partial, facts, listed)
-    folders.commit(job.folder, job.step)
-    if job.keep_last is not None:
-        folders.keep_last(job.folder, job.keep_last)
+def _read_back(path: Path, listed: Mapping[str, Facts]) -> None:
+    """Compare what is on disk with what was said to be written: no older checkpoint goes for one that cannot be loaded.
+
+    Raises:
+        CheckpointError: a file is missing or has another length, or the manifest, an index or a table other content.
+    """
+    manifest = Manifest(path)
+    for name in listed:
+        if name in (METADATA, table_name(name)):
+            manifest.read(name)

@@ -58,7 +58,7 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest = Manifest(path) if (path / MANIFEST).exists() else None
+        self.manifest = Manifest(path) if os.path.lexists(path / MANIFEST) else None
         raw = self.manifest.read(METADATA) if self.manifest else read(path / METADATA)
         found = metadata.load(raw, path / METADATA, intact=self.manifest is not None)
         self.tensors: dict[str, Any] = found.state_dict_metadata

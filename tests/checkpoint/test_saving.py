@@ -159,7 +159,7 @@ def test_old_ones_go_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pyte
             world.exchange(None)
         world.exchange(None)
         names = [path.name for path in sorted(tmp_path.iterdir())]
-        assert names == [".partial-step-00000004", "step-00000002", "step-00000003"]
+        assert names == ["step-00000002", "step-00000003"]
         training.save(tmp_path, 5, keep_last=1)
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 

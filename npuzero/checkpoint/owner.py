@@ -1,0 +1,167 @@
+"""Who writes a checkpoint: a file that names the process, and that it keeps locked for as long as it writes.
+
+A process that ended without a word is known by its lock, which the kernel frees, or by its id, which nobody has any
+more. Neither says much about a process of another host: not every shared file system carries locks from host to host.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import json
+import os
+import socket
+import stat
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_WORDS_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process.
+
+    Attributes:
+        host: its name, for people.
+        boot: the run of the kernel, for us: the same for all processes that see each other's locks.
+        namespace: of process ids.
+        started: when, in the kernel's ticks; a later process with the same id has another.
+        since: when it began to write, in UTC, for people.
+    """
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: str
+    since: str
+
+    @staticmethod
+    def here() -> Owner:
+        """This process."""
+        boot = _read("/proc/sys/kernel/random/boot_id") or f"unknown-{socket.gethostname()}"
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        return Owner(socket.gethostname(), boot, _namespace(), os.getpid(), _started(os.getpid()), since)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+    def is_gone(self) -> bool:
+        """Whether this is known to have ended: it was a process of this kernel, and there is no such one any more."""
+        here = Owner.here()
+        if (self.boot, self.namespace) != (here.boot, here.namespace) or not here.started:
+            return False
+        return _started(self.pid) != self.started
+
+
+class Fate(enum.Enum):
+    """What is known of an owner."""
+
+    ALIVE = enum.auto()
+    DEAD = enum.auto()
+    UNKNOWN = enum.auto()
+
+
+class Claim:
+    """A file that names this process, locked until :meth:`release`.
+
+    Raises:
+        OSError: there is such a file, or it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        _held.add(str(path))
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # somebody may be looking at it: that is short
+            os.write(self._descriptor, json.dumps(asdict(Owner.here())).encode())
+        except OSError:
+            self.release()
+            raise
+
+    def release(self, *, forget: bool = True) -> None:
+        """Let go; ``forget`` the file, or leave it to say that nobody writes here any more. Idempotent."""
+        if str(self.path) not in _held:
+            return
+        if forget:
+            self.path.unlink(missing_ok=True)
+        _held.discard(str(self.path))
+        with suppress(OSError):  # children of a fork have the descriptor, too: they must not keep the lock
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+
+#: Claims of this process, for file systems without locks.
+_held: set[str] = set()
+
+
+def look(path: Path) -> tuple[Fate, Owner | None]:
+    """What became of whoever made the claim ``path``; and its name, where that can be read."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return Fate.DEAD, None
+    except OSError:
+        return Fate.UNKNOWN, None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return Fate.UNKNOWN, None
+        owner = _parse(os.read(descriptor, _WORDS_BYTES))
+        if owner is not None and owner.is_gone():
+            return Fate.DEAD, owner
+        free = _lock(descriptor)
+    finally:
+        os.close(descriptor)
+    if free is None and owner is not None and owner.pid == os.getpid() and owner.boot == Owner.here().boot:
+        free = str(path) not in _held
+    if free is None or (free and (owner is None or owner.boot != Owner.here().boot)):
+        return Fate.UNKNOWN, owner
+    return Fate.DEAD if free else Fate.ALIVE, owner
+
+
+def _parse(raw: bytes) -> Owner | None:
+    try:
+        owner = Owner(**json.loads(raw))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    known = all(type(value).__name__ == kind for value, kind in zip(asdict(owner).values(), _KINDS, strict=True))
+    return owner if known else None
+
+
+_KINDS = tuple(Owner.__annotations__.values())
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether the lock was free, and is this descriptor's now; None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "unknown"
+
+
+def _started(pid: int) -> str:
+    """Field 22 of proc(5)'s stat; empty where there is no such process, or it has ended and nobody has asked how."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
