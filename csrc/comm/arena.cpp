@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/falloc.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -41,15 +42,27 @@ std::byte* map_file(int fd, size_t bytes) {
 
 // It lives as long as the process: tensors in it may outlive everything else.
 std::atomic<Arena*> own_arena{nullptr};
-std::mutex making;
+std::mutex making, mapping;
+
+const int watching_forks = pthread_atfork(nullptr, nullptr, Arena::after_fork);
 
 }  // namespace
 
 Arena& Arena::own() {
   std::lock_guard<std::mutex> lock(making);
   Arena* arena = own_arena.load();
-  if (arena == nullptr || arena->pid_ != getpid()) own_arena.store(arena = new Arena);
+  if (arena == nullptr) own_arena.store(arena = new Arena);
   return *arena;
+}
+
+// Only the calling thread is left, so nobody holds the locks. The blocks stay where they are, now private.
+void Arena::after_fork() {
+  new (&making) std::mutex;
+  new (&mapping) std::mutex;
+  const Arena* parents = own_arena.exchange(nullptr);
+  if (parents == nullptr || parents->extent_ == 0) return;
+  mmap(parents->base_, parents->extent_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, parents->fd_,
+       0);
 }
 
 Arena::Arena() : pid_(getpid()) {
@@ -108,7 +121,7 @@ void Arena::free(std::byte* block, size_t bytes) {
 
 Window Arena::find(const void* data, size_t bytes) {
   Arena* arena = own_arena.load();
-  if (arena == nullptr || arena->pid_ != getpid()) return Window{};
+  if (arena == nullptr) return Window{};
   const auto begin = reinterpret_cast<uintptr_t>(data), base = reinterpret_cast<uintptr_t>(arena->base_);
   std::lock_guard<std::mutex> lock(arena->mutex_);
   if (begin < base || begin + bytes > base + arena->extent_) return Window{};
@@ -116,9 +129,8 @@ Window Arena::find(const void* data, size_t bytes) {
 }
 
 std::shared_ptr<Mapping> Mapping::of(pid_t pid, const Window& window) {
-  static std::mutex mutex;
   static auto* mappings = new std::map<uint64_t, std::weak_ptr<Mapping>>;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(mapping);
   std::weak_ptr<Mapping>& known = (*mappings)[window.nonce];
   std::shared_ptr<Mapping> mapping = known.lock();
   if (mapping && mapping->covers(window)) return mapping;

@@ -3,6 +3,9 @@
 // One anonymous file per process, mapped once and handed out in blocks of whole pages. A block comes zeroed; freeing it
 // punches a hole in the file, which gives its memory back whoever has it mapped. The file has no name, so nothing stays
 // behind. Peers map all of it when they first meet a buffer in it, and again when it has grown.
+//
+// A forked child has its parent's arena as a copy on write: what it writes there no rank sees, and its own blocks lie
+// in an arena of its own.
 #pragma once
 
 #include <sys/types.h>
@@ -27,7 +30,7 @@ struct Window {
 
 class Arena {
  public:
-  // That of this process, made when first asked for. A forked child makes its own.
+  // That of this process, made when first asked for.
   static Arena& own();
   // Where peers find `bytes` at `data`: Window::none unless all of them are in this process's arena.
   static Window find(const void* data, size_t bytes);
@@ -35,6 +38,8 @@ class Arena {
   // A block of at least one page, zeroed; std::bad_alloc where no memory is left.
   std::byte* allocate(size_t bytes);
   void free(std::byte* block, size_t bytes);
+
+  static void after_fork();  // in the child
 
  private:
   Arena();

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 
 #include "comm/arena.h"
@@ -102,7 +103,7 @@ void bind_comm(py::module_& m) {
       .def_property_readonly("end_s", [](const Operation& operation) { return seconds(operation.end); })
       .def_readonly("refused", &Operation::refused, "The communicator was broken or closed already.");
 
-  py::class_<Communicator>(comm, "Communicator")
+  py::class_<Communicator, std::unique_ptr<Communicator, InItsProcess>>(comm, "Communicator")
       .def(py::init<std::shared_ptr<Region>, int, std::vector<int>, std::vector<int>, std::string, double>(),
            py::arg("region"), py::arg("index"), py::arg("ranks"), py::arg("pids"), py::arg("name"),
            py::arg("timeout_s"))

@@ -13,6 +13,7 @@
 
 #include "comm/copy.h"
 #include "comm/sum.h"
+#include "core/check.h"
 
 namespace npuzero::comm {
 namespace {
@@ -84,7 +85,17 @@ Communicator::~Communicator() { close(); }
 
 // --- submission ------------------------------------------------------------------------------------------------------
 
+void Communicator::check_process() const {
+  if (!inherited()) return;
+  throw Error(
+      Error::Kind::State, "communicator '" + name_ + "' on rank " + std::to_string(ranks_[index_]),
+      "the process that opened it", "a forked child of that process",
+      "A world does not survive a fork: compute in a world of one there (npuzero.comm.SingleWorld()), or let the "
+      "launcher start the process.");
+}
+
 OperationPointer Communicator::submit(Request request) {
+  check_process();
   auto operation = std::make_shared<Operation>();
   operation->request = std::move(request);
   std::lock_guard<std::mutex> lock(mutex_);
@@ -140,6 +151,7 @@ void Communicator::progress() {
 }
 
 bool Communicator::wait(const OperationPointer& operation, const std::function<bool()>& interrupted) {
+  check_process();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!operation->done) {
     if (!busy_ && !queue_.empty() && !closing_) {
@@ -156,6 +168,7 @@ bool Communicator::wait(const OperationPointer& operation, const std::function<b
 }
 
 bool Communicator::done(const OperationPointer& operation) {
+  check_process();
   std::lock_guard<std::mutex> lock(mutex_);
   return operation->done;
 }
@@ -163,6 +176,7 @@ bool Communicator::done(const OperationPointer& operation) {
 void Communicator::abort(const std::string& reason) { region_->fail(aborted(ranks_[index_], reason)); }
 
 void Communicator::close() {
+  if (inherited()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!closing_.exchange(true)) {
     region_->leave(index_);

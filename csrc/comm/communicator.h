@@ -17,6 +17,9 @@
 //   - round_ is equal on all ranks between operations, since operations of equal signature take equally many rounds
 //   - sums run in ascending order of the global ranks, whatever the order of the group
 //   - after a failure the communicator is broken: the region keeps the first failure, and every later operation has it
+//
+// A forked child has a copy whose thread is gone and whose locks may be held for ever: there every call but close is an
+// Error::State, and nothing is destroyed (InItsProcess).
 #pragma once
 
 #include <chrono>
@@ -84,10 +87,12 @@ class Communicator {
   bool done(const OperationPointer& operation);
 
   void abort(const std::string& reason);
-  void close();  // operations that are not done fail; idempotent
+  void close();  // operations that are not done fail; idempotent; nothing in a forked child
+  bool inherited() const { return region_->inherited(); }
 
  private:
   // submission
+  void check_process() const;
   void run_front(std::unique_lock<std::mutex>& lock);
   void progress();
 
@@ -160,6 +165,13 @@ class Communicator {
   bool busy_ = false;
   std::atomic<bool> closing_{false};
   std::thread thread_;
+};
+
+// Destroys a communicator in the process that made it.
+struct InItsProcess {
+  void operator()(Communicator* communicator) const {
+    if (!communicator->inherited()) delete communicator;
+  }
 };
 
 }  // namespace npuzero::comm

@@ -59,6 +59,10 @@ Failure aborted(int rank, const std::string& reason) {
                  "Look at the error of that rank.");
 }
 
+Region::Region(int size, size_t slot_bytes) : pid_(getpid()), size_(size), slot_bytes_(slot_bytes) {}
+
+bool Region::inherited() const { return pid_ != getpid(); }
+
 size_t Region::bytes() const {
   return aligned(sizeof(Header)) + aligned(sizeof(Post) * size_) + slots_per_rank * slot_bytes_ * size_;
 }
@@ -130,7 +134,7 @@ std::shared_ptr<Region> Region::open(const std::string& address, int size, size_
 
 Region::~Region() {
   if (base_ != nullptr) {
-    const bool orphan = fd_ >= 0 && header().attached.load() < static_cast<uint32_t>(size_);
+    const bool orphan = fd_ >= 0 && !inherited() && header().attached.load() < static_cast<uint32_t>(size_);
     if (orphan && address_.rfind(named_prefix, 0) == 0) shm_unlink(address_.c_str());
     munmap(base_, bytes());
   }
@@ -144,6 +148,7 @@ void Region::arrive(int index) {
 }
 
 void Region::leave(int index) {
+  if (inherited()) return;
   post(index).presence.store(Presence::closed, std::memory_order_seq_cst);
   ring_all();
 }
@@ -159,6 +164,7 @@ void Region::ring_all() const {
 }
 
 void Region::fail(const Failure& failure) {
+  if (inherited()) return;
   uint32_t none = 0;
   if (header().failed.compare_exchange_strong(none, 1)) {
     failure.write(header().failure);

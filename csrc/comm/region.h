@@ -6,7 +6,10 @@
 // bells are written by several. Between processes the memory is an anonymous file (memfd) which the others open through
 // /proc/<pid>/fd/<n>: no name exists, so nothing can stay behind, whatever kills whom. Where that path cannot be
 // opened, a named object is used, whose name the last rank to arrive removes. Between threads it is plain memory.
+// A forked child is none of the ranks: what it does to its parent's region, the other ranks never see.
 #pragma once
+
+#include <sys/types.h>
 
 #include <atomic>
 #include <cstddef>
@@ -104,6 +107,7 @@ class Region {
 
   void arrive(int index);  // each rank once
   void leave(int index);   // also of a rank that never arrived
+  bool inherited() const;  // this process is a fork of the one that opened it
   void ring(int index) const;
   void ring_all() const;
 
@@ -113,11 +117,12 @@ class Region {
   Failure failure() const { return Failure(header().failure); }
 
  private:
-  Region(int size, size_t slot_bytes) : size_(size), slot_bytes_(slot_bytes) {}
+  Region(int size, size_t slot_bytes);
   size_t bytes() const;
   void map(int fd);
   void initialise(uint64_t nonce);
 
+  const pid_t pid_;
   int size_;
   size_t slot_bytes_;
   std::byte* base_ = nullptr;

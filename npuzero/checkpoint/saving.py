@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 import zlib
@@ -135,6 +136,7 @@ class Saving:
 
 #: Saves beside training whose end nobody has heard of.
 _unheard: set[Saving] = set()
+os.register_at_fork(after_in_child=_unheard.clear)  # their threads are the parent's
 
 
 @atexit.register

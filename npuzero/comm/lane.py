@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from npuzero.comm import fork
 from npuzero.comm.communicator import Handle
 
 
@@ -56,8 +57,10 @@ class HostLane(Lane):
         self._name = name
         self._steps: queue.SimpleQueue[tuple[Callable[[], None], HostHandle] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._birthplace = fork.Birthplace()
 
     def run(self, step: Callable[[], None]) -> Handle:
+        self._birthplace.check(self._name)
         if self._thread is None:
             # A daemon: a step that waits for a dead peer must not keep the interpreter from ending.
             self._thread = threading.Thread(target=self._work, name=f"npuzero-{self._name}", daemon=True)

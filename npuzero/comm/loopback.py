@@ -72,6 +72,7 @@ class ThreadWorld(World):
         self._exchanges: Counter[str] = Counter()
 
     def exchange(self, value: object, channel: str = "") -> list[Any]:
+        self._check_birthplace("exchange")
         meeting = self._meeting
         self._exchanges[channel] += 1
         number = self._exchanges[channel]
@@ -94,10 +95,14 @@ class ThreadWorld(World):
         return [json.loads(values[rank]) for rank in range(self.size)]
 
     def abort(self, reason: str) -> None:
+        if self.inherited:
+            return
         self._meeting.abort(self.rank, reason)
         super().abort(reason)
 
     def close(self) -> None:
+        if self.inherited:
+            return
         self._meeting.leave(self.rank)
         super().close()
 

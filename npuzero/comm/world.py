@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from npuzero import config, device, observe
-from npuzero.comm import shared_memory
+from npuzero.comm import fork, shared_memory
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
 from npuzero.comm.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
@@ -68,6 +68,7 @@ class World(ABC):
         self.timeout_s = timeout_s
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._making = threading.Lock()
+        self._birthplace = fork.Birthplace()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, device={self.device})"
@@ -82,7 +83,9 @@ class World(ABC):
         Raises:
             ContractError: a rank is named twice, is not in the world, or this one is missing.
             CollectiveError: it cannot be made.
+            StateError: this process is a forked child of the rank's.
         """
+        self._check_birthplace(f"communicator {name!r}")
         key = (tuple(ranks), name)
         with self._making:
             if key not in self._communicators:
@@ -92,6 +95,15 @@ class World(ABC):
                     SingleCommunicator(self.rank, name, self._place(name)) if single else self._make(*key)
                 )
             return self._communicators[key]
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a forked child of the rank's: closing it ends nothing there, using it is an error."""
+        return self.size > 1 and self._birthplace.left()
+
+    def _check_birthplace(self, subject: str) -> None:
+        if self.inherited:
+            raise fork.not_carried_over(f"{subject} on rank {self.rank}")
 
     def _place(self, name: str) -> torch.device:
         """Where the tensors of a channel lie."""
@@ -105,6 +117,7 @@ class World(ABC):
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
+            StateError: this process is a forked child of the rank's.
         """
 
     def abort(self, reason: str) -> None:
@@ -114,6 +127,8 @@ class World(ABC):
 
     def drain(self) -> None:
         """Finishes what is under way, for ranks that still wait: an orderly end is a drain and a close."""
+        if self.inherited:
+            return
         for communicator in list(self._communicators.values()):
             communicator.drain()
 
@@ -209,6 +224,7 @@ class ProcessWorld(World):
         self._meet()
 
     def exchange(self, value: object, channel: str = "") -> list[Any]:
+        self._check_birthplace("exchange")
         self._exchanges[channel] += 1
         exchange = _Exchange(channel, self._exchanges[channel])
         self._store.set(exchange.key(self.rank), json.dumps(value))
@@ -218,6 +234,8 @@ class ProcessWorld(World):
         return values
 
     def abort(self, reason: str) -> None:
+        if self.inherited:
+            return
         self._store.set("abort", f"rank {self.rank}: {reason}")
         super().abort(reason)
 
@@ -318,6 +336,7 @@ def process_world(
         ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device, or
             there are more ranks than devices.
         CollectiveError: the ranks did not find each other.
+        StateError: this process is a forked child of a rank.
     """
     launch = config.launch()
     here = _choose_device(device, launch.local_rank)
@@ -371,6 +390,8 @@ def _set_process_world(world: World) -> None:
 
 
 def _on_torch(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
+    if fork.inherited_group():
+        raise fork.not_carried_over("torch.distributed's group")
     store = dist.PrefixStore(  # type: ignore[attr-defined]
         "npuzero", dist.distributed_c10d._get_default_store()
     )
@@ -441,12 +462,12 @@ _at_exit: list[Callable[[], None]] = []
 
 @atexit.register
 def _end() -> None:
-    if _process_world is not None:
+    if _process_world is not None and not _process_world.inherited:
         if getattr(sys, "last_value", None) is None:  # not after an exception that nobody caught
             _process_world.drain()
         _process_world.close()
     for action in _at_exit:
-        if dist.is_initialized():
+        if dist.is_initialized() and not fork.inherited_group():
             action()
 
 

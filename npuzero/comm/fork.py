@@ -1,0 +1,65 @@
+"""Forks: a child of ``os.fork`` has its parent's memory, but neither its threads nor its place among the ranks.
+
+What belongs to a rank remembers the process it was made in. In a child, such as a DataLoader's worker, closing it does
+nothing, so that the child ends as any other process does; whatever would reach other ranks is a :class:`StateError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from npuzero.errors import StateError
+
+
+class Birthplace:
+    """The process in which something was made."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def left(self) -> bool:
+        """Whether this process is a forked child of that one."""
+        return self._pid != os.getpid()
+
+    def check(self, subject: str) -> None:
+        """Raises a StateError in a forked child."""
+        if self.left():
+            raise not_carried_over(subject)
+
+
+def not_carried_over(subject: str) -> StateError:
+    """The error for a child that uses its parent's world."""
+    return StateError(
+        subject,
+        expected="the process that joined the world",
+        got="a forked child of that process",
+        do="A world does not survive a fork: compute in a world of one there (npuzero.comm.SingleWorld()), or let the "
+        "launcher start the process.",
+    )
+
+
+def inherited_group() -> bool:
+    """Whether torch.distributed's default group is this process's by a fork only."""
+    return dist.is_available() and dist.is_initialized() and dist.group.WORLD is _inherited
+
+
+_inherited: Any = None
+
+
+def _keep_groups() -> None:
+    # torch's groups end by joining threads, which do not exist in a child: it would hang or die of it. So they, and the
+    # stores they met by, stay for ever.
+    global _inherited
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    _inherited = dist.group.WORLD
+    for group, (_, store) in dist.distributed_c10d._world.pg_map.items():
+        for kept in (group, store):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
