@@ -49,6 +49,6 @@ class Census:
                 f"parameter {name}",
                 expected="the parameters there were at npuzero.zero(), trained or frozen as they were",
                 got="one thawed since: it has no room for gradients" if known in frozen else "another one",
-                do="Shape the model and set requires_grad first, then call npuzero.zero().",
+                do="Shape the model and set requires_grad first, then call npuzero.zero(); leave FSDP out.",
             )
         self._count(model)

@@ -22,6 +22,7 @@ from npuzero.plan import AXES, DIGEST_BITS, VERBS, Plan, Report
 from npuzero.shard.accord import Accord, Words
 from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
+from npuzero.shard.conversion import watch_conversions
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, doors
 from npuzero.shard.finite import Watch
@@ -34,6 +35,7 @@ from npuzero.shard.prefetch import Trace
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.unit import Flat, ParameterState, Unit
+from npuzero.shard.wrappers import check_unwrapped, refuse_wrappers
 from npuzero.shard.writes import Writes, digests
 
 #: Elements that are read, or sent to be written, at once.
@@ -95,6 +97,8 @@ class Engine:
         self._watch: Watch | None = None
         self._take_over(model, specs, origin)
         self._hooks = Hooks(self, self.units, doors(model, specs[0]), plan.precision.parameters)
+        watch_conversions(model)
+        refuse_wrappers(model)
 
     @torch.no_grad()
     def _take_over(self, model: nn.Module, specs: Sequence[UnitSpec], origin: Origin) -> None:
@@ -147,6 +151,7 @@ class Engine:
     def forward_begins(self, unit: Unit) -> None:
         fresh = not in_backward()
         if unit.index == 0 and fresh:
+            check_unwrapped()
             self.look_finite()
             self.forget_backward()
             self._trace.begin()
@@ -561,7 +566,8 @@ class Engine:
             expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {self.plan.name!r} cuts it over the ranks)",
             do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
-            "reads it, run that module through the model's forward or name it in units=.",
+            "reads it, run that module through the model's forward or name it in units=. "
+            "DistributedDataParallel, FSDP and the like do not belong around it.",
         )
 
     def load(self, values: Mapping[int, Tensor]) -> None:

@@ -82,6 +82,7 @@ def _metadata() -> frozenset[Any]:
     found += [grad.__get__, grad.__set__, grad.__delete__, requires_grad.__set__]
     found += [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     found += [torch.numel, torch.is_floating_point, torch.is_complex, torch.autograd.grad, torch.autograd.backward]
+    found += [torch._has_compatible_shallow_copy_type]
     return frozenset(found)
 
 
@@ -103,6 +104,11 @@ _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 def in_backward() -> bool:
     """Whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def owned(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a parameter of an engine."""
+    return "_npuzero_engine" in tensor.__dict__
 
 
 class CutParameter(nn.Parameter):
@@ -129,12 +135,19 @@ class CutParameter(nn.Parameter):
                 facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
                 return f"CutParameter({facts})"
         if func not in _METADATA:
+            if _puts_itself(func, args):
+                return None
             for tensor in _guarded((*args, *kwargs.values())):
                 tensor._npuzero_open()
         if func == _DATA.__get__:  # it is open now, and maybe watched, of which torch's own getter does not know
             return args[0].data
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _puts_itself(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is ``t.data = t``, as ``Module._apply`` has it where nothing changes."""
+    return bool(func == _DATA.__set__ and args[0] is args[1])
 
 
 def _guarded(values: Any) -> list[CutParameter]:
@@ -167,6 +180,8 @@ class WatchedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if value is self:
+            return
         self._npuzero_aliases[0].pop(self._npuzero_aliases[1], None)
         _DATA.__set__(self, value)
 
@@ -226,6 +241,8 @@ class CutGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _puts_itself(func, args):
+            return None
         # Dynamo, where it compiles something, asks gradients how large their storage is, and reads none.
         described = func is Tensor.untyped_storage and TracingContext.try_get() is not None
         if func in _READS and not described:

@@ -414,7 +414,7 @@ class Unit:
             guard.reopen(parameter)
 
     def check_views(self, thoroughly: bool = False) -> None:
-        """Every parameter must still be a view of its flat: ``model.to()`` after ``zero()`` replaces the data.
+        """Every parameter must still be a view of its flat: another engine around the model replaces the data.
 
         It replaces that of all, so before a forward a look at the first of each flat is enough.
 
@@ -435,7 +435,7 @@ class Unit:
         raise StateError(
             f"parameter {slot.name}",
             expected=f"a view of the flat buffer of unit {self.name!r}",
-            got="data elsewhere: replaced after npuzero.zero(), e.g. by model.to() or p.data = ...",
+            got="data elsewhere: replaced after npuzero.zero(), e.g. by FSDP around it or p.data = ...",
             do="Convert and move the model first, then call npuzero.zero(); "
             "load weights with npuzero.load_full_state_dict.",
         )

@@ -1,0 +1,96 @@
+"""What ``model.to()`` and its kin mean to a model that is cut: nothing to do, or an error that says so at once.
+
+They all end in ``Module._apply(fn)``, which calls ``fn`` with every parameter, gradient and buffer. Parameters that are
+views of flats cannot be moved or converted by anybody but the engine; but most such calls change nothing: trainers put
+each model where it is already.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import StateError
+from npuzero.shard.guard import CutGradient, owned
+
+_Function = Callable[[Tensor], Tensor]
+
+
+def watch_conversions(model: nn.Module) -> None:
+    """Have every module of ``model`` that has parameters, now an engine's, answer conversions itself."""
+    for module in model.modules():
+        if any(True for _ in module.parameters()):
+            module.__dict__["_apply"] = _Conversion(module)
+
+
+class _Conversion:
+    """A module's ``_apply``, where it changes no parameter of an engine.
+
+    Raises:
+        StateError: it would change one; nothing has been touched then.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, fn: _Function, recurse: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        if not isinstance(fn, _Outside):
+            for name, parameter in module.named_parameters(recurse=recurse):
+                if owned(parameter):
+                    _check(name, parameter, fn)
+            fn = _Outside(fn)
+        plain: Callable[..., nn.Module] = type(module)._apply
+        return plain(module, fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Conversion:
+        """The copy is that module's which is being made of this one's."""
+        return _Conversion(memo[id(self._module())])
+
+
+class _Outside:
+    """``fn`` for all tensors but those of an engine, which it is known not to change."""
+
+    def __init__(self, fn: _Function) -> None:
+        self._fn = fn
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor if owned(tensor) or isinstance(tensor, CutGradient) else self._fn(tensor)
+
+
+@torch.no_grad()
+def _check(name: str, parameter: nn.Parameter, fn: _Function) -> None:
+    """Try ``fn`` on a small tensor that has what a conversion looks at: device, dtype and dimensions."""
+    sizes = [min(size, 2) for size in parameter.shape]
+    probe = nn.Parameter(torch.zeros(sizes, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
+    memory, version = probe.data_ptr(), probe._version
+    found: Any = fn(probe)
+    if found is probe and probe.data_ptr() == memory and probe._version == version:
+        return
+    raise StateError(
+        f"parameter {name}, which npuzero.zero() has laid into a flat buffer",
+        expected=f"to stay {_facts(probe)}, as it is, contiguous and on its device",
+        got=_difference(probe, found),
+        do="After zero() a conversion that would change a parameter has no meaning: precision and placement belong to "
+        "npuzero.zero(model, precision=...); convert before it, and take whole tensors out with "
+        "npuzero.full_state_dict. (channels_last needs no conversion: a convolution follows its input.)",
+    )
+
+
+def _facts(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device}"
+
+
+def _difference(probe: Tensor, found: Any) -> str:
+    if not isinstance(found, Tensor):
+        return f"a function for Module._apply that returns {type(found).__name__}"
+    if _facts(found) != _facts(probe):
+        return f"a conversion to {_facts(found)}"
+    if found.stride() != probe.stride():
+        return "a conversion to another memory format"
+    return "a function for Module._apply that writes, or returns another tensor"

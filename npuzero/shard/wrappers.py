@@ -1,0 +1,40 @@
+"""Other engines around a model that is cut: they would reduce once more what the ranks have summed already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from npuzero.errors import StateError
+from npuzero.shard.guard import owned
+
+
+class _Refusal:
+    """What DistributedDataParallel reads first: the names of the parameters that it should leave alone."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise wrapped()
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Have ``DistributedDataParallel(model)`` say why not, instead of broadcasting what no rank has whole."""
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _Refusal()
+
+
+def check_unwrapped() -> None:
+    """Raises StateError within a forward of DistributedDataParallel that has an engine's parameters, at any depth."""
+    around = DistributedDataParallel._active_ddp_module
+    if around is not None and any(map(owned, around._module_parameters)):
+        raise wrapped()
+
+
+def wrapped() -> StateError:
+    return StateError(
+        "DistributedDataParallel around a model made by npuzero.zero()",
+        expected="the model as npuzero.zero() returned it: it averages the gradients of all ranks itself",
+        got="a second engine, which would do so once more",
+        do="Leave DistributedDataParallel out, also where a trainer adds it: docs/frameworks.md says how for "
+        "accelerate, transformers' Trainer and Lightning.",
+    )
