@@ -177,6 +177,17 @@ def units_that_differ_between_ranks(session: Session) -> None:
     steps(session, passes)
 
 
+def ranks_without_a_batch(session: Session) -> None:
+    """Where no unit is gathered, a rank that has nothing to do in a step need do nothing."""
+
+    def passes(step: int) -> None:
+        losses = [loss_of(session.model, tokens_of(step, 0, rank)) for rank in session.ranks if rank != step]
+        if losses:
+            (torch.stack(losses).sum() / len(session.ranks)).backward()
+
+    steps(session, passes)
+
+
 # -- without synchronization -------------------------------------------------------------------------------------------
 
 
@@ -239,7 +250,9 @@ def gradients_that_are_dropped_unused(session: Session) -> None:
         optimizer.zero_grad()
 
 
-def some_gradients_that_are_dropped(session: Session) -> None:
+def some_gradients_that_are_dropped(session: Session) -> State:
+    norms = []
+
     def passes(step: int) -> None:
         session.loss(step, 0).backward()
         session.model.blocks[1].out.weight.grad = None
@@ -247,8 +260,10 @@ def some_gradients_that_are_dropped(session: Session) -> None:
         session.loss(step, 1, blocks=(1,)).backward()
         session.model.scale.grad = None
         session.model.blocks[0].qkv.weight.grad = None
+        norms.append(session.clip(0.5))
 
     steps(session, passes)
+    return {"norms": torch.stack(norms)}
 
 
 def some_gradients_that_are_kept(session: Session) -> None:
@@ -399,8 +414,9 @@ def test_loops(scenario: Callable[[Session], State | None], plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5", "zero2"])
-def test_ranks_may_run_different_units(plan: str) -> None:
-    check(units_that_differ_between_ranks, 4, BranchingGPT, plan=plan, local_size=2)
+@pytest.mark.parametrize("scenario", [units_that_differ_between_ranks, ranks_without_a_batch])
+def test_ranks_may_run_different_units(scenario: Callable[[Session], None], plan: str) -> None:
+    check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import npuzero
-from world.train import Session, State, assert_close, assert_same_bits, run_cut, run_plain
+from npuzero import Settings
+from world.train import Session, State, assert_close, assert_same_bits, check, run_cut, run_plain
 
 P_NORMS = (1.0, 2.0, 3.5, math.inf)
 PLANS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "hsdp")
@@ -96,3 +99,34 @@ def test_a_norm_beyond_float32s_squares() -> None:
 
     norm = run_cut(scenario, 2, plan="zero3")[0]["norm"].item()
     assert 1e24 < norm < 1e28
+
+
+class Uneven(nn.Module):
+    """Blocks whose flats are equally long, and whose parameters end at different places in them."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(dim, dim - i, bias=i != 1) for i in (0, 1, 3))
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        return torch.stack([self.blocks[i](x).square().mean() for i in order]).sum()
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2"])
+@pytest.mark.parametrize("dim", [13, 515])
+def test_gaps_count_for_nothing(dim: int, plan: str) -> None:
+    """What memory holds between parameters, where it was another unit's before, is no part of the norm."""
+    orders = (0, 1, 2), (2, 0, 1), (1, 2)
+
+    def steps(session: Session) -> State:
+        optimizer, norms = session.optimizer(torch.optim.AdamW, lr=1e-3), []
+        for step in range(6):
+            x = torch.randn(4, dim, generator=torch.Generator().manual_seed(step))
+            order = orders[step % 3]
+            session.mean(lambda rank, x=x, order=order: session.model(x * (1 + rank), order=order)).backward()
+            norms.append(session.clip(0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"norms": torch.stack(norms)}
+
+    check(steps, 2, lambda: Uneven(dim), plan=plan, settings=Settings(overlap=False))

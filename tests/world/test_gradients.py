@@ -120,6 +120,7 @@ def dropped_before_the_step(session: Session) -> None:
         with session.no_sync():
             session.loss(step, 0).backward()
         drop(session)
+        session.clip(0.1)  # by the norm of the others
 
     steps(session, passes)
 
@@ -144,6 +145,18 @@ def dropped_while_the_reduced_are_set_aside(session: Session) -> None:
         session.loss(step, 1, blocks=ALL).backward()
         drop(session)
         session.loss(step, 2, blocks=WITHOUT_1).backward()
+
+    steps(session, passes)
+
+
+def all_dropped_while_the_reduced_are_set_aside(session: Session) -> None:
+    def passes(step: int) -> None:
+        session.loss(step, 0).backward()
+        session.clip(0.1)
+        with session.no_sync():
+            session.loss(step, 1).backward()
+        session.model.zero_grad()
+        session.loss(step, 2).backward()
 
     steps(session, passes)
 
@@ -185,6 +198,7 @@ SCENARIOS = (
     dropped_before_the_step,
     dropped_after_clipping,
     dropped_while_the_reduced_are_set_aside,
+    all_dropped_while_the_reduced_are_set_aside,
     an_evaluation_that_foresees_another_unit,
     a_forward_that_stops_early,
 )

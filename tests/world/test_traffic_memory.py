@@ -222,15 +222,17 @@ def test_the_readmes_traffic_beyond_a_group(plan: str) -> None:
 
 
 def test_under_no_sync_gradients_are_sent_once_and_kept_whole() -> None:
-    """Two backward passes, the first under no_sync: one reduction, and gradients whole until then."""
+    """Three backward passes, all but the last under no_sync: one reduction, and gradients whole until then."""
 
     def rank(world: World) -> tuple[Report, int]:
         session = CutSession(build(), world, local_size=LOCAL, plan="zero2")
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
         for step in range(3):
             with session.no_sync():
-                session.loss(step, 0).backward()
-            session.loss(step, 1).backward()
+                with session.no_sync():
+                    session.loss(step, 0).backward()
+                session.loss(step, 1).backward()
+            session.loss(step, 2).backward()
             optimizer.step()
             optimizer.zero_grad()
         session.state()

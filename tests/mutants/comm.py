@@ -1,0 +1,71 @@
+"""Mutants of communicators, worlds and the mesh."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "over Gloo and NCCL the shards of hpz are gathered in the wrong places",
+        "comm/hierarchical.py",
+        "block = whole.view(self.outer.size, -1)[self.outer.rank]",
+        "block = whole.view(self.outer.size, -1)[0]",
+        ("world/test_comm.py::test_hierarchical_equals_flat",),
+    ),
+    Mutant(
+        "over Gloo and NCCL micro-batches of hpz replace each other",
+        "comm/hierarchical.py",
+        "accumulate=accumulate, tag=tag",
+        "accumulate=False, tag=tag",
+        ("world/test_comm.py::test_hierarchical_equals_flat",),
+    ),
+    Mutant(
+        "over Gloo and NCCL experts get each other's tokens",
+        "comm/hierarchical.py",
+        "out.view(self.size, -1)[self._places] = received.view(self.size, -1)",
+        "out.copy_(received)",
+        ("world/test_comm.py::test_hierarchical_equals_flat",),
+    ),
+    Mutant(
+        "a broadcast comes from another rank than the one named",
+        "comm/hierarchical.py",
+        "place = self.flat.ranks.index(self.ranks[root])",
+        "place = root",
+        ("world/test_comm.py::test_hierarchical_equals_flat",),
+    ),
+    Mutant(
+        "the axes of the mesh are the wrong way round",
+        "comm/mesh.py",
+        "there[NODE] * self.shape.local + there[LOCAL]",
+        "there[LOCAL] * self.shape.node + there[NODE]",
+        ("unit/comm/test_communicator.py::test_mesh_is_rank_arithmetic",),
+    ),
+    Mutant(
+        "what goes wrong in a step of a lane is silence",
+        "comm/lane.py",
+        "handle.error = error",
+        "pass",
+        ("unit/comm/test_communicator.py::test_lane_keeps_order_and_errors",),
+    ),
+    Mutant(
+        "on one rank a sum replaces what it should be added to",
+        "comm/single.py",
+        "            shard.add_(whole)",
+        "            shard.copy_(whole)",
+        ("unit/comm/test_communicator.py::test_single_rank_copies",),
+    ),
+    Mutant(
+        "an operation whose handle is forgotten writes into memory that others have by then",
+        "comm/shared_memory.py",
+        "            self._kept.append((operation, tensors))",
+        "            pass",
+        ("world/test_comm.py",),
+    ),
+    Mutant(
+        "ranks that are threads exchange values of two calls at once",
+        "comm/loopback.py",
+        "number = self._exchanges[channel]",
+        "number = 1",
+        ("world/test_comm.py::test_threads",),
+    ),
+)

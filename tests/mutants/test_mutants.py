@@ -1,0 +1,39 @@
+"""Mistakes that tests must notice: the list is true of the code, and each is noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from .mutant import ROOT, Mutant, killed
+from .table import MUTANTS
+
+#: A few are run in `make test`: that the runner tells, and what takes little.
+QUICK = ("shards overlap by an element", "the axes of the mesh are the wrong way round")
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.breaks)
+def test_what_it_changes_is_there_once(mutant: Mutant) -> None:
+    """In its file; and the tests that shall notice exist."""
+    assert mutant.source.read_text().count(mutant.old) == 1
+    assert mutant.old != mutant.new and mutant.tests
+    for test in mutant.tests:
+        file, _, function = test.partition("::")
+        name = function.partition("[")[0]
+        assert f"\ndef {name}" in (ROOT / "tests" / file).read_text(), test
+
+
+def test_each_is_listed_once() -> None:
+    assert max(Counter(mutant.breaks for mutant in MUTANTS).values()) == 1
+    assert max(Counter((mutant.file, mutant.old, mutant.new) for mutant in MUTANTS).values()) == 1
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(mutant, marks=() if mutant.breaks in QUICK else pytest.mark.slow) for mutant in MUTANTS],
+    ids=lambda mutant: mutant.breaks,
+)
+def test_is_killed(mutant: Mutant) -> None:
+    assert killed(mutant), f"alive: {mutant.breaks}"

@@ -1,0 +1,91 @@
+"""Collectives that begin as late as they may, when somebody waits for them: nothing is used before it has arrived.
+
+Nor is written what is still to be sent. On a quiet machine most have arrived before anybody asks, so that a wait that
+is missing would go unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from npuzero.comm import Handle
+from npuzero.comm.shared_memory import SharedMemoryCommunicator
+from world import test_behaviour as behaviour
+from world import test_gradients as gradients
+from world.toy import Recipe
+from world.train import Session, State, check, train
+
+PLANS = ("zero1", "zero3", "hpz", "hsdp")
+
+
+class Late(Handle):
+    """An operation that nobody has begun; those before it on its communicator begin first."""
+
+    def __init__(self, waiting: list[Late], begin: Callable[[], Handle]) -> None:
+        self._waiting = waiting
+        self._begin = begin
+        self._begun: Handle | None = None
+        waiting.append(self)
+
+    def wait(self) -> None:
+        while self._begun is None:
+            first = self._waiting.pop(0)
+            first._begun = first._begin()
+        self._begun.wait()
+
+    def done(self) -> bool:
+        return self._begun is not None and self._begun.done()
+
+
+@pytest.fixture(autouse=True)
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = SharedMemoryCommunicator._submit
+
+    def later(self: Any, *args: Any, **kwargs: Any) -> Handle:
+        waiting = self.__dict__.setdefault("_waiting", [])
+        return Late(waiting, lambda: submit(self, *args, **kwargs))
+
+    monkeypatch.setattr(SharedMemoryCommunicator, "_submit", later)
+
+
+def micro_batches_and_clipping(session: Session) -> State:
+    return train(session, Recipe(steps=3, micro_batches=2, clip=0.5, groups=True))
+
+
+def a_look_at_parameters_after_the_step(session: Session) -> State:
+    """Where they rest whole, without a word to the engine."""
+    read = []
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    for step in range(3):
+        session.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        read.append(session.model.blocks[1].out.weight.detach().clone())
+    return {"read": torch.stack(read)}
+
+
+SCENARIOS = (
+    micro_batches_and_clipping,
+    behaviour.several_forwards_before_one_backward,
+    gradients.an_evaluation_that_foresees_another_unit,
+    gradients.no_sync_after_a_synchronised_pass,
+    behaviour.zero_grad_of_the_model,
+    behaviour.gradients_that_are_dropped_unused,
+    behaviour.some_gradients_that_are_dropped,
+    behaviour.clipping_and_then_more_gradients,
+    behaviour.two_steps_over_one_gradient,
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
+def test_loops(scenario: Callable[[Session], State | None], plan: str) -> None:
+    check(scenario, 4, behaviour.BranchingGPT, plan=plan, local_size=2)
+
+
+def test_reading_what_a_step_has_sent() -> None:
+    check(a_look_at_parameters_after_the_step, 2, behaviour.BranchingGPT, plan="zero1")
