@@ -153,11 +153,15 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        # torch gives a name anew once its group is destroyed, and with it the keys of before; all ranks count alike.
+        generation = (store.add("groups", 1) - 1) // size
+        store = dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
         self._world = ProcessWorld(
             store, rank, size, torch.device("cpu"), backend="shm", timeout_s=timeout.total_seconds()
         )
         self._group = self._world.communicator(range(size), "ops")
         self._lane = HostLane("shm")
+        self._name = ""
         self._group.barrier()  # all have opened it before any of them may end
 
     # -- what torch asks of a group --------------------------------------------------------------------------------
@@ -166,17 +170,20 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def getGroupName(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        self._name = str(dist.distributed_c10d._world.pg_names.get(self, self._name))
+        return self._name
 
     @property
     def group_name(self) -> Any:
         return self.getGroupName()
 
     def shutdown(self) -> None:
+        self.getGroupName()  # torch forgets the name, and then asks for it once more
         self._lane.close(timeout_s=1.0)
         self._world.close()
 
     def abort(self) -> None:
+        self.getGroupName()
         self._world.abort("torch.distributed aborted the group")
 
     # -- movements -------------------------------------------------------------------------------------------------

@@ -239,6 +239,32 @@ def test_subgroups(tmp_path: Path) -> None:
     values(run_ranks(4, _subgroups, tmp_path, folder=tmp_path))
 
 
+def _destroys_groups(world: World, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), world.size)
+    dist.destroy_process_group()
+    for _ in range(2):
+        dist.init_process_group("shm", store=store, rank=world.rank, world_size=world.size)
+        halves = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        mine = [group for group in halves if group is not dist.GroupMember.NON_GROUP_MEMBER]
+        for group in mine:
+            dist.all_reduce(torch.ones(2), group=group)
+            dist.destroy_process_group(group)
+        again, tensor = dist.new_group([0, 2]), torch.ones(2)
+        if world.rank != 1:
+            dist.all_reduce(tensor, group=again)
+        dist.all_reduce(tensor)
+        assert tensor[0] == 2 + 1 + 2
+        for group in mine:
+            with pytest.raises(ValueError, match="Invalid process group"):
+                dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+
+
+def test_groups_can_be_destroyed_one_by_one_and_made_again(tmp_path: Path) -> None:
+    values(run_ranks(3, _destroys_groups, tmp_path, folder=tmp_path))
+
+
 def _again_and_again(world: World, folder: Path) -> int:
     for k in range(5):
         with shm(world, folder, f"meeting-{k}"):
