@@ -208,7 +208,7 @@ def _listed(content: Mapping[str, Any], path: Path) -> dict[str, Facts]:
         if not isinstance(facts, list) or [type(fact) for fact in facts] != [int, int] or min(facts) < 0:
             raise damaged(path, f"length and CRC-32 of {name}", str(facts)[:80])
         found[name] = Facts(*facts)
-    ranks = [data_name(rank) for rank in range(min(max(content["world"], 0), len(found)))]
+    ranks = [data_name(rank) for rank in range(min(max(content["world"], 1), len(found)))]
     if len(ranks) != content["world"] or not found.keys() >= {METADATA, *ranks, *map(table_name, ranks)}:
         raise damaged(path, f"{METADATA}, and two files of each of {content['world']} ranks", str(sorted(found))[:200])
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from npuzero.checkpoint import files, safe_pickle
 from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.parts import Cut, key_of
 from npuzero.checkpoint.parts import Path as StatePath
+from npuzero.checkpoint.safe_pickle import Function, Kind, Refused
 from npuzero.errors import CheckpointError
 
 Tensors, Bytes, Chunk, Index = (
@@ -26,24 +27,77 @@ Tensors, Bytes, Chunk, Index = (
     dcp.MetadataIndex,
 )
 
+_NONE = type(None)
+_KINDS = (
+    Kind(Tensors, properties=(dcp.TensorProperties,), size=(torch.Size,), chunks=(list,)),
+    Kind(Bytes),
+    Kind(Chunk, offsets=(torch.Size,), sizes=(torch.Size,)),
+    Kind(Index, key=True, fqn=(str,), offset=(torch.Size, _NONE), index=(int, _NONE)),
+    Kind(dcp.Metadata, state_dict_metadata=(dict,), planner_data=(dict, _NONE), storage_data=(dict,)),
+    Kind(
+        dcp.TensorProperties,
+        ordered=True,
+        dtype=(torch.dtype,),
+        layout=(torch.layout,),
+        requires_grad=(bool,),
+        memory_format=(dcp._MEM_FORMAT_ENCODING,),
+        pin_memory=(bool,),
+    ),
+    Kind(dcp.StorageMeta),
+    Kind(_StorageInfo, relative_path=(str,), offset=(int,), length=(int,)),
+)
+
+#: More dimensions than a tensor of a checkpoint has.
+_DIMENSIONS = 64
+
+
+def _size(values: Any) -> torch.Size:
+    if type(values) not in (tuple, list) or len(values) > _DIMENSIONS:
+        raise Refused(f"a size that is a {type(values).__name__}")
+    return torch.Size(values)
+
+
+def _layout(name: Any) -> torch.layout:
+    if type(name) is not str:
+        raise Refused(f"a layout that is a {type(name).__name__}")
+    found: torch.layout = torch.serialization._get_layout(name)
+    return found
+
+
+def _memory_format(value: Any) -> Any:
+    if type(value) is not int:
+        raise Refused(f"a memory format that is a {type(value).__name__}")
+    return dcp._MEM_FORMAT_ENCODING(value)
+
+
+def _member(function: Any, name: Any) -> Any:
+    """Stands for ``getattr``, with which some Pythons name a member of an enum."""
+    if function is not _ALLOWED[dcp.__name__, "_MEM_FORMAT_ENCODING"] or type(name) is not str:
+        raise Refused("getattr of what is no enum")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
+def ordered_dict() -> dict[Any, Any]:
+    """Stands for ``OrderedDict``; its items come later."""
+    return {}
+
+
+def _nowhere(*_: object) -> None:
+    """Stands for paths: where a checkpoint was when it was written does not matter."""
+
+
+_PATHS = (("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"))
+
 DTYPES = {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _ALLOWED: dict[tuple[str, str], Any] = {
     **DTYPES,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): dict,
-    ("builtins", "getattr"): safe_pickle.member,
-    ("pathlib", "Path"): PurePosixPath,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    **{
-        ("torch.distributed.checkpoint.metadata", kind.__name__): kind
-        for kind in (
-            *(Tensors, Bytes, Chunk, Index),
-            *(dcp.Metadata, dcp.TensorProperties, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING),
-        )
-    },
+    ("torch", "Size"): Function(_size),
+    ("torch.serialization", "_get_layout"): Function(_layout),
+    ("collections", "OrderedDict"): Function(ordered_dict),
+    ("builtins", "getattr"): Function(_member),
+    **{(module, name): Function(_nowhere) for module, name in _PATHS},
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Function(_memory_format),
+    **{(kind.made.__module__, kind.made.__name__): kind for kind in _KINDS},
 }
 
 
@@ -98,18 +152,17 @@ class Draft:
         chunks.append(chunk)
 
 
-def load(raw: bytes, path: Path, *, intact: bool) -> Any:
+def load(raw: bytes, path: Path) -> Any:
     """The ``Metadata`` in ``raw``, known to be one: types, shapes, boxes, and where they lie.
 
     Args:
         path: where ``raw`` is from.
-        intact: its checksum was verified.
 
     Raises:
         CheckpointError: it is something else, or contradicts itself or the files beside it.
     """
     try:
-        found = safe_pickle.loads(raw, _ALLOWED, intact=intact)
+        found = safe_pickle.loads(raw, _ALLOWED)
     except safe_pickle.Refused as error:
         raise _broken(path, str(error)) from error
     try:
@@ -129,23 +182,24 @@ def _check(found: Any, path: Path) -> None:
     if found.planner_data is not None and type(found.planner_data) is not dict:
         raise _broken(path, f"planner data that is a {type(found.planner_data).__name__}")
     where: Mapping[Any, Any] = found.storage_data
+    parts = 0
     for key, described in found.state_dict_metadata.items():
         if type(key) is not str:
             raise _broken(path, f"a name that is a {type(key).__name__}")
         if type(described) is Tensors:
-            _check_tensor(key, described, path)
-            wanted: Iterable[Any] = (Index(key, chunk.offsets) for chunk in described.chunks)
-        elif type(described) is Bytes:
-            wanted = (Index(key),)
-        else:
+            parts += len(described.chunks)
+            if parts > len(where):  # before going through a list that may be many tensors'
+                raise _broken(path, "more parts than lie anywhere", key)
+            _check_tensor(key, described, where, path)
+        elif type(described) is not Bytes:
             raise _broken(path, type(described).__name__, key)
-        if any(type(where.get(index)) is not _StorageInfo for index in wanted):
+        elif type(where.get(Index(key))) is not _StorageInfo:
             raise _broken(path, "a part that lies nowhere", key)
     sizes: dict[str, int] = {}
     for index, info in where.items():
         name = info.relative_path
-        if type(index) is not Index or type(name) is not str or name != Path(name).name or name in ("", ".", ".."):
-            raise _broken(path, f"{index} in {name!r}")
+        if type(index) is not Index or not files.is_plain(name):
+            raise _broken(path, f"{index} in {name!r}"[:200])
         if name not in sizes:
             sizes[name] = files.size_of(path.with_name(name))
         if not (_is_count(info.offset) and _is_count(info.length)) or info.offset + info.length > sizes[name]:
@@ -154,12 +208,12 @@ def _check(found: Any, path: Path) -> None:
             raise CheckpointError(
                 str(path),
                 expected="items as they are",
-                got=f"transformed by {info.transform_descriptors}",
+                got="some that an extension has transformed",
                 do="Save it without extensions.",
             )
 
 
-def _check_tensor(key: str, described: Any, path: Path) -> None:
+def _check_tensor(key: str, described: Any, where: Mapping[Any, Any], path: Path) -> None:
     shape = described.size
     if type(shape) is not torch.Size or type(described.properties.dtype) is not torch.dtype:
         raise _broken(path, f"shape {shape}, {described.properties}", key)
@@ -172,7 +226,13 @@ def _check_tensor(key: str, described: Any, path: Path) -> None:
             for begin, size, limit in zip(chunk.offsets, chunk.sizes, shape, strict=True)
         ):
             raise _broken(path, f"a part {chunk} of shape {tuple(shape)}", key)
-        covered += math.prod(chunk.sizes)
+        numel = math.prod(chunk.sizes)
+        info = where.get(Index(key, chunk.offsets))
+        if type(info) is not _StorageInfo or not _is_count(info.length):
+            raise _broken(path, "a part that lies nowhere", key)
+        if numel * described.properties.dtype.itemsize > info.length:
+            raise _broken(path, f"{info.length} bytes for a part of sizes {tuple(chunk.sizes)}", key)
+        covered += numel
     if covered != math.prod(shape):
         raise _broken(path, f"parts of {covered} elements in all for shape {tuple(shape)}", key)
 

@@ -10,6 +10,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,7 +61,7 @@ class Source:
         self.path = path
         self.manifest = Manifest(path) if os.path.lexists(path / MANIFEST) else None
         raw = self.manifest.read(METADATA) if self.manifest else read(path / METADATA)
-        found = metadata.load(raw, path / METADATA, intact=self.manifest is not None)
+        found = metadata.load(raw, path / METADATA)
         self.tensors: dict[str, Any] = found.state_dict_metadata
         self._stored: dict[Any, Any] = found.storage_data
         self._checksums: dict[str, dict[int, int]] = {}
@@ -241,8 +242,15 @@ class Source:
         archive = self._check_archive(index, self._raw(file, index))
         records = {name.partition("/")[2]: name for name in archive.namelist()}
 
-        def storage(pid: Any) -> bytes:
-            return archive.read(records[f"data/{pid[2]}"])
+        @cache
+        def elements(name: str) -> Tensor:
+            raw = bytearray(archive.read(records[f"data/{name}"]))
+            return torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+
+        def storage(pid: Any) -> Tensor:
+            if type(pid) is not tuple or len(pid) != 5 or type(pid[2]) is not str:
+                raise safe_pickle.Refused("a persistent id that is no storage's")
+            return elements(pid[2])
 
         try:
             if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
@@ -269,17 +277,18 @@ class Source:
 def _tensor_globals(dtype: torch.dtype) -> dict[tuple[str, str], Any]:
     """What the pickle of a tensor of ``dtype`` may ask for; it makes a tensor over the bytes that are there."""
 
-    def rebuild(storage: bytes, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any) -> Tensor:
-        flat = torch.frombuffer(bytearray(storage), dtype=dtype) if storage else torch.empty(0, dtype=dtype)
+    def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+        if type(storage) is not Tensor or any(type(sizes) is not tuple or len(sizes) > 64 for sizes in (size, stride)):
+            raise safe_pickle.Refused("a tensor of something else than a storage, sizes and strides")
         if not all(type(n) is int and n >= 0 for n in (offset, *size, *stride)):
-            raise safe_pickle.Refused(f"a tensor of shape {size}, strides {stride}, from {offset}")
-        return torch.as_strided(flat, tuple(size), tuple(stride), offset)  # checks that it stays within the bytes
+            raise safe_pickle.Refused("a tensor of sizes and strides that are no counts")
+        return torch.as_strided(storage, size, stride, offset)  # checks that it stays within the bytes
 
     kinds = {name: None for name in vars(torch) if name.endswith("Storage")}
     return {
-        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
-        ("torch._utils", "_rebuild_tensor_v3"): rebuild,
-        ("collections", "OrderedDict"): dict,
+        ("torch._utils", "_rebuild_tensor_v2"): safe_pickle.Function(rebuild),
+        ("torch._utils", "_rebuild_tensor_v3"): safe_pickle.Function(rebuild),
+        ("collections", "OrderedDict"): safe_pickle.Function(metadata.ordered_dict),
         **{("torch", name): kind for name, kind in kinds.items()},
         **{("torch.storage", name): kind for name, kind in kinds.items()},
         **metadata.DTYPES,

@@ -1,0 +1,381 @@
+"""Indexes and manifests made to do harm: refused, without memory or time, and nothing has changed after."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import time
+import tracemalloc
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+import npuzero
+from npuzero import checkpoint, comm
+from npuzero.checkpoint import files, metadata, safe_pickle
+from npuzero.errors import CheckpointError
+
+# -- pickles by hand: what pickle.dump would never write ---------------------------------------------------------------
+
+META = "torch.distributed.checkpoint.metadata"
+FILES = "torch.distributed.checkpoint.filesystem"
+CLASSES = [
+    *((META, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((META, name) for name in ("MetadataIndex", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    (FILES, "_StorageInfo"),
+]
+OTHERS = [
+    *(("torch", "Size"), ("torch", "float32"), ("torch.serialization", "_get_layout"), ("builtins", "getattr")),
+    *(("collections", "OrderedDict"), ("pathlib", "PosixPath")),
+]
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def name(module: str, attribute: str) -> bytes:
+    return text(module) + text(attribute) + b"\x93"
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def program(*parts: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+def fields(**values: bytes) -> bytes:
+    return b"}(" + b"".join(text(key) + value for key, value in values.items()) + b"u"
+
+
+def instance(kind: str, state: bytes, module: str = META) -> bytes:
+    return name(module, kind) + b")\x81" + state + b"b"
+
+
+SLOTS = b"N" + fields(__init__=number(1), fqn=number(1), dtype=number(1)) + b"\x86"  # (None, {...}): set by setattr
+MEMBER = name(META, "_MEM_FORMAT_ENCODING") + number(0) + b"\x85R"
+LAYOUT = name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
+#: Lists within lists, each twice in the next: short, and endless for whoever prints it.
+WEAVE = b"]\x94" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94" for i in range(60))
+
+HOSTILE: dict[str, bytes] = {
+    "nothing": b"",
+    "no pickle": b"not a pickle at all",
+    "the end at once": b".",
+    "nothing on the stack": program(b"0"),
+    "cut off": pickle.dumps(dcp.Metadata({}), protocol=4)[:-20],
+    **{f"attributes of {kind}": program(name(module, kind), SLOTS, b"b") for module, kind in CLASSES + OTHERS},
+    **{f"a dict for {kind}": program(name(module, kind), fields(a=number(1)), b"b") for module, kind in CLASSES},
+    "attributes of an enum's member": program(MEMBER, SLOTS, b"b"),
+    "attributes of a layout": program(LAYOUT, SLOTS, b"b"),
+    "attributes of an instance": program(instance("StorageMeta", SLOTS)),
+    "another class for an instance": program(instance("StorageMeta", fields(__class__=name(META, "Metadata")))),
+    "another dict for an instance": program(instance("StorageMeta", fields(__dict__=b"}"))),
+    "fields of a stranger": program(instance("StorageMeta", fields(modules=b"]", more=b"N"))),
+    "a list for a state": program(instance("StorageMeta", b"]")),
+    "a state twice": program(instance("StorageMeta", fields(modules=b"]")), fields(modules=b"]"), b"b"),
+    "fields of other types": program(instance("MetadataIndex", fields(fqn=WEAVE))),
+    "properties of other types": program(instance("TensorProperties", b"(" + WEAVE + b"NNNNt")),
+    "ten bytes that ask for 4 GB of memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "a memo at 255": program(b"Nq\xff"),
+    "a memo that is not there": program(b"j\xff\xff\xff\xff"),
+    "a frame of 2^62": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"\x8c\x7fa.",
+    "a text of 2^62": program(b"\x8d" + struct.pack("<Q", 2**62)),
+    "a text of 4 GB": program(b"X\xff\xff\xff\xff"),
+    "bytes of 2^62": program(b"\x8e" + struct.pack("<Q", 2**62)),
+    "a byte array of 2^62": program(b"\x96" + struct.pack("<Q", 2**62)),
+    "a number of 2 GB": program(b"\x8b\xff\xff\xff\x7f"),
+    "a number in digits": program(b"I" + b"9" * 100_000 + b"\n"),
+    "marks as deep as they come": program(b"(" * 100_000),
+    "lists as deep as they come": program(b"]" * 100_000 + b"a" * 99_999),
+    "a key that hashes for ever": program(b"})" + b"\x85" * 200_000 + b"Ns"),
+    "keys that are numbers": program(b"}(", *(number(i) + b"N" for i in range(99)), b"u"),
+    "os.system": program(name("posix", "system"), text("touch evil"), b"\x85R"),
+    "eval": program(name("builtins", "eval"), text("1"), b"\x85R"),
+    "eval, by protocol 0": b"cbuiltins\neval\n(S'1'\ntR.",
+    "eval, by INST": b"(S'1'\nibuiltins\neval\n.",
+    "its subclasses": program(
+        name("builtins", "getattr"), name(META, "Metadata"), text("__subclasses__"), b"\x86R"
+    ),
+    "a name in a name": program(name(META, "Metadata.__init__"), b")R"),
+    "a class by NEWOBJ_EX": program(name(META, "Metadata"), b")}\x92"),
+    "a class that is called": program(name(META, "StorageMeta"), b")R"),
+    "a class that is no class": program(name("torch", "Size"), b")\x81"),
+    "an extension": program(b"\x82\x01"),
+    "an extension of 2 bytes": program(b"\x83\x01\x01"),
+    "an extension of 4 bytes": program(b"\x84\x01\x01\x01\x01"),
+    "a persistent id": program(text("0"), b"Q"),
+    "a persistent id in a line": b"P0\n.",
+    "an enum of what prints for ever": program(name(META, "_MEM_FORMAT_ENCODING"), WEAVE, b"\x85R"),
+    "a layout of what prints for ever": program(name("torch.serialization", "_get_layout"), WEAVE, b"\x85R"),
+    "a size of many dimensions": program(name("torch", "Size"), b"(" + b"K\x01" * 100_000 + b"t\x85R"),
+    "a size of sizes": program(name("torch", "Size"), b"(" + b"]" * 3 + b"t\x85R"),
+    "many arguments": program(name("pathlib", "PosixPath"), b"(" + b"K\x01" * 100_000 + b"tR"),
+    "something else": program(b"N"),
+    "a list": program(b"]"),
+    "a module that is no text": program(b"]]\x93"),
+}  # fmt: skip
+
+
+def tensor(shape: tuple[int, ...], chunks: list[Any] | None = None) -> Any:
+    whole = [dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size(shape), chunks or whole)
+
+
+def described(tensors: dict[str, Any], length: int = 64, **changes: Any) -> bytes:
+    """A well-formed index over the first bytes of the one data file."""
+    stored = {}
+    for key, value in tensors.items():
+        for chunk in value.chunks[:4]:
+            info = _StorageInfo("__0_0.distcp", 0, length)
+            vars(info).update(changes)
+            stored[dcp.MetadataIndex(key, chunk.offsets)] = info
+    return pickle.dumps(dcp.Metadata(tensors, None, stored), protocol=4)
+
+
+_MANY = [dcp.ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))] * 5000
+_MANY_TENSORS = tensor((0,), _MANY)
+HOSTILE |= {
+    "a tensor of 4 TiB in 64 bytes": described({"model.weight": tensor((2**40,))}),
+    "a tensor of 2^70 elements": described({"model.weight": tensor((2**35, 2**35))}),
+    "a tensor of negative size": described({"model.weight": tensor((-4, -4))}),
+    "many tensors of one list of many parts": described({f"model.{i}": _MANY_TENSORS for i in range(5000)}),
+    "an item beyond its file": described({"model.weight": tensor((4, 4))}, length=2**60),
+    "a file above the folder": described({"model.weight": tensor((4, 4))}, relative_path="../__0_0.distcp"),
+    "a file at the root": described({"model.weight": tensor((4, 4))}, relative_path="/etc/passwd"),
+    "an extension that prints for ever": program(
+        instance(
+            "_StorageInfo",
+            fields(relative_path=text("a"), offset=number(0), length=number(1), transform_descriptors=WEAVE),
+            FILES,
+        )
+    ),
+}
+
+
+def test_there_are_enough() -> None:
+    assert len(HOSTILE) >= 60
+
+
+# -- what must hold ----------------------------------------------------------------------------------------------------
+
+
+class Trained:
+    """A small model, to save and load."""
+
+    def __init__(self) -> None:
+        self.model: Any = npuzero.zero(nn.Linear(4, 4), plan="zero3", world=comm.SingleWorld())
+        self.optimizer = npuzero.AdamW(self.model.parameters())
+        self.model(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+
+    def save(self, folder: Path) -> Path:
+        return checkpoint.save(folder, self.model, self.optimizer, step=1, rng=False).wait()
+
+    def load(self, path: Path) -> None:
+        checkpoint.load(path, self.model, self.optimizer, rng=False)
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return Trained()
+
+
+def forge(path: Path, name: str, raw: bytes) -> None:
+    """Replace a file, and make the manifest agree."""
+    (path / name).write_bytes(raw)
+    rewrite(path, lambda content: content["files"].update({name: [len(raw), zlib.crc32(raw)]}))
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change what the manifest says; its checksum is right."""
+    content = json.loads((path / files.MANIFEST).read_bytes().splitlines()[0])
+    content = change(content) or content
+    text = json.dumps(content).encode()
+    (path / files.MANIFEST).write_bytes(text + b"\n%08x\n" % zlib.crc32(text))
+
+
+@pytest.mark.parametrize("ours", (True, False), ids=("manifest", "none"))
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on(
+    case: str, ours: bool, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = trained.save(tmp_path / "hostile")
+    forge(path, files.METADATA, HOSTILE[case])
+    if not ours:
+        (path / files.MANIFEST).unlink()
+    began_s = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            trained.load(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(str(raised.value)) < 2000
+    assert peak < 100 * len(HOSTILE[case]) + (4 << 20), f"{peak:,} bytes"
+    assert time.process_time() - began_s < 20.0
+    assert not (tmp_path / "evil").exists()
+    good = trained.save(tmp_path / "good")
+    checkpoint.verify(good)
+    trained.load(good)
+    assert not vars(dcp.MetadataIndex("a")).keys() - {"fqn", "index", "offset"}
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_what_torch_writes_is_read_by_every_protocol(protocol: int) -> None:
+    """And after pickletools has left out what nobody reads."""
+    import pickletools
+
+    index = dcp.MetadataIndex("a.weight", torch.Size([0, 0]), 0)
+    written = dcp.Metadata(
+        {"a.weight": tensor((300, 2)), "b": dcp.BytesStorageMetadata()},
+        {"a.weight": ("a", "weight", 3), "b": ("b",)},
+        {index: _StorageInfo("__0_0.distcp", 2**33, 70_000), dcp.MetadataIndex("b"): _StorageInfo("x", 0, 5)},
+        dcp.StorageMeta(Path("/somewhere"), "é" * 300, None, []),
+        "1.0.0",
+    )
+    raw = pickle.dumps(written, protocol=protocol)
+    expected = pickle.loads(raw)
+    expected.storage_meta.checkpoint_id = None
+    for form in (raw, pickletools.optimize(raw)):
+        assert safe_pickle.loads(form, metadata._ALLOWED) == expected
+
+
+# -- manifests ---------------------------------------------------------------------------------------------------------
+
+
+def listing(name: str) -> Any:
+    return lambda content: content["files"].update({name: [1, 0]})
+
+
+MANIFESTS = {
+    "an absolute path": listing("/etc/hostname"),
+    "above": listing("../outside"),
+    "deep above": listing("a/../../outside"),
+    "below": listing("a/b"),
+    "itself": listing("."),
+    "the folder above": listing(".."),
+    "no name": listing(""),
+    "a nul": listing("a\0b"),
+    "no facts": lambda content: content["files"].update({".metadata": [1]}),
+    "facts of other types": lambda content: content["files"].update({".metadata": ["1", None]}),
+    "a negative length": lambda content: content["files"].update({".metadata": [-1, 0]}),
+    "no files": lambda content: content.pop("files") and None,
+    "files in a list": lambda content: content.update({"files": [".metadata"]}),
+    "no index": lambda content: content["files"].pop(".metadata") and None,
+    "no table": lambda content: content["files"].pop("__0_0.crc32") and None,
+    "ranks without files": lambda content: content.update({"world": 10**12}),
+    "no ranks": lambda content: content.update({"world": 0}),
+    "a world in words": lambda content: content.update({"world": "1"}),
+    "no format": lambda content: content.pop("format") and None,
+    "a list": lambda content: [content],
+    "a number": lambda content: 7,
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_hostile_manifest_is_refused(case: str, trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "outside").write_bytes(b"x")
+    path = trained.save(tmp_path / "run")
+    rewrite(path, MANIFESTS[case])
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        trained.load(path)
+
+
+@pytest.mark.parametrize("raw", (b"", b"\n", b"[" * 100_000, b"{" * 100_000, b"9" * 10_000, b"\xff\xfe"))
+def test_a_manifest_that_is_no_json_is_refused(raw: bytes, trained: Trained, tmp_path: Path) -> None:
+    path = trained.save(tmp_path)
+    (path / files.MANIFEST).write_bytes(raw + b"\n%08x\n" % zlib.crc32(raw))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        trained.load(path)
+
+
+@pytest.mark.parametrize("ours", (True, False), ids=("manifest", "none"))
+@pytest.mark.parametrize("file", (".metadata", "__0_0.distcp"))
+def test_links_to_files_elsewhere_are_refused(file: str, ours: bool, trained: Trained, tmp_path: Path) -> None:
+    path = trained.save(tmp_path / "run")
+    (path / file).rename(tmp_path / "outside")
+    (path / file).symlink_to(tmp_path / "outside")
+    if not ours:
+        (path / files.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"a file in this folder; got a link to .*outside"):
+        trained.load(path)
+    (path / file).unlink()
+    os.mkfifo(path / file)
+    with pytest.raises(CheckpointError, match="a file in this folder; got no regular file"):
+        trained.load(path)
+
+
+def test_links_within_the_folder_are_files(trained: Trained, tmp_path: Path) -> None:
+    path = trained.save(tmp_path / "run")
+    (path / "__0_0.distcp").rename(path / "data")
+    (path / "__0_0.distcp").symlink_to("data")
+    (tmp_path / "linked").symlink_to(path)
+    trained.load(tmp_path / "linked")
+
+
+# -- items of others ---------------------------------------------------------------------------------------------------
+
+
+def stored_tensor(pickled: bytes) -> bytes:
+    """An item as torch.save writes it, with another pickle and 64 bytes of elements."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/data/0", bytes(64))
+    return written.getvalue()
+
+
+def rebuilt(storage: bytes, offset: bytes, size: bytes, stride: bytes) -> bytes:
+    return name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + offset + size + stride + b"\x89}tR"
+
+
+STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + number(16) + b"tQ"
+FOUR = number(4) * 2 + b"\x86"
+UNIT = number(4) + number(1) + b"\x86"
+ITEMS = {
+    "a storage that prints for ever": program(rebuilt(b"(NN" + WEAVE + b"NNtQ", number(0), FOUR, UNIT)),
+    "a storage that is not there": program(rebuilt(STORAGE.replace(text("0"), text("1")), number(0), FOUR, UNIT)),
+    "a storage that is a list": program(rebuilt(b"]", number(0), FOUR, UNIT)),
+    "sizes that print for ever": program(rebuilt(STORAGE, number(0), WEAVE + b"\x85", UNIT)),
+    "beyond the elements": program(rebuilt(STORAGE, number(1), FOUR, UNIT)),
+    "before the elements": program(rebuilt(STORAGE, number(-1), FOUR, UNIT)),
+    "another shape": program(rebuilt(STORAGE, number(0), number(16) + b"\x85", number(1) + b"\x85")),
+    "os.system": program(name("posix", "system"), text("touch evil"), b"\x85R"),
+    "no tensor": program(b"]"),
+}
+
+
+def foreign(folder: Path, pickled: bytes) -> Path:
+    raw = stored_tensor(pickled)
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(raw)
+    (folder / ".metadata").write_bytes(described({"weight": tensor((4, 4))}, length=len(raw)))
+    return folder
+
+
+@pytest.mark.parametrize("case", [None, *ITEMS])
+def test_a_hostile_item_is_refused(case: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model: Any = npuzero.zero(nn.Linear(4, 4, bias=False), plan="zero3", world=comm.SingleWorld())
+    if case is None:  # the trap is one: without the bait it is a checkpoint
+        checkpoint.load(foreign(tmp_path / "a", program(rebuilt(STORAGE, number(0), FOUR, UNIT))), model)
+        assert not npuzero.full_state_dict(model)["weight"].any()
+        return
+    with pytest.raises(CheckpointError):
+        checkpoint.load(foreign(tmp_path / "a", ITEMS[case]), model)
+    assert not (tmp_path / "evil").exists()
