@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -54,30 +55,30 @@ class Writer:
         single = path.suffix == ".safetensors"
         self._folder = path.parent if single else path
         parts = [list(tensors)] if single else _divide(tensors, file_bytes)
-        self._index = None if len(parts) == 1 else INDEX
+        self._index = [] if len(parts) == 1 else [INDEX]
         names = [path.name if single else SINGLE]
         if len(parts) > 1:
             stem, suffix = SINGLE.split(".")
             names = [f"{stem}-{i:05}-of-{len(parts):05}.{suffix}" for i in range(1, len(parts) + 1)]
         self._parts = dict(zip(names, parts, strict=True))
         self._whole_folder = not single
+        self._new_folders: list[Path] = []
         self._waiting = iter(self._parts.items())
         self._file: BinaryIO | None = None
         self._missing = 0  # bytes that the present file lacks
 
     def __enter__(self) -> Writer:
-        with _storage(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
         return self
 
-    def put(self, piece: Tensor) -> None:
-        """The next elements: a tensor on the CPU, within one of ``tensors`` and in its dtype."""
+    def put(self, piece: Tensor, dtype: torch.dtype) -> None:
+        """The next elements, within one of ``tensors``, whose dtype is given."""
+        piece = piece.to("cpu", dtype).contiguous()
         if piece.numel():
             while not self._missing:
                 self._next_file()
             assert self._file is not None
             with _storage(Path(self._file.name)):
-                self._file.write(bytes_of(piece.contiguous()))
+                self._file.write(bytes_of(piece))
             self._missing -= piece.nbytes
 
     def commit(self) -> None:
@@ -85,23 +86,40 @@ class Writer:
         while self._next_file():
             pass
         with _storage(self._folder):
+            for name in self._index:
+                self._write_index(self._partial(name))
             old = self._old_files() if self._whole_folder else set()
             if self._whole_folder:  # from here to the end a reader finds either export, or none: never a mixture
                 for name in {INDEX, SINGLE} - {*self._parts}:
                     (self._folder / name).unlink(missing_ok=True)
-            for name in self._parts:
-                os.replace(self._partial(name), self._folder / name)
-            if self._index is not None:
-                self._write_index(self._index)
+            self._replace([*self._parts, *self._index])
             for name in old - {*self._parts}:
                 (self._folder / name).unlink(missing_ok=True)
             _sync(self._folder)
+        self._new_folders = []
+
+    def _replace(self, names: Sequence[str]) -> None:
+        """Give the files their names: all, or none."""
+        placed: list[Path] = []
+        try:
+            for name in names:
+                os.replace(self._partial(name), self._folder / name)
+                placed.append(self._folder / name)
+        except OSError:
+            for path in placed:
+                path.unlink(missing_ok=True)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        for name in self._parts:
-            self._partial(name).unlink(missing_ok=True)
+        with suppress(OSError):  # what a full disk has not taken, it does not take now
+            if self._file is not None:
+                self._file.close()
+        for name in [*self._parts, *self._index]:
+            with suppress(OSError):
+                self._partial(name).unlink(missing_ok=True)
+        with suppress(OSError):
+            for folder in self._new_folders:
+                folder.rmdir()
 
     def _next_file(self) -> bool:
         """Finish the present file and begin the next; False where there is none."""
@@ -116,6 +134,8 @@ class Writer:
             self._file = None
             return False
         with _storage(self._partial(name)):
+            self._new_folders += [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._file = self._partial(name).open("wb")
             self._file.write(header_bytes(tensors, METADATA))
         self._missing = sum(map(_nbytes, tensors))
@@ -131,16 +151,14 @@ class Writer:
         except CheckpointError:  # none there, or not one of ours to tidy up
             return set()
 
-    def _write_index(self, name: str) -> None:
+    def _write_index(self, partial: Path) -> None:
         places = {tensor: file for file, tensors in self._parts.items() for tensor, _, _ in tensors}
         total = sum(_nbytes(facts) for tensors in self._parts.values() for facts in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        partial = self._partial(name)
         with partial.open("w", encoding="utf-8") as file:
             file.write(json.dumps(index, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, self._folder / name)
 
 
 def _divide(tensors: Iterable[Facts], file_bytes: int) -> list[list[Facts]]:
@@ -226,7 +244,7 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
             whole = torch.empty(shape, dtype=source.tensors[key].properties.dtype)
             source.fill([Wanted(key, Box((0,) * len(shape), shape), whole)])
             for piece in whole.reshape(-1).split(PIECE):
-                writer.put(piece.to(kind))
+                writer.put(piece, kind)
         writer.commit()
     return facts
 
@@ -245,21 +263,22 @@ def export(
     for name, tensor in tensors:
         kind = dtype if dtype is not None and id(tensor) in slots else tensor.dtype
         facts.append((name, kind, tuple(tensor.shape)))
-    problem: StorageError | None = None
-    try:
-        with Writer(path, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
-            for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
-                for piece in _pieces(engine, slots.get(id(tensor)), tensor, kind):
-                    if problem is None:
-                        try:
-                            writer.put(piece.to("cpu", kind))
-                        except StorageError as error:  # the other ranks go on sending: hear them out
-                            problem = error
-            if problem is None:
-                writer.commit()
-    except StorageError as error:
-        problem = error
+    problem: Exception | None = None
+    with Writer(path, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
+        for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
+            for piece in _pieces(engine, slots.get(id(tensor)), tensor, kind):
+                problem = problem or _problem(writer.put, piece, kind)
+        problem = problem or _problem(writer.commit)
     _agree(engine, problem)
+
+
+def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:
+    """What goes wrong with ``work``: the other ranks go on sending meanwhile, and must be heard out."""
+    try:
+        work(*arguments)
+    except Exception as error:
+        return error
+    return None
 
 
 class _Nobody(Writer):
@@ -271,7 +290,7 @@ class _Nobody(Writer):
     def __enter__(self) -> Writer:
         return self
 
-    def put(self, piece: Tensor) -> None:
+    def put(self, piece: Tensor, dtype: torch.dtype) -> None:
         return
 
     def commit(self) -> None:
@@ -340,9 +359,9 @@ def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, read: Callable[[
         yield piece
 
 
-def _agree(engine: Engine, problem: StorageError | None) -> None:
+def _agree(engine: Engine, problem: Exception | None) -> None:
     """Wait until the files are there; every rank hears of what went wrong on rank 0."""
-    said = engine.world.exchange(problem and str(problem))
+    said = engine.world.exchange(problem and f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
     if said[0] is not None:

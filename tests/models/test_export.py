@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,50 @@ def test_a_full_disk_is_an_error_on_every_rank(fails: str, tmp_path: Path, monke
 
     comm.run_threads(2, rank)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "fails", [".model.safetensors.partial", ".model-00002-of-*", ".model.safetensors.index.json.partial"]
+)
+def test_a_disk_that_fills_up_is_an_error_on_every_rank(fails: str, tmp_path: Path) -> None:
+    """The kernel's own error, which comes when a buffer is written out; nothing is left, nor the folder."""
+
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(), plan="zero3", world=world)
+        several = fails != ".model.safetensors.partial"
+        names = [".model.safetensors.partial"]
+        if several:
+            npuzero.export(model, tmp_path / "whole", file_bytes=4_000)
+            names = [f".{path.name}.partial" for path in (tmp_path / "whole").iterdir()]
+        world.exchange(None)
+        if world.rank == 0:
+            (tmp_path / "out").mkdir()
+            (full,) = (name for name in names if fnmatch(name, fails))
+            (tmp_path / "out" / full).symlink_to("/dev/full")
+        world.exchange(None)
+        with pytest.raises(StorageError, match="No space left"):
+            npuzero.export(model, tmp_path / "out", **{"file_bytes": 4_000} if several else {})
+        loss_of(model, tokens_of(0, 0, world.rank)).backward()  # the ranks are still together
+
+    comm.run_threads(2, rank, timeout_s=20.0)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a file")
+
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(), plan="zero3", world=world)
+        for place in (
+            tmp_path / "file" / "below",
+            tmp_path / ("x" * 300),
+            tmp_path / "new" / ("x" * 300 + ".safetensors"),
+        ):
+            with pytest.raises(StorageError, match=r"Not a directory|File name too long"):
+                npuzero.export(model, place)
+
+    comm.run_threads(2, rank, timeout_s=20.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
