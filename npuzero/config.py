@@ -235,6 +235,12 @@ def rendezvous(variables: Mapping[str, str] | None = None) -> str:
     return ":".join(variables[name] for name in names)
 
 
+def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun's agent keeps the ranks' store, not rank 0."""
+    variables = os.environ if variables is None else variables
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with further variables, for a process that it starts."""
     return {**os.environ, **variables}

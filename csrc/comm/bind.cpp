@@ -36,11 +36,6 @@ class Block {
 
 double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
 
-bool interrupted() {
-  const py::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
 // (kind, origin, expected, got, remedy), or None where the operation went well.
 py::object failure_of(const Operation& operation) {
   if (!operation.failure) return py::none();
@@ -48,13 +43,30 @@ py::object failure_of(const Operation& operation) {
   return py::make_tuple(failure.kind, failure.origin, failure.expected, failure.got, failure.remedy);
 }
 
-py::object wait(Communicator& communicator, const OperationPointer& operation) {
+// `watch` is called some times a second; it may break the communicator, so that the wait ends.
+py::object wait(Communicator& communicator, const OperationPointer& operation, const py::function& watch) {
+  const auto interrupted = [&watch] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) return true;
+    try {
+      watch();
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return true;
+    }
+    return false;
+  };
   {
     const py::gil_scoped_release release;
     communicator.wait(operation, interrupted);
   }
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   return failure_of(*operation);
+}
+
+template <class Broken, void (Broken::*Abort)(const Failure&)>
+void abort_as(Broken& broken, std::string kind, int origin, std::string expected, std::string got, std::string remedy) {
+  (broken.*Abort)(Failure(std::move(kind), origin, std::move(expected), std::move(got), std::move(remedy)));
 }
 
 OperationPointer submit(Communicator& communicator, int verb, std::uintptr_t in, std::uintptr_t out, size_t numel,
@@ -86,9 +98,8 @@ void bind_comm(py::module_& m) {
       .def_static("open", &Region::open, py::arg("address"), py::arg("size"), py::arg("slot_bytes"), py::arg("nonce"))
       .def_property_readonly("address", &Region::address)
       .def("leave", &Region::leave, py::arg("index"), "Says that this rank will not come (again).")
-      .def(
-          "abort", [](Region& region, int rank, const std::string& reason) { region.fail(aborted(rank, reason)); },
-          py::arg("rank"), py::arg("reason"));
+      .def("abort", &abort_as<Region, &Region::fail>, py::arg("kind"), py::arg("origin"), py::arg("expected"),
+           py::arg("got"), py::arg("remedy"));
 
   py::class_<Block>(comm, "Block", py::buffer_protocol(),
                     "Zeroed memory that the ranks of this host can read in place.")
@@ -110,9 +121,10 @@ void bind_comm(py::module_& m) {
       .def("submit", &submit, py::arg("verb"), py::arg("input"), py::arg("output"), py::arg("numel"),
            py::arg("itemsize"), py::arg("wire"), py::arg("result"), py::arg("accumulate"), py::arg("root"),
            py::arg("dtype"), py::arg("tag"))
-      .def("wait", &wait, py::arg("operation"), "None, or (kind, origin, expected, got, remedy).")
+      .def("wait", &wait, py::arg("operation"), py::arg("watch"), "None, or (kind, origin, expected, got, remedy).")
       .def("done", &Communicator::done, py::arg("operation"))
-      .def("abort", &Communicator::abort, py::arg("reason"))
+      .def("abort", &abort_as<Communicator, &Communicator::abort>, py::arg("kind"), py::arg("origin"),
+           py::arg("expected"), py::arg("got"), py::arg("remedy"))
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>());
 
   py::enum_<Verb> verbs(comm, "Verb");

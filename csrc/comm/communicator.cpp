@@ -173,7 +173,7 @@ bool Communicator::done(const OperationPointer& operation) {
   return operation->done;
 }
 
-void Communicator::abort(const std::string& reason) { region_->fail(aborted(ranks_[index_], reason)); }
+void Communicator::abort(const Failure& why) { region_->fail(why); }
 
 void Communicator::close() {
   if (inherited()) return;

@@ -86,8 +86,8 @@ class Communicator {
   bool wait(const OperationPointer& operation, const std::function<bool()>& interrupted);
   bool done(const OperationPointer& operation);
 
-  void abort(const std::string& reason);
-  void close();  // operations that are not done fail; idempotent; nothing in a forked child
+  void abort(const Failure& why);  // breaks it for all ranks
+  void close();                    // operations that are not done fail; idempotent; nothing in a forked child
   bool inherited() const { return region_->inherited(); }
 
  private:

@@ -54,11 +54,6 @@ void Failure::write(FailureText& text) const {
   copy_text(text.remedy, remedy);
 }
 
-Failure aborted(int rank, const std::string& reason) {
-  return Failure("aborted", rank, "every rank to go on", "rank " + std::to_string(rank) + " aborted: " + reason,
-                 "Look at the error of that rank.");
-}
-
 Region::Region(int size, size_t slot_bytes) : pid_(getpid()), size_(size), slot_bytes_(slot_bytes) {}
 
 bool Region::inherited() const { return pid_ != getpid(); }

@@ -83,9 +83,6 @@ struct Header {
   FailureText failure;
 };
 
-// The failure of a rank that gave up.
-Failure aborted(int rank, const std::string& reason);
-
 class Region {
  public:
   // Plain memory, for ranks that are threads.

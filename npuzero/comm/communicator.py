@@ -19,6 +19,7 @@ from typing import NoReturn, final
 
 import torch
 
+from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
 from npuzero.errors import ContractError
 
 #: Dtypes a sum may travel in. all_reduce also takes those of INTEGERS, and float64.
@@ -61,6 +62,8 @@ class Communicator(ABC):
         size: how many there are.
         name: of the channel: two communicators of the same ranks do not disturb each other.
         device: where the tensors live.
+        started: operations that this rank has started.
+        board: where this rank says that it waits, in a world.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, device: torch.device) -> None:
@@ -69,6 +72,8 @@ class Communicator(ABC):
         self.size = len(self.ranks)
         self.name = name
         self.device = device
+        self.started = 0
+        self.board: Board | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
@@ -157,9 +162,28 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Until every rank has called it; operations under way before it are done then."""
 
-    @abstractmethod
+    @property
+    def place(self) -> str:
+        """Its name on the board, the same on all ranks."""
+        return f"{self.name}/{'-'.join(map(str, self.ranks))}"
+
+    def meeting(self, number: int, verb: str, tag: str) -> Meeting:
+        """The operation ``number``, as a place where ranks meet."""
+        what = f"{verb} #{number}" + (f" tagged {tag!r}" if tag else "")
+        return Meeting(self.place, number, self.ranks, f"{what} of {self.name!r}")
+
+    def watch(self, number: int, verb: str, tag: str) -> Watch:
+        """For the time that the calling thread waits for the operation ``number``."""
+        return Watch(self.board, self.meeting(number, verb, tag), self.ranks[self.rank])
+
+    @final
     def abort(self, reason: str) -> None:
         """Breaks the communicator, on every rank where the means allow it."""
+        self.fail(aborted(self.ranks[self.rank], reason))
+
+    @abstractmethod
+    def fail(self, failure: Failure) -> None:
+        """Likewise, for ``failure``; the first one stays."""
 
     def drain(self) -> None:
         """Until what was started here is done or has failed: other ranks may still need this one's part of it."""

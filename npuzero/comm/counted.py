@@ -6,6 +6,7 @@ from collections.abc import MutableMapping
 
 import torch
 
+from npuzero.comm.board import Failure
 from npuzero.comm.communicator import Communicator, Handle
 from npuzero.plan import ring_bytes
 
@@ -24,8 +25,8 @@ class Counted(Communicator):
     def barrier(self) -> None:
         self.communicator.barrier()
 
-    def abort(self, reason: str) -> None:
-        self.communicator.abort(reason)
+    def fail(self, failure: Failure) -> None:
+        self.communicator.fail(failure)
 
     def close(self) -> None:
         self.communicator.close()

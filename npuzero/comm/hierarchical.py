@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from npuzero.comm.board import Failure
 from npuzero.comm.communicator import Communicator, Handle
 from npuzero.comm.lane import make_lane
 
@@ -43,9 +44,9 @@ class HierarchicalCommunicator(Communicator):
     def barrier(self) -> None:
         self._lane.run(self.flat.barrier).wait()
 
-    def abort(self, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         for part in (self.outer, self.inner, self.flat):
-            part.abort(reason)
+            part.fail(failure)
 
     def close(self) -> None:
         for part in (self.outer, self.inner, self.flat):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from npuzero.comm import fork
+from npuzero.comm.board import SLICE_S, LaneThread, Watch
 from npuzero.comm.communicator import Handle
 
 
@@ -35,16 +36,28 @@ def make_lane(device: torch.device, name: str) -> Lane:
 
 
 class HostHandle(Handle):
-    """A step on a HostLane."""
+    """A step on a HostLane; ``watch`` makes the watch of who waits for it long, where the step meets other ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[], Watch] | None) -> None:
         self.event = threading.Event()
         self.error: BaseException | None = None
+        self._watch = watch
 
     def wait(self) -> None:
-        self.event.wait()
+        if not self.event.wait(SLICE_S):
+            self._wait_long()
         if self.error is not None:
             raise self.error
+
+    def _wait_long(self) -> None:
+        if self._watch is None:
+            self.event.wait()
+            return
+        with self._watch() as watch:
+            while not self.event.wait(SLICE_S):
+                failure = watch.look()
+                if failure is not None:
+                    raise failure.error(watch.subject)
 
     def done(self) -> bool:
         return self.event.is_set()
@@ -59,13 +72,13 @@ class HostLane(Lane):
         self._thread: threading.Thread | None = None
         self._birthplace = fork.Birthplace()
 
-    def run(self, step: Callable[[], None]) -> Handle:
+    def run(self, step: Callable[[], None], watch: Callable[[], Watch] | None = None) -> Handle:
         self._birthplace.check(self._name)
         if self._thread is None:
             # A daemon: a step that waits for a dead peer must not keep the interpreter from ending.
-            self._thread = threading.Thread(target=self._work, name=f"npuzero-{self._name}", daemon=True)
+            self._thread = LaneThread(target=self._work, name=f"npuzero-{self._name}", daemon=True)
             self._thread.start()
-        handle = HostHandle()
+        handle = HostHandle(watch)
         self._steps.put((step, handle))
         return handle
 

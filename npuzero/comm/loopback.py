@@ -13,14 +13,16 @@ import torch
 
 from npuzero import observe
 from npuzero.comm import shared_memory
+from npuzero.comm.board import NOWHERE, SLICE_S, Failure, Slot, Watch, aborted
 from npuzero.comm.communicator import Communicator
+from npuzero.comm.exchange import meeting, place_of
 from npuzero.comm.world import World, entered
 from npuzero.errors import CollectiveError
 
 _Result = TypeVar("_Result")
 
 
-class _Meeting:
+class _Run:
     """What the threads of one run share."""
 
     def __init__(self, size: int) -> None:
@@ -28,7 +30,8 @@ class _Meeting:
         self.changed = threading.Condition()
         self.regions: dict[tuple[tuple[int, ...], str], Any] = {}
         self.exchanges: dict[tuple[str, int], dict[int, str]] = {}
-        self.aborted: tuple[int, str] | None = None  # by which rank, and why
+        self.slots = [NOWHERE] * size
+        self.failure: Failure | None = None
         self.left: set[int] = set()
         self.first_error: BaseException | None = None
 
@@ -39,18 +42,18 @@ class _Meeting:
             if region is None:
                 region = shared_memory.native.Region.in_threads(len(ranks), shared_memory.SLOT_BYTES)
                 self.regions[ranks, name] = region
-                if self.aborted is not None:
-                    region.abort(*self.aborted)
+                if self.failure is not None:
+                    region.abort(*self.failure)
                 for rank in self.left.intersection(ranks):
                     region.leave(ranks.index(rank))
             return region
 
-    def abort(self, rank: int, reason: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """Breaks every communicator there is and will be; only the first reason counts."""
         with self.changed:
-            self.aborted = self.aborted or (rank, reason)
+            self.failure = self.failure or failure
             for region in self.regions.values():
-                region.abort(*self.aborted)
+                region.abort(*self.failure)
             self.changed.notify_all()
 
     def leave(self, rank: int) -> None:
@@ -63,51 +66,94 @@ class _Meeting:
             self.changed.notify_all()
 
 
+class _ThreadSlots:
+    """The board's slots, as one rank of ``run_threads`` writes and reads them."""
+
+    def __init__(self, run: _Run, rank: int) -> None:
+        self._run = run
+        self._rank = rank
+
+    def write(self, slot: Slot) -> None:
+        with self._run.changed:
+            self._run.slots[self._rank] = slot
+
+    def read(self) -> list[Slot]:
+        with self._run.changed:
+            return list(self._run.slots)
+
+    def failure(self) -> Failure | None:
+        return self._run.failure
+
+
 class ThreadWorld(World):
     """One rank of ``run_threads``."""
 
-    def __init__(self, rank: int, meeting: _Meeting, timeout_s: float) -> None:
-        super().__init__(rank, meeting.size, torch.device("cpu"), range(meeting.size), timeout_s)
-        self._meeting = meeting
-        self._exchanges: Counter[str] = Counter()
+    def __init__(self, rank: int, run: _Run, timeout_s: float) -> None:
+        slots = _ThreadSlots(run, rank)
+        super().__init__(rank, run.size, torch.device("cpu"), range(run.size), timeout_s, slots)
+        self._run = run
+        self._came: Counter[str] = Counter()  # to exchanges
 
     def exchange(self, value: object, channel: str = "") -> list[Any]:
         self._check_birthplace("exchange")
-        meeting = self._meeting
-        self._exchanges[channel] += 1
-        number = self._exchanges[channel]
-        with meeting.changed:
-            values = meeting.exchanges.setdefault((channel, number), {})
+        self.board.enter()
+        run = self._run
+        place, number = place_of(channel), self._came[place_of(channel)] + 1
+        here = meeting(place, channel, number, range(self.size))
+        with run.changed:
+            values = run.exchanges.setdefault((channel, number), {})
             values[self.rank] = json.dumps(value)
-            meeting.exchanges.pop((channel, number - 2), None)
-            meeting.changed.notify_all()
-            met = meeting.changed.wait_for(
-                lambda: len(values) == self.size or meeting.aborted or meeting.left - values.keys(), self.timeout_s
-            )
-            if len(values) < self.size:
-                why = "rank {} aborted: {}".format(*meeting.aborted) if meeting.aborted else "the others ended"
-                raise CollectiveError(
-                    f"exchange #{number}{channel and f' of {channel}'} on rank {self.rank}",
-                    expected=f"all {self.size} ranks within {self.timeout_s} s",
-                    got=f"ranks {sorted(values)} alone" + (f": {why}" if met else ""),
-                    do="See the error of the first rank that failed, or what the others do.",
-                )
+            run.exchanges.pop((channel, number - 2), None)
+            run.changed.notify_all()
+        self._came[place] = number
+        with Watch(self.board, here, self.rank) as watch:
+            failure = self.board.failure(known=True) or self._await(values, watch)
+        if failure is not None:
+            raise failure.error(watch.subject)
         return [json.loads(values[rank]) for rank in range(self.size)]
 
-    def abort(self, reason: str) -> None:
-        if self.inherited:
-            return
-        self._meeting.abort(self.rank, reason)
-        super().abort(reason)
+    def _await(self, values: dict[int, str], watch: Watch) -> Failure | None:
+        """Until the values of all ranks are there; why they never will be."""
+        run = self._run
+        deadline_s = time.monotonic() + self.timeout_s
+
+        def over() -> bool:
+            return len(values) == self.size or run.failure is not None or bool(run.left - values.keys())
+
+        while True:
+            left_s = deadline_s - time.monotonic()
+            with run.changed:
+                ended = run.changed.wait_for(over, max(0.0, min(left_s, SLICE_S)))
+                if len(values) == self.size:
+                    return None
+                if run.failure is not None:
+                    return run.failure
+                if ended or left_s <= 0:
+                    why = ": the others ended" if ended else ""
+                    return Failure(
+                        "closed" if ended else "timeout",
+                        self.rank,
+                        f"all {self.size} ranks within {self.timeout_s} s",
+                        f"ranks {sorted(values)} alone{why}",
+                        "See the error of the first rank that failed, or what the others do.",
+                    )
+            watch.look()  # not while the lock is held: the board has one, too
+
+    def fail(self, failure: Failure) -> None:
+        self._run.fail(failure)
+        super().fail(failure)
 
     def close(self) -> None:
         if self.inherited:
             return
-        self._meeting.leave(self.rank)
+        self._run.leave(self.rank)
         super().close()
 
+    def _arrived(self) -> dict[str, int]:
+        return {**super()._arrived(), **self._came}
+
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
-        region = self._meeting.region(ranks, name)
+        region = self._run.region(ranks, name)
         return shared_memory.SharedMemoryCommunicator(
             region, ranks, ranks.index(self.rank), name, pids=(), timeout_s=self.timeout_s
         )
@@ -128,8 +174,8 @@ def run_threads(
         CollectiveError: the ranks did not end within ``limit_s``.
     """
     limit_s = 10 * timeout_s if limit_s is None else limit_s
-    meeting = _Meeting(size)
-    worlds = [ThreadWorld(rank, meeting, timeout_s) for rank in range(size)]
+    run = _Run(size)
+    worlds = [ThreadWorld(rank, run, timeout_s) for rank in range(size)]
     results: dict[int, _Result] = {}
 
     def body(world: ThreadWorld) -> None:
@@ -139,8 +185,8 @@ def run_threads(
                 results[world.rank] = fn(world)
                 world.drain()
         except BaseException as error:
-            with meeting.changed:
-                meeting.first_error = meeting.first_error or error
+            with run.changed:
+                run.first_error = run.first_error or error
             world.abort(f"{type(error).__name__}: {error}")
         finally:
             world.close()
@@ -151,18 +197,18 @@ def run_threads(
     try:
         stuck = _join(threads, limit_s)
     except BaseException as error:
-        meeting.abort(0, type(error).__name__)
+        run.fail(aborted(0, type(error).__name__))
         raise
     if stuck:
-        meeting.abort(0, f"not done after {limit_s} s")
+        run.fail(aborted(0, f"not done after {limit_s} s"))
         raise CollectiveError(
             "run_threads",
             expected=f"{size} ranks to end within {limit_s} s",
             got=f"{', '.join(stuck)} still running",
             do="See what they do, or raise limit_s.",
-        ) from meeting.first_error
-    if meeting.first_error is not None:
-        raise meeting.first_error
+        ) from run.first_error
+    if run.first_error is not None:
+        raise run.first_error
     return [results[rank] for rank in range(size)]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from npuzero.comm.board import Failure
 from npuzero.comm.communicator import INTEGERS, Communicator, Handle
 from npuzero.comm.lane import HostLane
 from npuzero.errors import CollectiveError, ConfigError
@@ -57,26 +58,28 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(ranks, rank, name, device)
         self.group = group
         self.backend = backend
-        self._sequence = 0
         self._broken: CollectiveError | None = None
 
-    def abort(self, reason: str) -> None:
-        self._broken = self._broken or self._error("abort", self._sequence, "", reason)
+    def fail(self, failure: Failure) -> None:
+        self._broken = self._broken or failure.error(f"{self.name!r} on rank {self.ranks[self.rank]}")
 
     def _next(self) -> int:
         if self._broken is not None:
             raise self._broken
-        self._sequence += 1
-        return self._sequence
+        self.started += 1
+        return self.started
 
     def _fail(self, verb: str, sequence: int, tag: str, error: BaseException) -> CollectiveError:
+        # Ranks that heard of a failure end, and with them the connections of those that did not yet.
+        failure = self.board and self.board.failure()
+        if failure:
+            self.fail(failure)
         self._broken = self._broken or self._error(verb, sequence, tag, f"{type(error).__name__}: {error}")
         return self._broken
 
     def _error(self, verb: str, sequence: int, tag: str, got: str) -> CollectiveError:
-        what = f"{verb} #{sequence}" + (f" tagged {tag!r}" if tag else "")
         return CollectiveError(
-            f"{what} of {self.name!r} on rank {self.ranks[self.rank]}",
+            f"{self.meeting(sequence, verb, tag).text} on rank {self.ranks[self.rank]}",
             expected=f"{self.backend} to complete it with ranks {self.ranks}",
             got=got,
             do=_ADVICE[self.backend],
@@ -159,7 +162,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
             except RuntimeError as error:
                 raise self._fail(verb, sequence, tag, error) from error
 
-        return self._lane.run(guarded)
+        return self._lane.run(guarded, lambda: self.watch(sequence, verb, tag))
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         if self._ascending:

@@ -12,12 +12,14 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from npuzero import _native, observe
+from npuzero.comm.board import Failure, Watch
 from npuzero.comm.communicator import Communicator, Handle
+from npuzero.comm.store import Store
 from npuzero.errors import CollectiveError, OutOfSpace
 
 native = _native.comm
@@ -28,19 +30,6 @@ SLOT_BYTES = 512 * 1024
 
 _CPU = torch.device("cpu")
 _live: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
-
-
-class Store(Protocol):
-    """What is needed of a torch.distributed store."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-
-    def get(self, key: str) -> bytes:
-        """The value, waiting for it."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Sets the value if it is the expected one ("" also: if there is none); the value afterwards."""
 
 
 class SharedMemoryHandle(Handle):
@@ -56,17 +45,34 @@ class SharedMemoryHandle(Handle):
         self._verb = verb
         self._tag = tag
         self._well = False
+        self._watch: Watch | None = None
 
     def wait(self) -> None:
         if self._well:
             return
-        failure = self._communicator.native.wait(self._operation)
+        failure = self.finish()
         if failure is not None:
             raise self._communicator.error(failure, self._verb, self._operation.sequence, self._tag)
         self._well = True
         self._communicator.let_go()
         if observe.enabled():
             self._observe()
+
+    def finish(self) -> tuple[str, int, str, str, str] | None:
+        """Waits until it is done; why it failed, if it has."""
+        try:
+            failure: tuple[str, int, str, str, str] | None = self._communicator.native.wait(self._operation, self._look)
+            return failure
+        finally:
+            if self._watch is not None:
+                self._watch.end()
+                self._watch = None
+
+    def _look(self) -> None:
+        """Looks at the board, which breaks the communicator if the wait is in vain; called where it is not short."""
+        if self._watch is None:
+            self._watch = self._communicator.watch(self._operation.sequence, self._verb, self._tag)
+        self._watch.look()
 
     def _observe(self) -> None:
         group, operation = self._communicator, self._operation
@@ -126,12 +132,12 @@ class SharedMemoryCommunicator(Communicator):
     def barrier(self) -> None:
         self._submit("barrier", (), (0, 0, 0, 1)).wait()
 
-    def abort(self, reason: str) -> None:
-        self.native.abort(reason)
+    def fail(self, failure: Failure) -> None:
+        self.native.abort(*failure)
 
     def drain(self) -> None:
         for operation, _ in list(self._kept):
-            self.native.wait(operation)
+            SharedMemoryHandle(self, operation, "operation", "").finish()
 
     def close(self) -> None:
         self.native.close()
@@ -173,6 +179,7 @@ class SharedMemoryCommunicator(Communicator):
         handle = SharedMemoryHandle(self, operation, verb, tag)
         if operation.refused:
             handle.wait()
+        self.started = operation.sequence
         self.let_go()
         if tensors:
             self._kept.append((operation, tensors))
@@ -185,19 +192,8 @@ class SharedMemoryCommunicator(Communicator):
 
     def error(self, failure: tuple[str, int, str, str, str], verb: str, sequence: int, tag: str) -> CollectiveError:
         """The error for a native failure that met this rank in ``verb``."""
-        kind, origin, expected, got, do = failure
-        what = f"{verb} #{sequence}" + (f" tagged {tag!r}" if tag else "")
-        return CollectiveError(
-            f"{what} of {self.name!r} on rank {self.ranks[self.rank]}",
-            expected=expected,
-            got=got,
-            do=do,
-            kind=kind,
-            origin=origin,
-            verb=verb,
-            sequence=sequence,
-            tag=tag,
-        )
+        subject = f"{self.meeting(sequence, verb, tag).text} on rank {self.ranks[self.rank]}"
+        return Failure(*failure).error(subject, verb=verb, sequence=sequence, tag=tag)
 
 
 def connect(
@@ -221,11 +217,11 @@ def connect(
     """
     key = f"region/{name}/{'-'.join(map(str, ranks))}"
     region, offer = None, ""
-    if not store.check([key]):
+    if not store.check(key):
         nonce = secrets.randbits(63)
         region = native.Region.create(len(ranks), SLOT_BYTES, nonce, named)
         offer = json.dumps([region.address, nonce])
-    accepted = store.compare_set(key, "", offer).decode() if offer else store.get(key).decode()
+    accepted = store.set_first(key, offer) if offer else store.get(key)
     if accepted != offer:
         address, nonce = json.loads(accepted)
         region = native.Region.open(address, len(ranks), SLOT_BYTES, nonce)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from npuzero.comm.board import Failure
 from npuzero.comm.communicator import Communicator, Handle, Ready
 from npuzero.errors import CollectiveError
 
@@ -42,10 +43,8 @@ class SingleCommunicator(Communicator):
     def barrier(self) -> None:
         self._check_unbroken()
 
-    def abort(self, reason: str) -> None:
-        self._broken = CollectiveError(
-            f"{self.name!r} on rank {self.ranks[0]}", expected="to go on", got=f"abort: {reason}", do="See the reason."
-        )
+    def fail(self, failure: Failure) -> None:
+        self._broken = self._broken or failure.error(f"{self.name!r} on rank {self.ranks[0]}")
 
     def close(self) -> None:
         return

@@ -14,23 +14,24 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from npuzero import config, device, observe
 from npuzero.comm import fork, shared_memory
+from npuzero.comm.board import Board, Failure, NoSlots, Slots, aborted
 from npuzero.comm.communicator import Communicator
+from npuzero.comm.exchange import Exchanges
 from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
 from npuzero.comm.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
 from npuzero.comm.single import SingleCommunicator
+from npuzero.comm.store import Store, StoredSlots
 from npuzero.errors import CollectiveError, ConfigError, ContractError
 
 TIMEOUT_S = 600.0
@@ -45,8 +46,6 @@ HOST_CHANNEL = "host"
 #: hccl's buffer of a group for small messages; it takes two.
 _CONTROL_BUFFER_MB = 8
 
-_POLL_S = 0.02
-
 
 class World(ABC):
     """All ranks of a run, as one of them sees it.
@@ -56,10 +55,17 @@ class World(ABC):
         device: where this rank computes.
         local: global ranks that share this rank's host.
         timeout_s: seconds before a waiting collective gives up.
+        board: where this rank says that it waits, and sees where the others do.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, local: Sequence[int], timeout_s: float = TIMEOUT_S
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        local: Sequence[int],
+        timeout_s: float = TIMEOUT_S,
+        slots: Slots | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -69,6 +75,7 @@ class World(ABC):
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._making = threading.Lock()
         self._birthplace = fork.Birthplace()
+        self.board = Board(rank, slots or NoSlots(), self._arrived, self.fail)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size}, device={self.device})"
@@ -87,13 +94,14 @@ class World(ABC):
         """
         self._check_birthplace(f"communicator {name!r}")
         key = (tuple(ranks), name)
+        self.board.enter()
         with self._making:
             if key not in self._communicators:
                 self._check_ranks(*key)
                 single = len(key[0]) == 1
-                self._communicators[key] = (
-                    SingleCommunicator(self.rank, name, self._place(name)) if single else self._make(*key)
-                )
+                made = SingleCommunicator(self.rank, name, self._place(name)) if single else self._make(*key)
+                made.board = self.board
+                self._communicators[key] = made
             return self._communicators[key]
 
     @property
@@ -120,10 +128,16 @@ class World(ABC):
             StateError: this process is a forked child of the rank's.
         """
 
+    @final
     def abort(self, reason: str) -> None:
         """Breaks every communicator of this rank; the other ranks' waiting ends with an error."""
+        if not self.inherited:
+            self.fail(aborted(self.rank, reason))
+
+    def fail(self, failure: Failure) -> None:
+        """Likewise, for ``failure``."""
         for communicator in list(self._communicators.values()):
-            communicator.abort(reason)
+            communicator.fail(failure)
 
     def drain(self) -> None:
         """Finishes what is under way, for ranks that still wait: an orderly end is a drain and a close."""
@@ -134,8 +148,15 @@ class World(ABC):
 
     def close(self) -> None:
         """Closes every communicator. Idempotent."""
+        if self.inherited:
+            return
+        self.board.close()
         for communicator in list(self._communicators.values()):
             communicator.close()
+
+    def _arrived(self) -> dict[str, int]:
+        """How often this rank has come to each place."""
+        return {made.place: made.started for made in list(self._communicators.values())}
 
     @abstractmethod
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
@@ -165,35 +186,6 @@ class SingleWorld(World):
         raise AssertionError("a world of one rank has groups of one rank only")
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """One meeting of all ranks on a channel."""
-
-    channel: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"exchange #{self.number}" + (f" of {self.channel}" if self.channel else "")
-
-    @property
-    def before(self) -> _Exchange:
-        return _Exchange(self.channel, self.number - 1)
-
-    def key(self, rank: int) -> str:
-        """Where a rank's value lies in the store."""
-        return f"exchange/{self.channel}/{self.number}/{rank}"
-
-
-class Store(shared_memory.Store, Protocol):
-    """What is needed of a torch.distributed store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Sets the value."""
-
-    def delete_key(self, key: str) -> bool:
-        """Forgets the key."""
-
-
 class ProcessWorld(World):
     """Ranks that are processes, of one host or several.
 
@@ -206,7 +198,7 @@ class ProcessWorld(World):
 
     def __init__(
         self,
-        store: Store,
+        store: Any,
         rank: int,
         size: int,
         device: torch.device,
@@ -215,29 +207,30 @@ class ProcessWorld(World):
         timeout_s: float = TIMEOUT_S,
         buffer_mb: int | None = None,
     ) -> None:
-        super().__init__(rank, size, device, (), timeout_s)
-        self._store = store
+        self._store = Store(store)
         self._backend = backend
         self._buffer_mb = buffer_mb
-        self._exchanges: Counter[str] = Counter()
         self._pulses: dict[int, Any] = {}
+        self._slots = StoredSlots(self._store, rank, size, self._dead)
+        super().__init__(rank, size, device, (), timeout_s, self._slots)
+        self._exchanges = Exchanges(self._store, self.board, size, timeout_s, self._dead)
         self._meet()
 
     def exchange(self, value: object, channel: str = "") -> list[Any]:
         self._check_birthplace("exchange")
-        self._exchanges[channel] += 1
-        exchange = _Exchange(channel, self._exchanges[channel])
-        self._store.set(exchange.key(self.rank), json.dumps(value))
-        values = [json.loads(self._await(exchange, rank)) for rank in range(self.size)]
-        # Everybody is here, so everybody has left the exchange before.
-        self._store.delete_key(exchange.before.key(self.rank))
-        return values
+        self.board.enter()
+        return self._exchanges.run(value, channel)
 
-    def abort(self, reason: str) -> None:
-        if self.inherited:
-            return
-        self._store.set("abort", f"rank {self.rank}: {reason}")
-        super().abort(reason)
+    def fail(self, failure: Failure) -> None:
+        with suppress(CollectiveError):  # the store may be gone
+            failure = self._slots.fail(failure)
+        super().fail(failure)
+
+    def _arrived(self) -> dict[str, int]:
+        return {**super()._arrived(), **self._exchanges.arrived()}
+
+    def _dead(self, rank: int) -> bool:
+        return rank in self._pulses and self._pulses[rank].dead()
 
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
         here = ranks.index(self.rank)
@@ -281,6 +274,8 @@ class ProcessWorld(World):
         )
 
     def _group(self, ranks: Sequence[int], backend: str, name: str) -> dist.ProcessGroup:
+        # Members come here one after another: who waits within torch could not be told that the others never will.
+        self._exchanges.run(None, f"the group {name!r}", ranks)
         buffer_mb = _CONTROL_BUFFER_MB if name.startswith("control") else self._buffer_mb
         return make_group(ranks, backend, name, timeout_s=self.timeout_s, buffer_mb=buffer_mb)
 
@@ -293,27 +288,6 @@ class ProcessWorld(World):
         self._pulses = {rank: shared_memory.native.Pulse(pid) for rank, pid in self._pids.items() if rank != self.rank}
         opened = all(_can_open(met[rank][2], rank) for rank in self.local)
         self._named = not all(self.exchange(opened))
-
-    def _await(self, exchange: _Exchange, rank: int) -> bytes:
-        """What ``rank`` set in this exchange; while it is not there, looks for reasons that it never will be."""
-        key = exchange.key(rank)
-        begin = time.monotonic()
-        pause_s = 0.0005
-
-        def give_up(expected: str, got: str, do: str) -> None:
-            raise CollectiveError(f"{exchange} on rank {self.rank}", expected=expected, got=got, do=do)
-
-        while not self._store.check([key]):
-            waited_s = time.monotonic() - begin
-            if self._store.check(["abort"]):
-                give_up("every rank to go on", self._store.get("abort").decode(), "See the error of that rank.")
-            if rank in self._pulses and self._pulses[rank].dead() and not self._store.check([key]):
-                give_up(f"rank {rank}", f"rank {rank} is dead", f"Look at the last output of rank {rank}.")
-            if waited_s > self.timeout_s:
-                give_up(f"rank {rank} within {self.timeout_s} s", "nothing", "See what it does, or raise timeout_s.")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _POLL_S)
-        return self._store.get(key)
 
 
 def process_world(

@@ -188,6 +188,8 @@ def two_channels(world: World) -> None:
     """Ranks use two communicators in different order; neither waits for the other."""
     everyone = range(world.size)
     buffers = {name: torch.full((20000,), float(world.rank + 1)) for name in ("gather", "reduce")}
+    for name in buffers:
+        world.communicator(everyone, name)  # members make them in the same order
     names = sorted(buffers, reverse=world.rank % 2 == 1)
     handles = []
     for _ in range(5):

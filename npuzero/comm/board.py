@@ -1,0 +1,336 @@
+"""The board: where each rank of a world waits, so that ranks which wait for each other in different places are told so.
+
+Each rank has one slot. It says where the rank's threads wait, and how often the rank has come to each place. A wait is
+written there once it has lasted for ``PATIENCE_S``, so a healthy step costs nothing. Who waits looks at the board.
+
+Invariants:
+    * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes, however
+      long, may still come anywhere;
+    * a wait is taken off the board before its thread goes on, and counts only grow. So where each of some ranks waits
+      for one of them that has not come, or for one that has ended, none of them will ever go on, and all are told.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, Protocol
+
+import torch
+
+from npuzero.errors import CollectiveError
+
+#: Seconds that a wait may last before it is written on the board.
+PATIENCE_S = 0.5
+
+#: Seconds between two looks at the board: at first, and at most. Who comes last looks soon, so the others need not.
+_LOOK_S = 0.25
+_LOOK_MOST_S = 1.0
+
+#: Seconds between two calls of ``Watch.look`` by who polls.
+SLICE_S = 0.05
+
+#: Where frames are not the user's: this package, Python's own and what is installed there, torch.
+_FOREIGN = (
+    *(str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), threading.__file__, torch.__file__)),
+    "<",
+)
+
+
+class Failure(NamedTuple):
+    """Why communicators are broken: what a CollectiveError says. ``origin``: the rank that found it."""
+
+    kind: str
+    origin: int
+    expected: str
+    got: str
+    do: str
+
+    def error(self, subject: str, **facts: object) -> CollectiveError:
+        """The error of an operation that met this failure."""
+        kind, origin, expected, got, do = self
+        return CollectiveError(subject, expected=expected, got=got, do=do, kind=kind, origin=origin, **facts)
+
+
+def aborted(rank: int, reason: str) -> Failure:
+    """The failure of a rank that gave up."""
+    return Failure(
+        "aborted", rank, "every rank to go on", f"rank {rank} aborted: {reason}", "Look at the error of that rank."
+    )
+
+
+class Meeting(NamedTuple):
+    """The ``number``-th time that ``ranks`` come to ``place``; ``text`` is for people."""
+
+    place: str
+    number: int
+    ranks: tuple[int, ...]
+    text: str
+
+
+class Wait(NamedTuple):
+    """A thread waits in ``meeting`` since ``since_s`` (time.time), called at ``line`` of the user's code."""
+
+    meeting: Meeting
+    since_s: float
+    line: str
+
+    def text(self, size: int) -> str:
+        """For people, in a world of ``size`` ranks."""
+        ranks = self.meeting.ranks
+        among = f" among {_listed(ranks)}" if len(ranks) < size else ""
+        return f"waits in {self.meeting.text}{among}" + (self.line and f", called at {self.line},")
+
+
+class Slot(NamedTuple):
+    """One rank: its ``waits``, none while it may go on; how often it ``arrived`` at each place; how it ``ended``."""
+
+    waits: tuple[Wait, ...]
+    arrived: dict[str, int]
+    ended: str = ""
+
+
+#: The slot of a rank that does not wait.
+NOWHERE = Slot((), {})
+
+
+class Slots(Protocol):
+    """Where the slots of all ranks lie."""
+
+    def write(self, slot: Slot) -> None:
+        """Makes it this rank's slot."""
+
+    def read(self) -> list[Slot]:
+        """All slots, by rank."""
+
+    def failure(self) -> Failure | None:
+        """Why the world is broken, if it is."""
+
+
+class NoSlots:
+    """Of a rank alone."""
+
+    def write(self, slot: Slot) -> None:
+        return
+
+    def read(self) -> list[Slot]:
+        return []
+
+    def failure(self) -> Failure | None:
+        return None
+
+
+def stuck(slots: Sequence[Slot]) -> list[int]:
+    """The ranks that wait for what can never come, in ascending order."""
+    found = {rank for rank, slot in enumerate(slots) if slot.waits or slot.ended}
+
+    def may_resolve(wait: Wait) -> bool:
+        place, number, ranks, _ = wait.meeting
+        return all(rank not in found or slots[rank].arrived.get(place, 0) >= number for rank in ranks)
+
+    while free := {rank for rank in found if any(may_resolve(wait) for wait in slots[rank].waits)}:
+        found -= free
+    return sorted(rank for rank in found if slots[rank].waits)
+
+
+class Board:
+    """One rank's view of the board of its world.
+
+    Args:
+        arrived: how often this rank has come to each place.
+        fail: breaks the world, for all ranks, and for good.
+    """
+
+    def __init__(
+        self, rank: int, slots: Slots, arrived: Callable[[], dict[str, int]], fail: Callable[[Failure], None]
+    ) -> None:
+        self.rank = rank
+        self._slots = slots
+        self._arrived = arrived
+        self._fail = fail
+        self._lock = threading.RLock()
+        self._here = threading.local()
+        self._threads: set[threading.Thread] = set()
+        self._waits: dict[threading.Thread, Wait] = {}
+        self._written = NOWHERE
+        self._failure: Failure | None = None
+
+    def enter(self) -> None:
+        """Says that the calling thread uses the world, once for each thread."""
+        if getattr(self._here, "known", False):
+            return
+        self._here.known = True
+        thread = threading.current_thread()
+        # A lane does what another thread started; torch's own threads (of autograd) work while another waits for them.
+        if not isinstance(thread, (LaneThread, threading._DummyThread)):
+            with self._lock:
+                self._threads.add(thread)
+                self._write()
+
+    def close(self) -> None:
+        """Says that this rank has left the world."""
+        with self._lock:
+            self._put(Slot((), self._arrived(), "has ended"))
+
+    def post(self, wait: Wait) -> None:
+        """Writes where the calling thread waits."""
+        with self._lock:
+            self._waits[threading.current_thread()] = wait
+            self._write()
+
+    def withdraw(self) -> None:
+        """Takes the calling thread's wait off."""
+        with self._lock:
+            self._waits.pop(threading.current_thread(), None)
+            self._write()
+
+    def failure(self, *, known: bool = False) -> Failure | None:
+        """Why the world is broken, if it is; ``known``: if this rank has heard of it."""
+        if self._failure is None and not known:
+            self._failure = self._slots.failure()
+            if self._failure is not None:
+                self._fail(self._failure)
+        return self._failure
+
+    def read(self) -> list[Slot]:
+        """The slots of all ranks, this rank's as it is now."""
+        with self._lock:
+            self._write()
+        return self._slots.read()
+
+    def linger(self, stuck: Mapping[int, Slot]) -> None:
+        """Until the others that were ``stuck`` have heard of it, or soon: a rank that ends now would seem the cause."""
+        deadline_s = time.monotonic() + 2 * _LOOK_MOST_S
+        while time.monotonic() < deadline_s:
+            now = self._slots.read()
+            if all(now[rank] != slot for rank, slot in stuck.items() if rank != self.rank):
+                return
+            time.sleep(SLICE_S)
+
+    def condemn(self, slots: Sequence[Slot]) -> Failure | None:
+        """Breaks the world, in which some ranks are stuck."""
+        failure = Failure(
+            "diverged",
+            self.rank,
+            "all ranks to do the same, in the same order",
+            _describe(slots),
+            "Look for a branch that only some ranks take: save, load, export, clip, step and evaluate on every rank.",
+        )
+        self._fail(failure)
+        return self.failure()
+
+    def _write(self) -> None:
+        self._threads = {thread for thread in self._threads if thread.is_alive()}
+        waits = tuple(self._waits.values()) if self._threads <= self._waits.keys() else ()
+        if waits or self._written.waits:
+            self._put(Slot(waits, self._arrived()) if waits else NOWHERE)
+
+    def _put(self, slot: Slot) -> None:
+        if slot != self._written and not self._written.ended:
+            self._written = slot
+            self._slots.write(slot)
+
+
+class Watch:
+    """One wait of one thread, which calls ``look`` some times a second and ``end`` before it goes on.
+
+    Args:
+        board: None: there is none, and nobody is told.
+    """
+
+    def __init__(self, board: Board | None, meeting: Meeting, rank: int) -> None:
+        self.subject = f"{meeting.text} on rank {rank}"
+        self._board = board
+        self._wait = Wait(meeting, time.time(), "")
+        self._begin_s = time.monotonic()
+        self._next_s = self._begin_s + PATIENCE_S
+        self._pause_s = _LOOK_S
+        self._posted = False
+        self._before: dict[int, Slot] = {}
+        self._condemned = False
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def look(self) -> Failure | None:
+        """Why the wait is in vain, if that is known."""
+        board = self._board
+        if board is None or time.monotonic() < self._next_s or isinstance(threading.current_thread(), LaneThread):
+            return None
+        try:
+            return self._look(board)
+        except CollectiveError:  # the board has gone with its store: the wait may still end well
+            return None
+        finally:
+            self._next_s = time.monotonic() + self._pause_s
+
+    def end(self) -> None:
+        """Takes the wait off the board."""
+        if self._board is not None and self._posted:
+            self._posted = False
+            try:
+                self._board.withdraw()
+                if self._condemned:
+                    self._board.linger(self._before)
+            except CollectiveError:  # as in look()
+                return
+
+    def _look(self, board: Board) -> Failure | None:
+        if not self._posted:
+            self._posted = True
+            board.enter()
+            board.post(self._wait._replace(line=_users_line()))
+        failure = board.failure()
+        if failure is not None:
+            return failure
+        slots = board.read()
+        found = {rank: slots[rank] for rank in stuck(slots)}
+        if found and found == self._before:
+            self._condemned = True
+            return board.condemn(slots)
+        self._pause_s = _LOOK_S if found else min(2 * self._pause_s, _LOOK_MOST_S)
+        self._before = found
+        return None
+
+
+class LaneThread(threading.Thread):
+    """A thread that does what others gave it; they wait for it themselves."""
+
+
+def _users_line() -> str:
+    """``file:line`` of the innermost frame of the calling thread that is the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _describe(slots: Sequence[Slot]) -> str:
+    """Where each rank is, and since when; ranks that are in the same place together."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, slot in enumerate(slots):
+        waits = " and ".join(wait.text(len(slots)) for wait in slot.waits)
+        text = slot.ended or waits or "does not wait, and may come"
+        ranks_by_text.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in ranks_by_text.items():
+        begins = sorted(wait.since_s for rank in ranks for wait in slots[rank].waits)
+        since = " to ".join(dict.fromkeys(map(_clock, (begins[0], begins[-1])))) if begins else ""
+        parts.append(f"{_listed(ranks)}: {text}" + (since and f" since {since}"))
+    return "; ".join(parts)
+
+
+def _clock(time_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return "rank " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,96 @@
+"""Exchanges: small values that ranks give each other through the store, at places that they come to in order."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from npuzero.comm.board import Board, Failure, Meeting, Watch
+from npuzero.comm.store import Store
+
+_POLL_S = 0.02
+
+
+def meeting(place: str, channel: str, number: int, ranks: Sequence[int]) -> Meeting:
+    """The ``number``-th exchange of ``ranks`` at ``place``, on ``channel``."""
+    return Meeting(place, number, tuple(ranks), f"exchange #{number}" + (f" of {channel}" if channel else ""))
+
+
+def place_of(channel: str, group: Sequence[int] = ()) -> str:
+    """A channel's name on the board; ``group``: whose it is, if not all ranks'."""
+    return f"exchange/{channel}" + (f"/{'-'.join(map(str, group))}" if group else "")
+
+
+class Exchanges:
+    """The exchanges of one rank.
+
+    Args:
+        dead: whether a rank is known to be dead.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        board: Board,
+        size: int,
+        timeout_s: float,
+        dead: Callable[[int], bool],
+    ) -> None:
+        self._came: Counter[str] = Counter()
+        self._store = store
+        self._board = board
+        self._rank = board.rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._dead = dead
+
+    def run(self, value: object, channel: str, group: Sequence[int] = ()) -> list[Any]:
+        """The values of all ranks, or of those in ``group``, in their order; each of them calls it."""
+        place, ranks = place_of(channel, group), group or range(self._size)
+        here = meeting(place, channel, self._came[place] + 1, ranks)
+        failure = self._board.failure(known=True)
+        if failure is not None:
+            raise failure.error(f"{here.text} on rank {self._rank}")
+        self._store.set(_key(here, self._rank), json.dumps(value))
+        self._came[place] += 1
+        with Watch(self._board, here, self._rank) as watch:
+            values = [json.loads(self._await(here, rank, watch)) for rank in ranks]
+        # Everybody is here, so everybody has left the exchange before.
+        self._store.delete(_key(here._replace(number=here.number - 1), self._rank))
+        return values
+
+    def arrived(self) -> dict[str, int]:
+        """How often this rank has come to each place."""
+        return dict(self._came)
+
+    def _await(self, here: Meeting, rank: int, watch: Watch) -> str:
+        """What ``rank`` set in this exchange; while it is not there, looks for reasons that it never will be."""
+        key = _key(here, rank)
+        begin_s = time.monotonic()
+        pause_s = 0.0005
+        while not self._store.check(key):
+            waited_s = time.monotonic() - begin_s
+            failure = watch.look() or self._board.failure() or self._given_up(rank, key, waited_s)
+            if failure is not None:
+                raise failure.error(watch.subject)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
+        return self._store.get(key)
+
+    def _given_up(self, rank: int, key: str, waited_s: float) -> Failure | None:
+        """Why this rank need not wait for ``rank`` any more."""
+        if self._dead(rank) and not self._store.check(key):
+            do = f"Look at the last output of rank {rank}."
+            return Failure("dead", self._rank, f"rank {rank}", f"rank {rank} is dead", do)
+        if waited_s > self._timeout_s:
+            expected = f"rank {rank} within {self._timeout_s} s"
+            return Failure("timeout", self._rank, expected, "nothing", "See what it does, or raise timeout_s.")
+        return None
+
+
+def _key(here: Meeting, rank: int) -> str:
+    """Where a rank's value lies in the store."""
+    return f"{here.place}/{here.number}/{rank}"

@@ -1,0 +1,139 @@
+"""The launcher's key-value store: what is needed of it, and an error that says whose it was where it has gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from npuzero import config
+from npuzero.comm.board import NOWHERE, Failure, Meeting, Slot, Wait
+from npuzero.errors import CollectiveError
+
+_Result = TypeVar("_Result")
+
+
+class Store:
+    """A torch.distributed store of which a world has ``prefix`` for itself.
+
+    Raises:
+        CollectiveError: any of its methods, where the store has gone; ``facts["kind"]`` is "store".
+    """
+
+    def __init__(self, store: Any, prefix: str = "") -> None:
+        self._store = store
+        self._prefix = prefix
+        self._home = home(store)
+
+    def within(self, prefix: str) -> Store:
+        """The part of it below ``prefix``."""
+        return Store(self._store, f"{self._prefix}{prefix}/")
+
+    def check(self, *keys: str) -> bool:
+        """Whether all keys are there."""
+        return bool(self._call(lambda: self._store.check([self._prefix + key for key in keys])))
+
+    def get(self, key: str) -> str:
+        """The value; waits for it."""
+        return str(self._call(lambda: self._store.get(self._prefix + key)).decode())
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """The values of keys that are there."""
+        found = self._call(lambda: self._store.multi_get([self._prefix + key for key in keys]))
+        return [value.decode() for value in found]
+
+    def set(self, key: str, value: str) -> None:
+        """Sets the value."""
+        self._call(lambda: self._store.set(self._prefix + key, value))
+
+    def set_first(self, key: str, value: str) -> str:
+        """Sets the value if there is none; the value afterwards."""
+        return str(self._call(lambda: self._store.compare_set(self._prefix + key, "", value)).decode())
+
+    def count(self, key: str) -> int:
+        """How often it has been called for ``key``."""
+        return int(self._call(lambda: self._store.add(self._prefix + key, 1)))
+
+    def delete(self, key: str) -> None:
+        """Forgets the key."""
+        self._call(lambda: self._store.delete_key(self._prefix + key))
+
+    def _call(self, call: Callable[[], _Result]) -> _Result:
+        try:
+            return call()
+        except RuntimeError as error:  # torch's DistError and its kinds
+            raise gone(self._home, error) from error
+
+
+def home(store: Any) -> str:
+    """Whose store it is and where, in words."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return "the store that init_process_group() was given"
+    return f"the store of {_keeper()} at {store.host}:{store.port}"
+
+
+def _keeper() -> str:
+    return "torchrun's agent on the first node" if config.agent_keeps_store() else "rank 0"
+
+
+def gone(home: str, error: BaseException) -> CollectiveError:
+    """The error of a rank that found the store gone."""
+    return CollectiveError(
+        "the ranks' store",
+        expected=f"{home} to answer",
+        got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}",
+        do="See whether that process has ended: it must outlive all ranks. Let every rank run the same steps, or start "
+        "with torchrun, whose agent keeps the store.",
+        kind="store",
+    )
+
+
+class StoredSlots:
+    """The board's slots in the store.
+
+    Args:
+        dead: whether a rank is known to be dead.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, dead: Callable[[int], bool]) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._dead = dead
+        self.write(NOWHERE)
+
+    def write(self, slot: Slot) -> None:
+        self._store.set(f"board/{self._rank}", json.dumps(slot))
+
+    def read(self) -> list[Slot]:
+        keys = [f"board/{rank}" for rank in range(self._size)]
+        if not self._store.check(*keys):  # some are not in this world yet
+            return []
+        slots = [_slot_of(text) for text in self._store.get_all(keys)]
+        return [
+            slot._replace(waits=(), ended="is dead") if not slot.ended and self._dead(rank) else slot
+            for rank, slot in enumerate(slots)
+        ]
+
+    def failure(self) -> Failure | None:
+        return Failure(*json.loads(self._store.get("failure"))) if self._store.check("failure") else None
+
+    def fail(self, failure: Failure) -> Failure:
+        """Says why the world is broken, unless it is already; the first reason."""
+        return Failure(*json.loads(self._store.set_first("failure", json.dumps(failure))))
+
+
+def _slot_of(text: str) -> Slot:
+    waits, arrived, ended = json.loads(text)
+    return Slot(
+        tuple(
+            Wait(Meeting(place, number, tuple(ranks), said), since_s, line)
+            for (place, number, ranks, said), since_s, line in waits
+        ),
+        arrived,
+        ended,
+    )

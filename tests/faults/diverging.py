@@ -1,0 +1,255 @@
+"""What one rank does and the others do not: each function runs on every rank, and never ends well.
+
+None of these is a matter of timing: the ranks end up waiting for each other, and would until the timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import npuzero
+from npuzero import checkpoint
+from npuzero.comm import World
+from world.toy import build, loss_of, tokens_of
+
+#: The rank that goes another way, where it is not rank 0.
+CULPRIT = 1
+
+
+class Run:
+    """A model in training on this rank, as the loops below write it."""
+
+    def __init__(self, world: World, plan: str) -> None:
+        self.world = world
+        self.model = npuzero.zero(build(), plan=plan, world=world)
+        self.optimizer = npuzero.AdamW(self.model.parameters(), lr=1e-3)
+
+    def backward(self, step: int, micro_batch: int = 0) -> None:
+        loss_of(self.model, tokens_of(step, micro_batch, self.world.rank)).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.backward(step)
+            self.update()
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="npuzero-test-"))
+
+
+def only_rank_0(what: Callable[[Run], object]) -> Callable[[World, str], None]:
+    """Two steps, then ``what`` on rank 0 alone, then two steps."""
+
+    def fault(world: World, plan: str) -> None:
+        run = Run(world, plan)
+        run.steps(0, 2)
+        if world.rank == 0:
+            what(run)
+        run.steps(2, 4)
+
+    return fault
+
+
+def _save(run: Run) -> None:
+    checkpoint.save(_folder() / "run", run.model, run.optimizer, step=2)
+
+
+def _save_beside(run: Run) -> None:
+    checkpoint.save(_folder() / "run", run.model, run.optimizer, step=2, asynchronous=True).wait()
+
+
+def _load(run: Run) -> None:
+    checkpoint.load(_folder() / "run", run.model, run.optimizer)
+
+
+def _export(run: Run) -> None:
+    npuzero.export(run.model, _folder() / "weights")
+
+
+def _evaluate(run: Run) -> None:
+    with torch.no_grad():
+        run.model(tokens_of(0, 0, 0)[:, :-1])
+
+
+def _look_at(run: Run) -> None:
+    with npuzero.gathered(run.model):
+        sum(float(parameter.detach().sum()) for parameter in run.model.parameters())
+
+
+def _state_dict(run: Run) -> None:
+    npuzero.full_state_dict(run.model)
+
+
+def _optimizer_state(run: Run) -> None:
+    run.optimizer.state_dict()
+
+
+def _barrier(run: Run) -> None:
+    run.world.communicator(range(run.world.size), "mine").barrier()
+
+
+def _second_model(run: Run) -> None:
+    npuzero.zero(build(), plan="zero3", world=run.world)
+
+
+def clips_alone(world: World, plan: str) -> None:
+    run = Run(world, plan)
+    for step in range(3):
+        run.backward(step)
+        if world.rank == CULPRIT:
+            npuzero.clip_grad_norm_(run.model, 1.0)
+        run.update()
+
+
+def skips_a_step(world: World, plan: str) -> None:
+    """As for a loss that is nan on one rank."""
+    run = Run(world, plan)
+    for step in range(4):
+        run.backward(step)
+        if world.rank == CULPRIT and step == 1:
+            run.optimizer.zero_grad()
+        else:
+            run.update()
+
+
+def uneven_micro_batches(world: World, plan: str) -> None:
+    """The culprit's data loader has one micro-batch less."""
+    run = Run(world, plan)
+    for step in range(3):
+        micro_batches = 3 if world.rank == CULPRIT else 4
+        for micro_batch in range(micro_batches):
+            last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if last else npuzero.no_sync(run.model):
+                run.backward(step, micro_batch)
+        run.update()
+
+
+def goes_on_after_an_exception(world: World, plan: str) -> None:
+    """A batch that the culprit cannot read: it takes the next."""
+    run = Run(world, plan)
+    for step in range(4):
+        try:
+            if world.rank == CULPRIT and step == 1:
+                raise OSError("a file that cannot be read")
+            run.backward(step)
+            run.update()
+        except OSError:
+            continue
+
+
+def goes_on_after_an_exception_in_forward(world: World, plan: str) -> None:
+    """One micro-batch that does not fit in the culprit's memory."""
+    run = Run(world, plan)
+
+    def fails(module: nn.Module, inputs: Any) -> None:
+        if fails_now:
+            raise MemoryError("out of memory")
+
+    fails_now = False
+    run.model.blocks[1].register_forward_pre_hook(fails)  # type: ignore[index, union-attr]
+    for step in range(4):
+        fails_now = world.rank == CULPRIT and step == 1
+        with contextlib.suppress(MemoryError):
+            run.backward(step)
+            run.update()
+
+
+def cuts_alone(world: World, plan: str) -> None:
+    """Only rank 0 cuts its model; the others go on to something of their own."""
+    if world.rank == 0:
+        Run(world, plan)
+    world.communicator(range(world.size), "mine").barrier()
+
+
+def other_order_of_units(world: World, plan: str) -> None:
+    """A model whose blocks run in another order on the culprit."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.right = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (self.right, self.left) if world.rank == CULPRIT else (self.left, self.right)
+            for block in (*first, *second):
+                x = block(x)
+            return x
+
+    model = npuzero.zero(build(make=Mixed), plan=plan, world=world)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def leaves(world: World, plan: str) -> None:
+    """The culprit's data ends first."""
+    Run(world, plan).steps(0, 2 if world.rank == CULPRIT else 4)
+
+
+def other_presets(world: World, plan: str) -> None:
+    run = Run(world, "zero1" if world.rank == CULPRIT and plan != "zero1" else plan)
+    run.steps(0, 2)
+
+
+def other_channels(world: World, plan: str) -> None:
+    world.exchange(world.rank, "evaluation" if world.rank == CULPRIT else "saving")
+
+
+def one_exchange_more(world: World, plan: str) -> None:
+    world.exchange(world.rank)
+    if world.rank == CULPRIT:
+        world.exchange(world.rank)
+    world.communicator(range(world.size), "mine").barrier()
+
+
+def in_a_ring(world: World, plan: str) -> None:
+    """Each pair of neighbours meets, and each rank goes to the one on its right first."""
+    right = (world.rank + 1) % world.size
+    for pair in (sorted((world.rank, right)), sorted((world.rank, (world.rank - 1) % world.size))):
+        world.communicator(pair, "neighbours").barrier()
+
+
+def run_case(world: World, case: str, plan: str) -> None:
+    CASES[case](world, plan)
+
+
+CASES: dict[str, Callable[[World, str], None]] = {
+    "save on rank 0 only": only_rank_0(_save),
+    "asynchronous save on rank 0 only": only_rank_0(_save_beside),
+    "load on rank 0 only": only_rank_0(_load),
+    "export on rank 0 only": only_rank_0(_export),
+    "evaluation on rank 0 only": only_rank_0(_evaluate),
+    "gathered() on rank 0 only": only_rank_0(_look_at),
+    "full_state_dict on rank 0 only": only_rank_0(_state_dict),
+    "optimizer.state_dict on rank 0 only": only_rank_0(_optimizer_state),
+    "barrier on rank 0 only": only_rank_0(_barrier),
+    "zero() of a second model on rank 0 only": only_rank_0(_second_model),
+    "zero() on rank 0 only": cuts_alone,
+    "clipping on one rank": clips_alone,
+    "a step left out": skips_a_step,
+    "uneven micro-batches": uneven_micro_batches,
+    "exception before a batch": goes_on_after_an_exception,
+    "exception in a forward": goes_on_after_an_exception_in_forward,
+    "another order of units": other_order_of_units,
+    "a rank that ends early": leaves,
+    "other presets": other_presets,
+    "other channels": other_channels,
+    "one exchange more": one_exchange_more,
+    "a ring of pairs": in_a_ring,
+}
