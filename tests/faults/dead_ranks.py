@@ -98,16 +98,6 @@ def skips_block(world: World, stage: str) -> None:
         optimizer.zero_grad()
 
 
-def clips_alone(world: World, stage: str) -> None:
-    """Only the culprit clips."""
-
-    def at(place: str, step: int, model: Any) -> None:
-        if world.rank == CULPRIT and step == 1 and place == "step":
-            npuzero.clip_grad_norm_(model, 1.0)
-
-    train(world, stage, 4, at)
-
-
 def evaluates_alone(world: World, stage: str) -> None:
     """Only rank 0 evaluates."""
 
