@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from npuzero.errors import ConfigError
@@ -39,10 +40,15 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
     across blocks belongs to a unit around both, at last to the root.
 
     Raises:
-        ConfigError: the rule names no module, or one whose forward is never called (a ModuleList).
+        ConfigError: the rule names no module, or one whose forward is never called (a ModuleList, a part of a
+            TorchScript module); the model as a whole is TorchScript.
     """
     paths = _repeated(model) if rule is None else _named(model, rule)
     modules = dict(model.named_modules())
+    _check_called("npuzero.zero()", model)
+    for path in paths:
+        for outer in around(path):
+            _check_called(f"units: {path}, within {outer}", modules[outer])
     owners = _owners(model, set(paths))
     specs = [UnitSpec(ROOT, model, owners.get("", ()))]
     specs += [UnitSpec(path, modules[path], owners[path]) for path in paths if owners.get(path)]
@@ -122,9 +128,20 @@ def _named(model: nn.Module, rule: UnitRule) -> list[str]:
     return list(dict.fromkeys(name.removesuffix(f".{_COMPILED}") for name, _ in matches))
 
 
+def _check_called(subject: str, module: nn.Module) -> None:
+    """What is inside TorchScript is called by its interpreter, past every hook. A unit may be TorchScript itself."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ConfigError(
+            subject,
+            expected="an nn.Module whose parts Python calls",
+            got=f"the TorchScript module {module.original_name}",
+            do="Script or trace the blocks, each by itself, and leave what is around them an nn.Module.",
+        )
+
+
 def _inside(module: nn.Module) -> nn.Module:
     """What ``torch.compile(module)`` wrapped, else the module."""
-    return module._modules.get(_COMPILED) or module
+    return dict(module.named_children()).get(_COMPILED, module)  # TorchScript's modules have no table to ask
 
 
 def _as_tuple(rule: UnitRule) -> tuple[type[nn.Module], ...]:

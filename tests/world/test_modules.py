@@ -18,6 +18,8 @@ from npuzero.comm import World
 from world.toy import Block, Recipe, ToyGPT, build, tokens_of
 from world.train import Make, Session, State, check, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
 PLANS = ("zero1", "zero3", "hpz", "hsdp")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
@@ -239,6 +241,21 @@ class TransposedGPT(ToyGPT):
             block.out.weight = nn.Parameter(torch.randn(16, 16).t() * 0.1)
 
 
+class ScriptedGPT(ToyGPT):
+    """Blocks that TorchScript's interpreter runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(torch.jit.script(nn.Sequential(*block.mlp)) for block in self.blocks)
+
+
+class TracedGPT(ToyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        example = torch.ones(2, 12, 16)
+        self.blocks = nn.ModuleList(torch.jit.trace(block.mlp, example, check_trace=False) for block in self.blocks)
+
+
 MODELS: tuple[Make, ...] = (
     *(packing(kind) for kind in PACK),
     CheckpointedGPT,
@@ -255,6 +272,8 @@ MODELS: tuple[Make, ...] = (
     KeywordsGPT,
     NormalizedWeightsGPT,
     TransposedGPT,
+    ScriptedGPT,
+    TracedGPT,
 )
 
 
@@ -324,3 +343,15 @@ def test_after_a_part_has_raised_the_next_call_is_whole() -> None:
             return bool(model.body(tokens_of(0, 0, 0)[:, :-1]).isfinite().all())
 
     assert comm.run_threads(2, rank) == [True, True]
+
+
+# -- TorchScript -------------------------------------------------------------------------------------------------------
+
+
+def test_torchscript_around_units_is_an_error_that_names_it() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(npuzero.ConfigError, match=r"TorchScript module Sequential.*Script or trace the blocks"):
+        npuzero.zero(scripted)
+    model = nn.ModuleDict({"body": scripted})
+    with pytest.raises(npuzero.ConfigError, match=r"units: body\.0, within body: .* TorchScript module Sequential"):
+        npuzero.zero(model, units=lambda name, module: name == "body.0")
