@@ -25,6 +25,7 @@ from npuzero.api import (
     load_full_state_dict,
     no_sync,
     predict,
+    register_forward_method,
     report,
     zero,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "load_full_state_dict",
     "no_sync",
     "predict",
+    "register_forward_method",
     "report",
     "zero",
 ]

@@ -11,6 +11,7 @@ from npuzero.api.model import (
     load_full_state_dict,
     no_sync,
     predict,
+    register_forward_method,
     report,
     zero,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "load_full_state_dict",
     "no_sync",
     "predict",
+    "register_forward_method",
     "report",
     "zero",
 ]

@@ -22,7 +22,7 @@ from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
-from npuzero.shard.engine import Engine, engine_of
+from npuzero.shard.engine import Engine, engine_of, not_cut, owners
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.origin import Origin
 
@@ -189,6 +189,37 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     with engine_of(model).no_sync():
         yield
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let the method ``name`` of ``module`` be called as its forward is: with its parameters whole, and with gradients.
+
+    For methods beside ``forward`` that use parameters themselves, such as ``encode(x)`` with ``x @ self.projection``;
+    what calls modules needs nothing. Like a forward, all ranks call it together. As for a forward, whole is what
+    ``module`` and the units around it own; units inside it are whole when they are called, as ever.
+
+    Args:
+        module: a model made by :func:`zero`, or a module inside of it.
+        name: of a method of its class.
+
+    Raises:
+        StateError: ``module`` has no parameter of a cut model.
+        ConfigError: its class has no such method.
+    """
+    _check_kind("npuzero.register_forward_method()", module, nn.Module, "Pass the module that has the method.")
+    engines, _ = owners(module.parameters())
+    if not engines:
+        raise not_cut(module)
+    method = getattr(type(module), name, None) if isinstance(name, str) else None
+    if not callable(method):
+        raise ConfigError(
+            "npuzero.register_forward_method()",
+            expected=f"the name of a method of {type(module).__name__}",
+            got=describe(name),
+            do="Name a method that its class defines, e.g. 'encode'.",
+        )
+    for engine in engines:
+        engine.register_forward_method(module, name, method)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from npuzero.errors import StateError
 from npuzero.shard.guard import CutGradient, owned
+from npuzero.shard.overlay import lay_over
 
 _Function = Callable[[Tensor], Tensor]
 
@@ -24,21 +25,13 @@ def watch_conversions(model: nn.Module) -> None:
     """Have every module of ``model`` that has parameters, now an engine's, answer conversions itself."""
     for module in model.modules():
         if any(True for _ in module.parameters()):
-            module.__dict__["_apply"] = _Conversion(module)
+            lay_over(module, _apply=_conversion(weakref.ref(module)))
 
 
-class _Conversion:
-    """A module's ``_apply``, where it changes no parameter of an engine.
-
-    Raises:
-        StateError: it would change one; nothing has been touched then.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, fn: _Function, recurse: bool = True) -> nn.Module:
-        module = self._module()
+def _conversion(module_of: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
+    def apply(fn: _Function, recurse: bool = True) -> nn.Module:
+        """``_apply``, which raises StateError where ``fn`` changes a parameter of an engine; before it touches any."""
+        module = module_of()
         assert module is not None
         if not isinstance(fn, _Outside):
             for name, parameter in module.named_parameters(recurse=recurse):
@@ -48,9 +41,7 @@ class _Conversion:
         plain: Callable[..., nn.Module] = type(module)._apply
         return plain(module, fn, recurse)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Conversion:
-        """The copy is that module's which is being made of this one's."""
-        return _Conversion(memo[id(self._module())])
+    return apply
 
 
 class _Outside:

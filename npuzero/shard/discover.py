@@ -44,7 +44,7 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
             TorchScript module); the model as a whole is TorchScript.
     """
     paths = _repeated(model) if rule is None else _named(model, rule)
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     _check_called("npuzero.zero()", model)
     for path in paths:
         for outer in around(path):

@@ -261,6 +261,17 @@ class Engine:
             for flat in large:
                 flat.gradient_memory.release()
 
+    def register_forward_method(self, module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
+        """Treat ``module``'s method ``name``, which is ``plain``, as its forward: what that may read is whole."""
+        own = {id(parameter) for parameter in module.parameters()}
+        around = []
+        for unit in self.units:
+            outer = unit.module()
+            inside = outer is not None and any(each is module for each in outer.modules())
+            if unit.cut and inside and any(id(parameter) in own for parameter in unit.parameters()):
+                around.append(unit)
+        self._hooks.watch_method(around, module, name, plain)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add up on this rank alone; the next one outside (or the step) reduces them."""
@@ -566,7 +577,8 @@ class Engine:
             expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {self.plan.name!r} cuts it over the ranks)",
             do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
-            "reads it, run that module through the model's forward or name it in units=. "
+            "reads it, run that module through the model's forward or name it in units=; if a method does, see "
+            "npuzero.register_forward_method. "
             "DistributedDataParallel, FSDP and the like do not belong around it.",
         )
 
@@ -613,13 +625,18 @@ def engine_of(model: nn.Module) -> Engine:
     """
     engine = getattr(model, "_npuzero", None)
     if engine is None:
-        raise StateError(
-            type(model).__name__,
-            expected="a model made by npuzero.zero()",
-            got="a plain module",
-            do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
-        )
+        raise not_cut(model)
     return engine  # type: ignore[no-any-return]
+
+
+def not_cut(model: nn.Module) -> StateError:
+    """``model`` is a plain module, where one with an engine is needed."""
+    return StateError(
+        type(model).__name__,
+        expected="a model made by npuzero.zero()",
+        got="a plain module",
+        do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
+    )
 
 
 def engine_behind(parameter: nn.Parameter) -> Engine | None:

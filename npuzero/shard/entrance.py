@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from npuzero.shard.overlay import lay_over
+
 #: Called with the module, its arguments and keyword arguments; may return others.
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 #: Called with the module and what it returned.
@@ -34,10 +36,8 @@ class Entrance:
         self._plain: Callable[..., Any] = type(module)._call_impl
         self._compiled: Callable[..., Any] | None = module.__dict__.pop("_compiled_call_impl", None)
         self._around: list[tuple[Before, After]] = []
-        # Not by setattr: a module that torch.compile() returned would pass it on to the one inside.
-        module.__dict__["_call_impl"] = torch.compiler.disable(self._call, recursive=False, reason=_REASON)
-        module.__dict__["compile"] = self._compile
-        module.__dict__["_npuzero_entrance"] = self
+        call = torch.compiler.disable(self._call, recursive=False, reason=_REASON)
+        lay_over(module, _call_impl=call, compile=self._compile, _npuzero_entrance=self)
 
     @staticmethod
     def of(module: nn.Module) -> Entrance:

@@ -15,6 +15,7 @@ frozen parameter may run later, so a unit that has frozen ones waits for the gra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from npuzero.shard.entrance import After, Before, Entrance
 from npuzero.shard.finite import Watch
 from npuzero.shard.guard import CutGradient, in_backward
+from npuzero.shard.overlay import lay_over
 from npuzero.shard.unit import Flat, ParameterState, Unit
 
 
@@ -109,6 +111,25 @@ class Hooks:
                 after(module, output)
 
         Entrance.of(door).add(enter, leave)
+
+    def watch_method(self, units: list[Unit], module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
+        """Have ``units`` whole while the method ``name`` of ``module``, which is ``plain``, is called from outside."""
+        entrances = [(u, self._before_forward(u, u.index == 0), self._after_forward(u, u.index == 0)) for u in units]
+        module_of = weakref.ref(module)
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            module = module_of()
+            assert module is not None
+            entered = [each for each in entrances if each[0].parameter_state is not ParameterState.WHOLE]
+            for _, before, _ in entered:
+                args, kwargs = before(module, args, kwargs) or (args, kwargs)
+            output = plain(module, *args, **kwargs)
+            for _, _, after in reversed(entered):
+                after(module, output)
+            return output
+
+        lay_over(module, **{name: call})
 
     def _before_forward(self, unit: Unit, is_root: bool) -> Before:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

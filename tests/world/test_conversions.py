@@ -149,6 +149,25 @@ def test_a_copy_of_a_module_is_its_owners_to_convert() -> None:
     assert model.norm.weight.dtype == torch.float32
 
 
+@every_plan
+def test_a_copy_of_a_block_computes_with_its_own_weights(plan: str) -> None:
+    """As a target network, or an average, has them."""
+
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(), plan=plan, local_size=2, world=world)
+        with npuzero.gathered(model), torch.no_grad():
+            block = copy.deepcopy(model.blocks[0])
+            found = block(torch.ones(1, 3, 16))
+            assert torch.equal(found, model.blocks[0](torch.ones(1, 3, 16)))
+            for parameter in block.parameters():
+                parameter.zero_()
+            assert torch.equal(block(torch.ones(1, 3, 16)), torch.ones(1, 3, 16))
+        block.half().compile()
+        assert copy.deepcopy(block)(torch.ones(1, 3, 16).half()).isfinite().all()
+
+    comm.run_threads(2, rank)
+
+
 # -- other engines around it -------------------------------------------------------------------------------------------
 
 

@@ -345,6 +345,74 @@ def test_after_a_part_has_raised_the_next_call_is_whole() -> None:
     assert comm.run_threads(2, rank) == [True, True]
 
 
+# -- methods beside forward --------------------------------------------------------------------------------------------
+
+
+class Describing(Block):
+    """A unit with a method of its own."""
+
+    def describe(self, x: Tensor) -> dict[str, Tensor]:
+        return {"described": F.linear(x, self.out.weight, self.out.bias).relu()}
+
+
+class EncodingGPT(ToyGPT):
+    """Methods that use parameters of the root and of a unit themselves, and one that calls the other."""
+
+    def __init__(self) -> None:
+        super().__init__(block=Describing)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.tokens.weight) * self.scale + self.positions
+
+    def score(self, tokens: Tensor) -> Tensor:
+        described = self.blocks[0].describe(self.encode(tokens))["described"]
+        return F.linear(self.run_blocks(described), self.tokens.weight)
+
+
+def train_by_methods(session: Session) -> State:
+    model = session.model
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    if session.world and hasattr(model, "_npuzero"):
+        for module, name in ((model, "encode"), (model, "score"), (model.blocks[0], "describe")):
+            npuzero.register_forward_method(module, name)
+    seen = []
+    for step in range(4):
+        for micro_batch in range(2):
+
+            def loss(rank: int, step: int = step, micro_batch: int = micro_batch) -> Tensor:
+                tokens = tokens_of(step, micro_batch, rank)
+                logits = model.score(tokens[:, :-1]) if (step + micro_batch) % 2 else model(tokens[:, :-1])
+                return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+            session.mean(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(model.encode(tokens_of(step, 3, 0)[:, :-1]).mean())
+    return {"what encode said": torch.stack(seen)}
+
+
+@every_plan
+def test_methods_that_use_parameters_themselves(plan: str) -> None:
+    check(train_by_methods, 4, EncodingGPT, plan=plan, local_size=2)
+
+
+def test_a_method_that_nobody_registered_is_told_how() -> None:
+    model = npuzero.zero(build(make=EncodingGPT), plan="zero3")
+
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(make=EncodingGPT), plan="zero3", world=world)
+        with pytest.raises(npuzero.StateError, match="register_forward_method"):
+            model.encode(tokens_of(0, 0, 0)[:, :-1])
+
+    comm.run_threads(2, rank)
+    for name in ("encod", 3):
+        with pytest.raises(npuzero.ConfigError, match="a method of EncodingGPT"):
+            npuzero.register_forward_method(model, name)  # type: ignore[arg-type]
+    with pytest.raises(npuzero.StateError, match="zero"):
+        npuzero.register_forward_method(nn.Linear(2, 2), "forward")
+
+
 # -- TorchScript -------------------------------------------------------------------------------------------------------
 
 
