@@ -47,6 +47,27 @@ class ConfigError(NpuZeroError, ValueError):
     """A setting, plan or model that cannot work, found before any work was done."""
 
 
+class _Refusal(ConfigError):
+    """What a function of somebody else's refuses by an error of its ``kind``."""
+
+    kind: type[Exception] = ValueError
+    __str__ = Exception.__str__  # a KeyError shows its argument as repr() does
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_as, (self.kind, *super().__reduce__()[1][1:])
+
+
+def config_error_as(kind: type[Exception]) -> type[ConfigError]:
+    """A ConfigError that is also of the ``kind`` of error by which somebody else's function refuses an argument."""
+    if issubclass(ConfigError, kind):
+        return ConfigError
+    return type(ConfigError.__name__, (_Refusal, kind), {"kind": kind})
+
+
+def _rebuild_as(kind: type[Exception], *parts: Any) -> NpuZeroError:
+    return _rebuild(config_error_as(kind), *parts)
+
+
 class ContractError(NpuZeroError, ValueError):
     """An argument of an op breaks the op's contract (dtype, device, size, overlap)."""
 

@@ -21,28 +21,58 @@ from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine, engine_behind
 from npuzero.shard.unit import Flat
 
+# As torch has them: a program may put this module's in their place.
+_ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
+
 
 class Adam(ZeroOptimizer):
     """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
-
-    _decoupled = False
 
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
         masters: str | None = None,
         moments: str | None = None,
         seed: int = 0,
+    ) -> None:
+        self._make(
+            _ADAM,
+            params,
+            *(masters, moments, seed),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+    def _make(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Any,
+        masters: str | None,
+        moments: str | None,
+        seed: int,
         **options: Any,
     ) -> None:
-        kind = torch.optim.AdamW if self._decoupled else torch.optim.Adam
-        options.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
         _check_choice("masters", masters, MASTERS)
         _check_choice("moments", moments, MOMENT_DTYPES)
         if type(seed) is not int or not 0 <= seed < 2**64:
@@ -51,7 +81,7 @@ class Adam(ZeroOptimizer):
             )
         self._chosen = {"masters": masters, "moments": moments}
         self._seed = seed
-        super().__init__(kind, params, **options)
+        ZeroOptimizer.__init__(self, kind, params, **options)
         self._begin()
 
     @property
@@ -69,7 +99,7 @@ class Adam(ZeroOptimizer):
         # By id of a cut parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
         self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
-        self._plain = PlainAdam(self._decoupled, **self._chosen, seed=self._seed)
+        self._plain = PlainAdam(**self._chosen, seed=self._seed)
 
     def __getstate__(self) -> Options:
         return {**super().__getstate__(), "_chosen": self._chosen, "_seed": self._seed}
@@ -137,7 +167,7 @@ class Adam(ZeroOptimizer):
             ]
             self._taken.part(here)
         device, counts = engine.space.device, self._taken.counts
-        rows = Rows(device, self._decoupled)
+        rows = Rows(device)
         known = not counted and not any(lies_there(group["lr"], device) for group in self.param_groups)
         shards: list[Flat] = []
         ranges: list[Range] = []
@@ -163,7 +193,7 @@ class Adam(ZeroOptimizer):
             self._taken.take(here, engine.skip)
         line = self._cut_line(engine, shards)
         gradients = [flat.own_gradient for flat in shards]
-        line.update(gradients, segments(ranges, self._decoupled), engine.gradient_scale, engine.skip, dynamic)
+        line.update(gradients, segments(ranges), engine.gradient_scale, engine.skip, dynamic)
 
     def _counted_on_device(self, engine: Engine, members: Mapping[int, tuple[int, Options]]) -> bool:
         """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
@@ -265,7 +295,9 @@ class AdamW(Adam):
     """``torch.optim.AdamW``, fused: one launch for all shards of a model does unscaling, update and the rounded copy.
 
     Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
-    it is a drop-in whose ``state_dict`` is torch's, and all of them are updated by one launch.
+    it is a drop-in whose ``state_dict`` is torch's (with a ``master`` of each parameter in 16 bits), and all of them
+    are updated by one launch. A program may write into plain parameters between steps, but where they have masters not
+    in place through ``p.data``, which torch does not show.
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``. An lr that is a tensor on
@@ -282,22 +314,47 @@ class AdamW(Adam):
         differentiable: must be False.
 
     Raises:
-        ConfigError: options out of range.
+        ConfigError: options out of range, or parameters that torch refuses; of torch's kind of error, too.
     """
-
-    _decoupled = True
 
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        masters: str | None = None,
+        moments: str | None = None,
+        seed: int = 0,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        self._make(
+            _ADAMW,
+            params,
+            *(masters, moments, seed),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def _update(self, ready: list[Engine]) -> None:
+        for group in self.param_groups:  # what was loaded may be Adam's
+            group["decoupled_weight_decay"] = True
+        super()._update(ready)
 
 
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:

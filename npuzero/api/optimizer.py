@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
 from npuzero.api.terms import Terms
-from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
+from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError, config_error_as
 from npuzero.plan import Precision
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine, engine_behind, owners
@@ -101,6 +102,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._terms = weakref.WeakKeyDictionary()
         super().__setstate__(state)
 
+    @_disable_dynamo
     def add_param_group(self, param_group: Options) -> None:
         """As torch's; options are checked by the optimizer class.
 
@@ -127,6 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 do="Use torch.optim for an update that autograd goes through.",
             )
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. Collective where the model is cut: call it on every rank.
@@ -206,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for flat in engine.flats():
                 flat.refresh_low()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
         engines, plain = self._owners()
@@ -223,6 +227,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 
+    @_disable_dynamo
     def state_dict(self) -> Options:
         """What the torch optimizer of a plain model would give: whole tensors by parameter number.
 
@@ -265,6 +270,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         state = {name: value for name, value in self._slot_state(flat, i).items() if value is not None}
         return {k: None if isinstance(v, Tensor) and v.dim() else float(v) for k, v in state.items()}
 
+    @_disable_dynamo
     def load_state_dict(self, state_dict: Options) -> None:
         """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
 
@@ -432,15 +438,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 @contextlib.contextmanager
 def _as_config_error(subject: str, expected: str) -> Iterator[None]:
-    """torch's own complaint about an argument, in this package's form."""
+    """torch's own complaint about an argument, in this package's form, and still what torch's was."""
     try:
         yield
     except NpuZeroError:
         raise
     except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
-        raise ConfigError(
-            subject, expected=expected, got=str(error), do="Correct the argument; torch's page of the class says more."
-        ) from error
+        do = "Correct the argument; torch's page of the class says more."
+        raise config_error_as(type(error))(subject, expected=expected, got=str(error), do=do) from error
 
 
 def _is_whole(name: str, value: object, parameter: nn.Parameter) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +32,13 @@ class PlainAdam:
 
     That has torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, unless
     ``masters`` says otherwise of bfloat16 (then maybe a ``remainder``): torch would update it in place with every
-    operation rounded.
+    operation rounded. Where a program writes into such a parameter, its master follows.
 
     Args:
-        decoupled: weight decay as AdamW's, else as L2 regularization.
         masters, moments, seed: as for :class:`npuzero.AdamW`.
     """
 
-    def __init__(self, decoupled: bool, masters: str | None, moments: str | None, seed: int) -> None:
-        self._decoupled = decoupled
+    def __init__(self, masters: str | None, moments: str | None, seed: int) -> None:
         self._masters = masters or "fp32"
         self._moments = MOMENT_DTYPES[moments or "fp32"]
         self._seed = seed
@@ -47,6 +46,10 @@ class PlainAdam:
         self._taken = TakenSteps()
         self._lines: dict[torch.device, ops.Line] = {}
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
+        # How often torch has seen parameters written, and where they lie: by id of those that have masters, as these
+        # know them; and of all that were updated last.
+        self._marks: dict[int, tuple[int, int]] = {}
+        self._seen: dict[torch.device, tuple[list[int], list[int]]] = {}
 
     def update(self, all_states: States, members: Sequence[Member], scale: Tensor | None, skip: Tensor | None) -> None:
         """One step of those that have a gradient.
@@ -71,8 +74,10 @@ class PlainAdam:
     ) -> None:
         parameters = [member.parameter for member in members]
         states = [all_states[member.parameter] or self._begin(all_states, member) for member in members]
+        if self._marks:
+            self._follow_all(device, parameters, states)
         counted = [member.group["capturable"] or skip is not None for member in members]
-        rows = Rows(device, self._decoupled)
+        rows = Rows(device)
         steps = self._count(device, members, states, counted)
         numbers = [rows.row(member.group, step) for member, step in zip(members, steps, strict=True)]
         dynamic = rows.table()
@@ -88,7 +93,7 @@ class PlainAdam:
         )
         line.update(
             [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None],
-            segments(self._ranges(members, numbers), self._decoupled),
+            segments(self._ranges(members, numbers)),
             None if scale is None else scale.double().reciprocal().float(),
             skip,
             dynamic,
@@ -98,6 +103,7 @@ class PlainAdam:
             if "master" in state and written is None:
                 master = state["master"]
                 parameter.copy_(storage.upper_half(master) if parameter.dtype == torch.bfloat16 else master)
+                self._marks[id(parameter)] = _mark(parameter)
 
     def _ranges(self, members: list[Member], numbers: list[tuple[int, int | None]]) -> list[Range]:
         """Of parameters laid end to end: one for each run of those with one group, and one step count or row.
@@ -185,16 +191,47 @@ class PlainAdam:
 
     def _begin_master(self, parameter: nn.Parameter, state: Options) -> None:
         kind = self._master_of(parameter)
+        if kind in ("fp32", "split"):
+            self._marks[id(parameter)] = _mark(parameter)
         if kind == "fp32" and "master" not in state:
             state["master"] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         elif kind == "split":
             state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
 
+    def _follow_all(self, device: torch.device, parameters: list[nn.Parameter], states: list[Options]) -> None:
+        seen = list(map(_VERSION, parameters)), list(map(nn.Parameter.data_ptr, parameters))
+        if seen != self._seen.get(device):
+            self._seen[device] = seen
+            for parameter, state in zip(parameters, states, strict=True):
+                self._follow(parameter, state)
+
+    @torch.no_grad()
+    def _follow(self, parameter: nn.Parameter, state: Options) -> None:
+        """What somebody has written into a parameter, or put in its place, its master has from now on.
+
+        It keeps its bits where its rounded copy is unchanged. A remainder belonged to the values of before.
+        """
+        before, now = self._marks.get(id(parameter)), _mark(parameter)
+        if before == now or not {"master", "remainder"} & state.keys():
+            return
+        self._marks[id(parameter)] = now
+        if "remainder" in state:
+            if before is not None:  # else it is a copied optimizer's
+                state["remainder"].zero_()
+        elif parameter.dtype == torch.float32:
+            state["master"].copy_(parameter)
+        else:
+            storage.follow(state["master"], parameter.detach().contiguous())
+
     def read(self, parameter: nn.Parameter, state: Options) -> Options:
-        """``state`` as torch would have it: a whole master, float32 moments, a step of its own."""
-        state = dict(state)
+        """``state`` as torch would have it: a whole master, float32 moments, a step of its own.
+
+        The master only where it is more than the parameter. Tensors lie as the parameter does, as torch's updates want.
+        """
         if not state:
-            return state
+            return {}
+        self._follow(parameter, state)
+        state = dict(state)
         state["step"] = state["step"].clone()  # its own memory, as torch's has
         if "remainder" in state:
             state["master"] = storage.join(parameter.detach(), state.pop("remainder"))
@@ -202,6 +239,11 @@ class PlainAdam:
             if name in state and state[name].dtype != torch.float32:
                 wide = storage.widen(state[name].view(-1), parameter.numel(), signed=name == MOMENTS[0])
                 state[name] = wide.view(parameter.shape)
+        if parameter.dtype == torch.float32:
+            state.pop("master", None)
+        if not parameter.is_contiguous():
+            for name in {*MOMENTS, "master"} & state.keys():
+                state[name] = torch.empty_like(parameter, dtype=torch.float32).copy_(state[name])
         return state
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> Options:
@@ -209,10 +251,11 @@ class PlainAdam:
         self._lines.clear()  # else the moments of before stay until the next step
         if not state:
             return {}
-        mine = {k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
+        flat = torch.contiguous_format
+        mine = {k: v.clone(memory_format=flat) if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
         mine["step"] = torch.tensor(float(state["step"]))  # torch's may be on the parameter's device
         master = mine.get("master")
-        if self._master_of(parameter) != "fp32":
+        if self._master_of(parameter) != "fp32" or parameter.dtype == torch.float32:
             mine.pop("master", None)
         self._begin_master(parameter, mine)
         if "remainder" in mine and master is not None:
@@ -226,7 +269,16 @@ class PlainAdam:
                 stored = torch.zeros(storage.stored_numel(wide.numel(), dtype), dtype=dtype, device=wide.device)
                 storage.narrow(wide, stored, signed=name == MOMENTS[0])
                 mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
+        if id(parameter) in self._marks:
+            self._marks[id(parameter)] = _mark(parameter)
         return mine
+
+
+_VERSION = attrgetter("_version")
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter._version, parameter.data_ptr()
 
 
 def _on(value: Tensor | None, device: torch.device) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.optim import LossScale
@@ -103,6 +104,7 @@ class LossScaler:
             "LossScaler.scale", expected="a tensor or an iterable of tensors", got=repr(outputs), do="Pass the loss."
         )
 
+    @_disable_dynamo
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale. Collective over a cut model; once a step.
 
@@ -132,6 +134,7 @@ class LossScaler:
         self._found[id(optimizer)] = overflow
         self._stages[id(optimizer)] = _Stage.UNSCALED
 
+    @_disable_dynamo
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step()`` on unscaled gradients, without effect where they overflowed; collective as that is.
 
@@ -158,6 +161,7 @@ class LossScaler:
             return _step_unless(overflow, optimizer, kwargs)
         return None if overflow.item() else optimizer.step(**kwargs)
 
+    @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale by what the steps since the last call found, or sets it.
 

@@ -226,8 +226,8 @@ def _stored(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
 def _coefficients(put: Put, numel: int) -> list[Tensor]:
     """Not a kernel's: torch computes them on the device, where the steps are counted that a scaler let through."""
     steps = put(torch.arange(1.0, 2.0 + min(numel, 5), dtype=torch.float64) ** 4)
-    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
-    table = dynamic_rows([options] * steps.numel(), steps.unbind(), steps.device, decoupled=True)
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}
+    table = dynamic_rows([options] * steps.numel(), steps.unbind(), steps.device)
     return [table.flatten()]
 
 

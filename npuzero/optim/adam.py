@@ -67,12 +67,10 @@ class Rows:
 
     Args:
         device: where it is needed.
-        decoupled: weight decay as AdamW's, else as L2 regularization.
     """
 
-    def __init__(self, device: torch.device, decoupled: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._decoupled = decoupled
         self._of: dict[tuple[int, int], int] = {}
         self._options: list[Mapping[str, Any]] = []
         self._steps: list[float | Tensor] = []
@@ -95,22 +93,19 @@ class Rows:
 
     def table(self) -> Tensor | None:
         """[rows, 4] float32; None where nobody has a row."""
-        return dynamic_rows(self._options, self._steps, self._device, self._decoupled) if self._options else None
+        return dynamic_rows(self._options, self._steps, self._device) if self._options else None
 
 
-def dynamic_rows(
-    options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device, decoupled: bool
-) -> Tensor:
+def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device) -> Tensor:
     """[rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's wait.
 
     Args:
-        options: of each row: lr (a number or a tensor of one element), betas, weight_decay.
+        options: of each row: lr (a number or a tensor of one element), betas, weight_decay, decoupled_weight_decay.
         steps: of each row the step count, this update included; a number or a tensor.
-        decoupled: weight decay as AdamW's, else as L2 regularization.
     """
     lr = _column([o["lr"] for o in options], device)
     beta1, beta2 = (_column([o["betas"][i] for o in options], device) for i in (0, 1))
-    decay = _column([o["weight_decay"] if decoupled else 0.0 for o in options], device)
+    decay = _column([o["weight_decay"] if o["decoupled_weight_decay"] else 0.0 for o in options], device)
     count = _column(steps, device)
     return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
 
@@ -133,10 +128,8 @@ def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     )
 
 
-def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
+def segments(ranges: Iterable[Range]) -> list[ops.Segment]:
     """What a launch is told of ``ranges``, which ascend.
-
-    ``decoupled``: weight decay as AdamW's, else as L2 regularization.
 
     Neighbours that share options and step count become one segment across the padding between them: padding is zero
     in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart, or random bits of their own.
@@ -147,7 +140,7 @@ def segments(ranges: Iterable[Range], decoupled: bool) -> list[ops.Segment]:
             runs[-1][1] = part
         else:
             runs.append([part, part])
-    return [_segment(first, last, decoupled) for first, last in runs]
+    return [_segment(first, last) for first, last in runs]
 
 
 def _continues(last: Range, part: Range) -> bool:
@@ -158,7 +151,7 @@ def _continues(last: Range, part: Range) -> bool:
     return gap == 0 or (gap < START_ELEMENTS and part.options["eps"] > 0)
 
 
-def _segment(first: Range, last: Range, decoupled: bool) -> ops.Segment:
+def _segment(first: Range, last: Range) -> ops.Segment:
     options = last.options
     beta1, beta2 = options["betas"]
     return ops.Segment(
@@ -170,7 +163,7 @@ def _segment(first: Range, last: Range, decoupled: bool) -> ops.Segment:
         options["eps"],
         options["weight_decay"],
         last.step,
-        decoupled,
+        options["decoupled_weight_decay"],
         options["maximize"],
         options["amsgrad"],
         last.row,

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.linalg import vector_norm
 
 from npuzero import observe
@@ -389,6 +390,7 @@ class Engine:
         agreed = iter(used)
         return {flat: [next(agreed) > 0 for _ in flat.slots] for flat in self._flats}
 
+    @_disable_dynamo
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Global norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
 
@@ -434,6 +436,7 @@ class Engine:
         self._watch = Watch(self.units, self.world, everyone) if on else None
         self._hooks.watch_finite(self._watch)
 
+    @_disable_dynamo
     def check_finite(self, loss: Tensor | None, counts: Tensor | None) -> None:
         """Skip the present step where anything in it is inf or NaN; :meth:`look_finite` says. Collective.
 

@@ -153,8 +153,8 @@ def test_a_row_on_the_device_is_as_good_as_lr_and_step(isa: str) -> None:
     options = [{"lr": k.lr, "betas": (k.beta1, k.beta2), "weight_decay": k.weight_decay} for k in parts]
     options[1]["lr"] = torch.tensor(options[1]["lr"], dtype=torch.float64)
     steps = [torch.tensor(float(part.step)) if i % 2 else part.step for i, part in enumerate(parts)]
-    rows = [dynamic_rows(options, steps, torch.device("cpu"), decoupled) for decoupled in (False, True)]
-    table = torch.cat(rows)
+    kinds = [[{**each, "decoupled_weight_decay": decoupled} for each in options] for decoupled in (False, True)]
+    table = torch.cat([dynamic_rows(kind, steps, torch.device("cpu")) for kind in kinds])
     there = [replace(k, lr=0.0, step=0, row=i + len(parts) * k.decoupled) for i, k in enumerate(parts)]
     for backend, chosen in (("native", parts), ("native", there), ("reference", there)):
         _native.use_backend(backend)

@@ -182,7 +182,7 @@ def test_coefficients_of_the_device_are_the_hosts(beta1: float, beta2: float) ->
     steps = [*range(1, 400), *range(400, 400_000, 997)]
     for lr, weight_decay in ((1e-3, 0.1), (3.7e-5, 0.0)):
         options = {"lr": torch.tensor(lr, dtype=torch.float64), "betas": (beta1, beta2), "weight_decay": weight_decay}
-        table = dynamic_rows([options] * len(steps), steps, CPU, decoupled=True)
+        table = dynamic_rows([{**options, "decoupled_weight_decay": True}] * len(steps), steps, CPU)
         segment = partial(
             Segment, 0, 1, lr, beta1, beta2, 1e-8, weight_decay, decoupled=True, maximize=False, amsgrad=False
         )

@@ -18,7 +18,19 @@ from npuzero.comm import World
 from npuzero.shard.discover import discover
 
 from .toy import Block, Recipe, ToyGPT, build
-from .train import BOUND, CutSession, Session, State, assert_close, assert_same_bits, check, run_cut, run_plain, train
+from .train import (
+    BOUND,
+    CutSession,
+    PlainSession,
+    Session,
+    State,
+    assert_close,
+    assert_same_bits,
+    check,
+    run_cut,
+    run_plain,
+    train,
+)
 
 # Dynamo silences it while it looks at a tensor, for all threads at once: ranks that are threads undo each other's.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -210,3 +222,39 @@ def test_hooks_of_the_user_see_whole_parameters() -> None:
 
     expected = float(build().blocks[0].out.weight.detach().sum())
     assert comm.run_threads(RANKS, rank) == [[pytest.approx(expected)] * 3] * RANKS
+
+
+COMPILED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: npuzero.AdamW(params, lr=1e-2),
+    "over shards": lambda params: npuzero.ZeroOptimizer(torch.optim.SGD, params, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("plan", [None, "zero0", "zero3"])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_compiled_function_that_clips_and_steps(kind: str, plan: str | None) -> None:
+    """The graph breaks at the optimizer, as at torch's own, and the numbers stay."""
+
+    def run(world: World, compiled: bool) -> State:
+        session = PlainSession(build(), [0], 1) if plan is None else CutSession(build(), world, plan=plan)
+        optimizer: Any = COMPILED[kind](session.model.parameters())
+        scaler = npuzero.LossScaler(init_scale=16.0)
+
+        def update() -> None:
+            if plan is not None:
+                scaler.unscale_(optimizer)
+                session.clip(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+        step = torch.compile(update, backend="eager") if compiled else update
+        for number in range(3):
+            scaler.scale(session.loss(number)).backward()
+            step()
+        session.loss(3).backward()
+        (torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step)()
+        return {name: value.clone() for name, value in session.state().items()}
+
+    for found, expected in zip(*(comm.run_threads(1, partial(run, compiled=c)) for c in (True, False)), strict=True):
+        assert_same_bits(found, expected)
