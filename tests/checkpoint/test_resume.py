@@ -26,6 +26,10 @@ QUICK: dict[Case, list[Case]] = {
     ("zero0", 1): [("zero3", 2), ("zero1.5", 4)],
     ("hpz", 4): [("hpz", 4), ("mics", 2), ("zero3-keep", 3)],
     ("zero2", 3): [("zero3", 3), ("zero0", 2)],
+    # each rank writes a part of a shard that others have, too
+    ("hsdp", 4): [("zero3", 2)],
+    ("mics", 4): [("zero3", 2)],
+    ("zero1.5", 4): [("zero3", 2), ("hsdp", 4)],
 }
 ONE_LEVEL = ("zero0", "zero1", "zero2", "zero3", "zero3-keep")
 

@@ -1,0 +1,272 @@
+"""What a small slip in saving or loading would change without a word: numbers of other groups, ranks, steps; order."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import npuzero
+from npuzero import checkpoint, comm
+from npuzero.checkpoint import files, loading, rng, source
+from npuzero.comm import World
+from world.train import State, assert_same_bits
+
+from .training import Training, loss_of, tokens_of
+
+RANKS = 2
+
+
+# -- training on after a load, bit by bit ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("plan", "precision"), [("zero1", None), ("zero3", "bf16"), ("hsdp", "bf16-split")])
+def test_training_goes_on_after_torchs_own_load(plan: str, precision: Any) -> None:
+    """``checkpoint.load_state_dict`` of what dcp.load has filled: parameters follow their masters on every rank."""
+
+    def rank(world: World) -> None:
+        first, second = (Training(world, plan, seed=seed, precision=precision) for seed in (0, 1))
+        first.steps(0, 2)
+        second.steps(7, 8)
+        filled = checkpoint.state_dict(first.model, first.optimizer)
+        checkpoint.load_state_dict(second.model, second.optimizer, state=filled)
+        second.scheduler.load_state_dict(first.scheduler.state_dict())
+        for training in (first, second):
+            training.losses.clear()
+            training.steps(2, 4)
+        assert_same_bits(second.state(), first.state())
+
+    comm.run_threads(RANKS, rank)
+
+
+@pytest.mark.parametrize("plan", ("zero0", "zero1"))
+def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(plan: str, tmp_path: Path) -> None:
+    """Into whole bfloat16 parameters that have masters, before any step has seen it."""
+
+    def halve(training: Training) -> None:
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.mul_(0.5)
+
+    def rank(world: World) -> None:
+        first, second, third = (Training(world, plan, seed=seed, precision="bf16") for seed in (0, 1, 1))
+        first.steps(0, 1)
+        halve(first)
+        first.save(tmp_path, 1)
+        second.load(tmp_path)
+        third.steps(0, 1)
+        halve(third)
+        third.load(tmp_path)
+        for training in (first, second, third):
+            training.losses.clear()
+            training.steps(1, 2)
+        for training in (second, third):
+            assert_same_bits(training.state(), first.state())
+
+    comm.run_threads(RANKS, rank)
+
+
+def test_steps_that_the_device_counts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """Under a loss scaler, in a model that has counted other steps by itself before the load."""
+
+    def steps(training: Training, scaler: npuzero.LossScaler, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            scaler.scale(loss_of(training.model, tokens_of(step).chunk(RANKS)[training.world.rank])).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+            training.optimizer.zero_grad()
+
+    def rank(world: World) -> None:
+        first, second = (Training(world, "zero3", precision="fp16", seed=seed) for seed in (0, 1))
+        scaler, other = npuzero.LossScaler(init_scale=64.0), npuzero.LossScaler(init_scale=64.0)
+        steps(first, scaler, 0, 2)
+        first.save(tmp_path, 2, scaler=scaler)
+        steps(second, other, 0, 5)
+        second.load(tmp_path, scaler=other)
+        taken = [values["step"] for values in second.optimizer.state_dict()["state"].values()]
+        assert set(map(float, taken)) == {2.0}
+        steps(first, scaler, 2, 4)
+        steps(second, other, 2, 4)
+        assert_same_bits(second.state(), first.state())
+
+    comm.run_threads(RANKS, rank)
+
+
+def test_split_masters_keep_their_lower_halves(tmp_path: Path) -> None:
+    """A master in two halves trains as one in float32 does, so their checkpoints hold the same bits, on to the end."""
+
+    def train(world: World, precision: str) -> None:
+        training = Training(world, "zero3", precision=precision)
+        training.steps(0, 2)
+        training.save(tmp_path / precision, 2)
+
+    def go_on(world: World) -> None:
+        found = []
+        for precision in ("bf16", "bf16-split"):
+            training = Training(world, "zero2", precision=precision, seed=1)
+            training.load(tmp_path / precision)
+            training.steps(2, 3)
+            path = training.save(tmp_path / precision, 3).wait()
+            found.append(weights(path))
+        assert_same_bits(found[1], found[0])
+
+    for precision in ("bf16", "bf16-split"):
+        comm.run_threads(RANKS, partial(train, precision=precision))
+    whole, split = (weights(tmp_path / precision / "step-00000002") for precision in ("bf16", "bf16-split"))
+    assert_same_bits(split, whole)
+    assert any((value.bfloat16().float() != value).any() for value in split.values()), "nothing was in the lower halves"
+    comm.run_threads(RANKS, go_on)
+
+
+def weights(path: Path) -> State:
+    opened = source.Source(path)
+    return {key: opened.read_object(key) for key in opened.tensors if key.startswith("model.")}
+
+
+# -- whose is what -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_equally_long_groups_of_plain_torch_keep_their_own_states(tmp_path: Path) -> None:
+    """Numbered, as ``optimizer.state_dict()`` has them, so that their lengths alone tell nothing."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(layer.parameters()), "lr": 0.1 * (i + 1)} for i, layer in enumerate(model.children())]
+
+    plain = build()
+    optimizer = torch.optim.AdamW(groups(plain))
+    for _ in range(2):
+        (plain(torch.ones(2, 4)) * torch.arange(4)).sum().backward()
+        optimizer.step()
+    expected = optimizer.state_dict()
+    dcp.save({"model": plain.state_dict(), "optimizer": expected}, checkpoint_id=tmp_path, no_dist=True)
+
+    def load(world: World) -> dict[str, Any]:
+        model: Any = npuzero.zero(build(), plan="zero3", world=world)
+        ours = npuzero.AdamW(groups(model), lr=1.0)
+        checkpoint.load(tmp_path, model, ours)
+        return ours.state_dict()
+
+    for found in comm.run_threads(RANKS, load):
+        assert [group["lr"] for group in found["param_groups"]] == [0.1, 0.2, 0.1 * 3]
+        for number, values in expected["state"].items():
+            assert_same_bits(found["state"][number], values)
+
+
+def test_every_rank_has_random_numbers_of_its_own_whoever_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks saved; of five that go on two draw what those would have drawn, and three what nobody else draws."""
+    device = torch.device("cpu")
+    states, expected = [], []
+    for seed in (11, 12):
+        torch.manual_seed(seed)
+        states.append(rng.state_of(device))
+        expected.append(torch.rand(4).tolist())
+    # Ranks that are threads share their generators: each says another state.
+    monkeypatch.setattr(rng, "state_of", lambda device: states[comm.current_world().rank])
+    path = comm.run_threads(RANKS, lambda world: Training(world, "zero1").save(tmp_path, 1).wait())[0]
+    opened = source.Source(path)
+
+    def drawn(rank: int) -> list[float]:
+        loading.restore_rng(opened, rank, 5, device)
+        return torch.rand(4).tolist()
+
+    found = [drawn(rank) for rank in range(5)]
+    assert found[:2] == expected
+    assert len({tuple(numbers) for numbers in found}) == 5
+    assert found == [drawn(rank) for rank in range(5)], "and the same at every attempt"
+
+
+# -- on the disk -------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_says_what_the_files_are(tmp_path: Path) -> None:
+    """Length and checksum of every file, as anybody would compute them."""
+
+    def rank(world: World) -> None:
+        training = Training(world, "zero3")
+        training.steps(0, 1)
+        training.save(tmp_path, 1)
+
+    comm.run_threads(3, rank)
+    path = tmp_path / "step-00000001"
+    listed = files.Manifest(path).files
+    assert listed.keys() == {file.name for file in path.iterdir()} - {files.MANIFEST}
+    for name, facts in listed.items():
+        raw = (path / name).read_bytes()
+        assert (facts.nbytes, facts.crc) == (len(raw), zlib.crc32(raw)), name
+
+
+class Calls:
+    """What the system is asked for, in order: (verb, path)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, str]] = []
+        for verb in ("fsync", "writev"):
+            self._record(monkeypatch, verb, lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}"))
+        self._record(monkeypatch, "rename", str)
+        self._record(monkeypatch, "rmdir", str)
+
+    def _record(self, monkeypatch: pytest.MonkeyPatch, verb: str, path_of: Any) -> None:
+        call = getattr(os, verb)
+
+        def recorded(first: Any, *rest: Any, **options: Any) -> Any:
+            self.made.append((verb, path_of(first)))
+            return call(first, *rest, **options)
+
+        monkeypatch.setattr(os, verb, recorded)
+
+    def last(self, verb: str, path: Path) -> int:
+        return max(i for i, made in enumerate(self.made) if made == (verb, str(path)))
+
+
+def test_a_checkpoint_is_durable_before_it_has_its_name_and_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, the names in their folder, the rename, the name in the run's folder, and then the removal."""
+    run = tmp_path / "new" / "run"
+    training = Training(comm.SingleWorld(), "zero3")
+    calls = Calls(monkeypatch)
+    training.save(run, 1)
+    for folder in (tmp_path, tmp_path / "new"):
+        assert ("fsync", str(folder)) in calls.made, "a new folder's own name"
+    calls.made.clear()
+    path = training.save(run, 2, keep_last=1).wait()
+    (place,) = {Path(name).parent for verb, name in calls.made if verb == "writev"}
+    durable = [calls.last("fsync", place / file.name) for file in path.iterdir()]
+    data = place / files.data_name(0)
+    named = calls.last("rename", place)
+    assert calls.last("writev", data) < calls.last("fsync", data)
+    assert max(durable) < calls.last("fsync", place) < named < calls.last("fsync", run)
+    assert calls.last("fsync", run) < calls.last("rename", run / "step-00000001")
+
+
+@pytest.mark.parametrize("most", (1, 700))
+def test_a_kernel_that_takes_a_part_of_what_is_written(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where the disk is nearly full, or a write is larger than 2 GiB."""
+    written: Any = os.writev
+    model: Any = npuzero.zero(nn.Linear(3, 3), plan="zero3", world=comm.SingleWorld())
+
+    def short(descriptor: int, pieces: Any) -> int:
+        return int(written(descriptor, [memoryview(pieces[0])[:most]]))
+
+    monkeypatch.setattr(os, "writev", short)
+    path = checkpoint.save(tmp_path, model, step=1, extra="x" * 1000).wait()
+    monkeypatch.undo()
+    checkpoint.verify(path)
+    other: Any = npuzero.zero(nn.Linear(3, 3), plan="zero3", world=comm.SingleWorld())
+    assert checkpoint.load(path, other).extra == "x" * 1000
+    assert_same_bits(npuzero.full_state_dict(other), npuzero.full_state_dict(model))
