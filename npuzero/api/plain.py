@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from npuzero import ops
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
+from npuzero.ops.lazy import settled
 from npuzero.optim import MOMENT_DTYPES, MOMENTS, Range, Rows, TakenSteps, segments
 
 Options = dict[str, Any]
@@ -92,7 +93,7 @@ class PlainAdam:
             max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
         )
         line.update(
-            [parameter.grad.contiguous() for parameter in parameters if parameter.grad is not None],
+            [settled(parameter.grad) for parameter in parameters if parameter.grad is not None],
             segments(self._ranges(members, numbers)),
             None if scale is None else scale.double().reciprocal().float(),
             skip,
@@ -221,7 +222,7 @@ class PlainAdam:
         elif parameter.dtype == torch.float32:
             state["master"].copy_(parameter)
         else:
-            storage.follow(state["master"], parameter.detach().contiguous())
+            storage.follow(state["master"], settled(parameter.detach()))
 
     def read(self, parameter: nn.Parameter, state: Options) -> Options:
         """``state`` as torch would have it: a whole master, float32 moments, a step of its own.

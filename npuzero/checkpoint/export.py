@@ -26,6 +26,7 @@ from npuzero.checkpoint.source import Source, Wanted
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.errors import CheckpointError, ConfigError, StorageError
 from npuzero.memory import zeros
+from npuzero.ops.lazy import settled
 from npuzero.shard.engine import PIECE, Engine
 from npuzero.shard.extra import is_extra
 from npuzero.shard.layout import overlap
@@ -72,7 +73,7 @@ class Writer:
 
     def put(self, piece: Tensor, dtype: torch.dtype) -> None:
         """The next elements, within one of ``tensors``, whose dtype is given."""
-        piece = piece.to("cpu", dtype).contiguous()
+        piece = settled(piece.to("cpu", dtype))
         if piece.numel():
             while not self._missing:
                 self._next_file()

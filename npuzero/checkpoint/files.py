@@ -23,6 +23,7 @@ from torch import Tensor
 
 from npuzero.checkpoint.archive import chain, head_and_tail
 from npuzero.errors import CheckpointError
+from npuzero.ops.lazy import settled
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1
@@ -286,7 +287,7 @@ def encode(name: str, value: object) -> bytes:
     """
     try:
         if isinstance(value, Tensor):
-            return _encode_tensor(value.detach().cpu().contiguous())
+            return _encode_tensor(settled(value.detach().cpu()))
         written = io.BytesIO()
         torch.save(value, written)
         decode(written.getvalue())

@@ -24,6 +24,7 @@ from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.files import MANIFEST, METADATA, Manifest, as_bytes, damaged, decode, missing, read
 from npuzero.checkpoint.metadata import Chunk, Index, Tensors
 from npuzero.errors import CheckpointError
+from npuzero.ops.lazy import lazy
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class Source:
             tensor = self._foreign(file, first.item, described.properties.dtype, first.sizes)
         else:
             # An item that is wanted whole goes straight to where it belongs.
-            whole = first.target.shape == first.sizes and first.target.is_contiguous() and first.target.is_cpu
+            plain = first.target.is_cpu and first.target.is_contiguous() and not lazy(first.target)
+            whole = plain and first.target.shape == first.sizes
             direct = whole and len(copies) == 1 and first.target.dtype == described.properties.dtype
             tensor = first.target if direct else torch.empty(first.sizes, dtype=described.properties.dtype)
             self._read_ours(file, first.item, tensor)

@@ -21,6 +21,7 @@ import torch
 
 from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
 from npuzero.errors import ContractError
+from npuzero.ops.lazy import lazy
 
 #: Dtypes a sum may travel in. all_reduce also takes those of INTEGERS, and float64.
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
@@ -235,6 +236,9 @@ def check_flat(subject: str, tensor: object, device: torch.device) -> None:
     if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
         got = f"{tensor.layout}, shape {tuple(tensor.shape)}"
         _refuse(subject, "a 1-D contiguous tensor", got, "Send the flat buffer, or tensor.view(-1).")
+    if lazy(tensor):
+        got = f"a lazy {'negative' if tensor.is_neg() else 'conjugate'}"
+        _refuse(subject, "memory that holds the values", got, "Call resolve_conj() and resolve_neg() first.")
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
         got = f"{tensor.untyped_storage().nbytes()} bytes: it was released"

@@ -29,6 +29,7 @@ from npuzero.comm.communicator import INTEGERS, WIRES, Communicator, Handle
 from npuzero.comm.lane import HostLane
 from npuzero.comm.world import ProcessWorld
 from npuzero.errors import CollectiveError, ContractError
+from npuzero.ops.lazy import settled
 
 NAME = "shm"
 
@@ -405,7 +406,7 @@ def _flat(tensor: Tensor) -> Tensor:
         raise ContractError(
             f"tensor for {NAME}", expected="a dense tensor", got=str(tensor.layout), do="Call to_dense(), or use gloo."
         )
-    return tensor.detach().contiguous().view(-1)
+    return settled(tensor.detach()).view(-1)
 
 
 def _landings(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[_After]]:

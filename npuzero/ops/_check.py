@@ -67,6 +67,7 @@ def _all_fine(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: to
         and (devices <= {device} if device else len(devices) <= 1)
         and {value.layout for value in values} <= {torch.strided}
         and {value.is_contiguous() for value in values} <= {True}
+        and {value.is_neg() for value in values} <= {False}
         and True not in {value.data_ptr() < _LOW_ADDRESS and released(value) for value in values}
     )
 
@@ -82,6 +83,7 @@ def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | No
         and (device is None or value.device == device)
         and value.layout is torch.strided
         and value.is_contiguous()
+        and not value.is_neg()  # a conjugate is complex, which no op takes
         and not released(value)
     )
 
@@ -109,6 +111,13 @@ def _refuse_tensor(subject: str, value: Any, dtypes: tuple[torch.dtype, ...], de
             expected="contiguous elements",
             got=f"shape {tuple(value.shape)} with strides {value.stride()}",
             do="Pass .contiguous(), or the flat buffer itself.",
+        )
+    if value.is_neg():
+        raise ContractError(
+            subject,
+            expected="memory that holds the values",
+            got="a lazy negative (is_neg())",
+            do="Call resolve_neg(), and resolve_conj() on complex tensors before their parts are taken.",
         )
     _native.device_kind(value.device)  # a meta tensor has no memory either, for another reason
     raise ContractError(

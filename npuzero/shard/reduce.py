@@ -21,6 +21,7 @@ from npuzero import observe, ops
 from npuzero.comm import Communicator, Handle
 from npuzero.errors import ConfigError
 from npuzero.memory import Pool, Space
+from npuzero.ops.lazy import settled
 from npuzero.ops.pack import pack_unchecked
 from npuzero.plan import Axes, Plan, axes_between, axes_beyond
 from npuzero.shard.counting import CountingMesh
@@ -147,7 +148,7 @@ class Reducer:
 
     def _pack(self, flat: Flat, arrived: list[tuple[int, Tensor]], wire: Tensor, accumulate: bool) -> None:
         if arrived:
-            tensors = [gradient.contiguous() for _, gradient in arrived]
+            tensors = [settled(gradient) for _, gradient in arrived]
             offsets = [flat.layout.slots[i].begin for i, _ in arrived]
             pack_unchecked(tensors, offsets, wire, scale=self._scale, accumulate=accumulate)
 

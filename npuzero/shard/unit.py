@@ -30,6 +30,7 @@ from npuzero import ops
 from npuzero.errors import StateError
 from npuzero.memory import Source, Space, Transient, zeros
 from npuzero.ops import storage
+from npuzero.ops.lazy import settled
 from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
@@ -370,7 +371,7 @@ class Flat:
 def _copy_rounded(values: Tensor, target: Tensor) -> None:
     """``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
     if target.dtype == torch.bfloat16:
-        ops.cast(values.to(target.device, torch.float32).contiguous(), target, rounding="away")
+        ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")
     else:
         target.copy_(values)
 

@@ -169,6 +169,9 @@ def _rest_of_the_verbs(world: World, folder: Path) -> None:
             buffer = drawn(rank, 1000, dtype)
             dist.all_reduce(buffer)
             assert_bits(buffer, summed([drawn(peer, 1000, dtype) for peer in range(size)]).to(dtype), "sum")
+        lazy = torch.complex(torch.zeros(1), torch.ones(1)).conj().imag  # -1, which its memory does not hold
+        dist.all_reduce(lazy)
+        assert lazy.item() == -size
         uneven = [torch.zeros(1 + peer) for peer in range(size)]
         dist.all_gather(uneven, torch.full((1 + rank,), float(rank)))
         assert [tensor.tolist() for tensor in uneven] == [[float(peer)] * (1 + peer) for peer in range(size)]

@@ -1,0 +1,21 @@
+"""torch's lazy bits: a tensor may say that its values are the negatives, or the conjugates, of what its memory holds.
+
+``z.conj()`` and ``z.conj().imag`` are such tensors, and so are gradients that come by them. Who reads memory itself
+sees other values than torch shows.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def lazy(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` are not those in its memory."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """``tensor`` where it is contiguous and its memory holds its values; else a copy of which that is true."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
