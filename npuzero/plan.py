@@ -483,8 +483,8 @@ def predict_bytes(
             shard = flat.numel // cut["states"]
             held["states"] += moments * plan.precision.moment_bytes(shard)
             held["states"] += shard * plan.precision.master_bytes(flat.dtype)
-    # Beside the parameters: whether a program wrote into any, and a digest of the rules.
-    votes = trainable_parameters + 1 + DIGEST_BITS if trainable_parameters else 0
+    # Beside the parameters: whether a program dropped gradients, or wrote into parameters, and a digest of the rules.
+    votes = trainable_parameters + 2 + DIGEST_BITS if trainable_parameters else 0
     sent["control"] = ring_bytes("all_reduce", 4 * votes, mesh.world)
     if clip:
         sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])

@@ -118,7 +118,8 @@ class LossScaler:
         inverse = state.inverse()
         engines, plain = _split(optimizer)
         rules = {**self._settings, "init_scale": self._begins["scale"]}
-        found = [engine.unscale(inverse, rules) for engine in engines]
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [engine.unscale(inverse, rules, mine) for engine in engines]
         found += [_unscale(gradient, inverse) for gradient in plain]
         present = [part.to(state.scale.device) for part in found if part is not None]
         if not present:
@@ -128,10 +129,7 @@ class LossScaler:
                 got="none on any rank",
                 do="Call it after scaler.scale(loss).backward().",
             )
-        overflow = torch.stack([part.view(()) for part in present]).amax()
-        for engine in engines:
-            engine.skip_where(overflow.view(1).to(engine.space.device))
-        self._found[id(optimizer)] = overflow
+        self._found[id(optimizer)] = torch.stack([part.view(()) for part in present]).amax()
         self._stages[id(optimizer)] = _Stage.UNSCALED
 
     @_disable_dynamo
@@ -155,7 +153,10 @@ class LossScaler:
             self.unscale_(optimizer)
         self._stages[id(optimizer)] = _Stage.STEPPED
         overflow = self._found[id(optimizer)]
-        if not _split(optimizer)[1]:
+        engines, plain = _split(optimizer)
+        for engine in engines:
+            engine.skip_where(overflow.view(1).to(engine.space.device))
+        if not plain:
             return optimizer.step(**kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             return _step_unless(overflow, optimizer, kwargs)

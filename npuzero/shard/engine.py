@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, SupportsIndex, cast
 
@@ -88,6 +88,7 @@ class Engine:
         self._used: dict[Flat, list[bool]] | None = None  # per slot, once agreed on for the present gradients
         self._sums: Tensor | None = None  # of the present gradients, over all ranks: squares, non-finite elements
         self._scaled = False  # gradient_scale is not 1
+        self._dropped = False  # the user has dropped some of the present gradients, while others stay
         self._reducing = False
         self._no_sync = False
         # Backward passes of this step so far, and of the last step: R3 overlaps with the last one, if it is foreseen.
@@ -190,20 +191,22 @@ class Engine:
                 do="Use a plan that keeps parameters whole (zero0, zero1, zero1.5, zero2) for second derivatives.",
             )
         unit.computing += 1
+        # Again, after all its gradients have come: reentrant checkpointing, and who knows whether for the last time.
+        unit.opaque = unit.opaque or (self._reducing and not unit.missing and bool(unit.trainable))
         self._gatherer.finish(unit)
         self._start_gathers(self._trace.before(unit.index, self._prefetch), unit)
 
     def backward_leaves(self, unit: Unit) -> None:
         unit.computing -= 1
-        if unit.computing == 0 and self._reducing and unit.missing <= 0 and not unit.opaque:
+        if unit.computing == 0 and self._reducing and not unit.missing and not unit.opaque:
             self._gatherer.release(unit)
 
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
         if not self._reducing:
             self._begin_backward()
-        unit.missing -= len(flat.pending) + 1 == len(flat.parameters)
-        self._reducer.arrive(flat, i, gradient)
-        if unit.cut and unit.missing <= 0 and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
+        if self._reducer.arrive(flat, i, gradient):
+            unit.missing.discard(flat)
+        if unit.cut and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.release(unit)
 
     def backward_ends(self) -> None:
@@ -217,7 +220,7 @@ class Engine:
     def _start_gathers(self, indices: list[int], current: Unit) -> None:
         for index in indices:
             unit = self.units[index]
-            done = self._reducing and unit.trainable and unit.missing <= 0
+            done = self._reducing and unit.trainable and not unit.missing
             if unit.cut and not done and (unit.backward_expected or not in_backward()):
                 observe.instant("prefetch", unit.name)
                 self._restorer.finish(unit)
@@ -237,9 +240,9 @@ class Engine:
         self._clear_dropped(present)
         self._used = self._sums = None
         self._reducer.synchronizing = not self._no_sync
-        self._reducer.at_boundary = self.settings.overlap and self._passes == self._expected_passes
+        self._reducer.at_boundary = self._passes == self._expected_passes
         for unit in self.units:
-            unit.missing = len(unit.trainable)
+            unit.missing = set(unit.trainable)
         self._reducer.begin()
 
     def forget_backward(self) -> None:
@@ -331,6 +334,7 @@ class Engine:
                 raise deleted("optimizer")
             self._census.check(root)
             present = self._present()
+            self._clear_dropped(present)
             self._look_at_whole()
             if not _any(present):
                 self._forget_gradients()
@@ -344,7 +348,11 @@ class Engine:
                         if anywhere and not here:  # by another rank: then it has a gradient on all, as under DDP
                             flat.accumulated[i] = True
                             flat.parameters[i].grad = flat.markers[i]
-            self._clear_dropped(self._used)
+        else:  # the program may have dropped some since, as it does on every rank
+            present = self._present()
+            if present != self._used:
+                self._used, self._sums = present, None
+                self._clear_dropped(present)
         return _any(self._used)
 
     def _clear_dropped(self, present: Mapping[Flat, list[bool]]) -> None:
@@ -355,6 +363,7 @@ class Engine:
                     if flat.accumulated[i] and not here[i]:
                         self._reducer.drain()
                         flat.clear(i)
+                        self._dropped = True
 
     def _meet_in_gathers(self) -> None:
         """Ranks that gather for a backward pass would wait for ever: let the two meet, which is an error at once."""
@@ -370,25 +379,34 @@ class Engine:
 
     def _forget_gradients(self) -> None:
         self._reducer.reset()
+        self._dropped = False
         self.gradient_scale.fill_(1.0)
         self._scaled = False
         self.skip = None
 
     def _agree(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
-        """True where any rank says True. Where ranks follow different rules, or any has written into parameters, all
-        compare.
+        """True where any rank says True; what any has dropped, and no rank has, is gone.
+
+        Where ranks follow different rules, or any has written into parameters, all compare.
         """
         if self.mesh.shape.world == 1 or not present:
             return present
         flags = [flag for flat in self._flats for flag in present[flat]]
-        votes = torch.tensor([*flags, bool(self._writes), *self.accord.ballot(present)], dtype=torch.float32)
+        ballot = [*flags, self._dropped, bool(self._writes), *self.accord.ballot(present)]
+        votes = torch.tensor(ballot, dtype=torch.float32)
         self.mesh.host().all_reduce(votes, tag="parameters in use").wait()
-        *used, written = (sums := votes.tolist())[:-DIGEST_BITS]
+        *used, dropped, written = (sums := votes.tolist())[:-DIGEST_BITS]
         self.accord.look(sums[-DIGEST_BITS:])
         if written:
             self._writes.compare()
-        agreed = iter(used)
-        return {flat: [next(agreed) > 0 for _ in flat.slots] for flat in self._flats}
+        votes_of = iter(used)
+        agreed = {flat: [next(votes_of) > 0 for _ in flat.slots] for flat in self._flats}
+        if dropped:  # by whoever had brought it to the others
+            for flat, i in self._places.values():
+                if not agreed[flat][i]:
+                    flat.clear(i)
+            self._dropped = False
+        return agreed
 
     @_disable_dynamo
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -411,20 +429,35 @@ class Engine:
             self._scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
 
-    def unscale(self, inverse: Tensor, rules: Words) -> Tensor | None:
-        """Have gradients multiplied by ``inverse`` (float32, one element) at the update. Collective.
+    def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
+        """Multiply the gradients of some parameters by ``inverse`` (float32, one element). Collective.
 
-        ``rules``: what the loss scaler was told, the same on every rank.
+        Where these are all of the model's it happens at the update.
+
+        Args:
+            rules: what the loss scaler was told, the same on every rank.
+            parameters: the ids of those that the optimizer at hand has.
 
         Returns:
-            () float32 on the device, not zero where an element of the gradients is inf or NaN, on any rank; None where
-            no rank has any gradient.
+            () float32 on the device, not zero where an element of these gradients is inf or NaN, on any rank; None
+            where no rank has any.
         """
         self.accord.call("LossScaler", rules)
         if not self.finish_gradients():
             return None
-        self._scale_gradients(inverse)
-        return (self._sum()[1] != 0).float()
+        if all(key in parameters for key in self._places):
+            self._scale_gradients(inverse)
+            return (self._sum()[1] != 0).float()
+        chosen = [place for key, place in self._places.items() if key in parameters]
+        if not any(self.used(flat)[i] for flat, i in chosen):
+            return None
+        self._sums = None
+        bad = torch.zeros(1, dtype=torch.float64, device=self.space.device)
+        for flat, i in chosen:
+            own = flat.own_gradient[flat.own_slots[i]]
+            bad += (~own.isfinite()).sum()
+            own.mul_(inverse)
+        return (self._over_states(bad)[0] != 0).float()
 
     def skip_where(self, flag: Tensor) -> None:
         """Have the present step change nothing where ``flag`` ([1] float32) is not zero, or was before."""

@@ -184,7 +184,7 @@ class Hooks:
         def hook(parameter: Tensor) -> None:
             gradient = parameter.grad
             if 0 < len(pending) < last and type(gradient) is Tensor:  # neither its flat's first nor its last
-                pending.append((i, gradient))
+                pending[i] = gradient
                 parameter.grad = marker
                 return
             hooks, unit, owner = hooks_of(), unit_of(), flat_of()

@@ -73,16 +73,23 @@ class Reducer:
         for flat in self._order:
             flat.pending.clear()
 
-    def arrive(self, flat: Flat, i: int, gradient: Tensor) -> None:
-        """The gradient of slot ``i`` of ``flat`` is final for this pass."""
+    def arrive(self, flat: Flat, i: int, gradient: Tensor) -> bool:
+        """The gradient of slot ``i`` of ``flat`` is final for this pass.
+
+        Returns:
+            whether it is the last of its flat.
+        """
         if not flat.pending:
             self._reopen(flat)
             flat.move(_S.PARTIAL)
-        flat.pending.append((i, gradient))
-        if flat.all_pending:
-            while self._turn < len(self._order) and self._order[self._turn].all_pending:
-                self._complete(self._order[self._turn])
-                self._turn += 1
+        earlier = flat.pending.get(i)  # of this pass: reentrant checkpointing finishes a parameter once per use
+        flat.pending[i] = gradient if earlier is None else earlier + gradient
+        if not flat.all_pending:
+            return False
+        while self._turn < len(self._order) and self._order[self._turn].all_pending:
+            self._complete(self._order[self._turn])
+            self._turn += 1
+        return True
 
     def end(self) -> None:
         """The backward pass is over: flats of which something was not used take their turn with zeros."""
@@ -98,7 +105,7 @@ class Reducer:
     def _complete(self, flat: Flat) -> None:
         """Everything this pass adds to ``flat`` is here: accumulate it, and launch what can be launched."""
         self._reopen(flat)
-        for i, gradient in flat.pending:
+        for i, gradient in flat.pending.items():
             if gradient.layout is not torch.strided:
                 raise _sparse(flat, i, gradient)
             flat.accumulated[i] = True
@@ -123,9 +130,9 @@ class Reducer:
             flat.local_held = [False] * len(flat.parameters)
         whole = flat.unsynced if flat.unsynced is not None else flat.gradient
         for again in (False, True) if any(flat.local_held) else (False,):
-            chosen = [(i, gradient) for i, gradient in flat.pending if flat.local_held[i] is again]
+            chosen = {i: gradient for i, gradient in flat.pending.items() if flat.local_held[i] is again}
             self._pack(flat, chosen, whole, accumulate=again)
-        for i, _ in flat.pending:
+        for i in flat.pending:
             flat.local_held[i] = True
 
     def _fill_wire(self, flat: Flat) -> Tensor:
@@ -140,16 +147,16 @@ class Reducer:
             for begin, end in flat.layout.gaps:
                 wire[begin:end].zero_()
         here = [False] * len(flat.parameters)
-        for i, _ in flat.pending:
+        for i in flat.pending:
             here[i] = True
         self._zero_absent(flat, wire, here)
         self._pack(flat, flat.pending, wire, accumulate=False)
         return wire
 
-    def _pack(self, flat: Flat, arrived: list[tuple[int, Tensor]], wire: Tensor, accumulate: bool) -> None:
+    def _pack(self, flat: Flat, arrived: dict[int, Tensor], wire: Tensor, accumulate: bool) -> None:
         if arrived:
-            tensors = [settled(gradient) for _, gradient in arrived]
-            offsets = [flat.layout.slots[i].begin for i, _ in arrived]
+            tensors = [settled(gradient) for gradient in arrived.values()]
+            offsets = [flat.layout.slots[i].begin for i in arrived]
             pack_unchecked(tensors, offsets, wire, scale=self._scale, accumulate=accumulate)
 
     @staticmethod

@@ -123,8 +123,8 @@ class Flat:
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
         self.gradient_state = _G.EMPTY
-        # Gradients of the present backward pass: slot number and what autograd made.
-        self.pending: list[tuple[int, Tensor]] = []
+        # Gradients of the present backward pass: by slot number what autograd made.
+        self.pending: dict[int, Tensor] = {}
         # Is there anything of this step in a cut accumulator? If not, the next reduction overwrites it.
         self.valid = False
         # Per slot: is there anything of it in the whole gradients this rank has summed alone (gradient or unsynced)?
@@ -391,10 +391,11 @@ class Unit:
         # Forward passes whose backward is to come or under way (see Hooks).
         self.backward_expected = False
         self.computing = 0
-        # Did a forward return something that may hide tensors? Then the unit stays whole until backward ends.
+        # May backward need it whenever it likes, as where a forward's outputs hide tensors? Then it stays whole until
+        # backward ends.
         self.opaque = False
         # Flats whose gradients the present backward pass has still to bring.
-        self.missing = len(self.trainable)
+        self.missing = set(self.trainable)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         for flat in self.flats:

@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "p.grad = None before a step does not drop a gradient that is used again later",
         "shard/engine.py",
-        "            self._clear_dropped(self._used)",
-        "            pass",
+        "            self._clear_dropped(present)\n            self._look_at_whole()",
+        "            self._look_at_whole()",
         (f"{LOOPS}[some gradients that are dropped-zero3]",),
     ),
     Mutant(

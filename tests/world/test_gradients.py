@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from world.test_behaviour import BranchingGPT
-from world.toy import loss_of, tokens_of
-from world.train import Session, check
+from npuzero import Settings
+from world.test_behaviour import BranchingBlock, BranchingGPT, micro_batches_that_change_in_number
+from world.toy import ToyGPT, loss_of, tokens_of
+from world.train import Session, State, assert_same_bits, check, run_cut
 
 ALL, WITHOUT_1 = (0, 1, 2), (0, 2)
 PLANS = ("zero0", "zero1", "zero3", "hsdp")
@@ -161,6 +163,37 @@ def all_dropped_while_the_reduced_are_set_aside(session: Session) -> None:
     steps(session, passes)
 
 
+def dropped_between_clipping_and_the_step(session: Session) -> State:
+    norms = []
+
+    def passes(step: int) -> None:
+        session.loss(step).backward()
+        norms.append(session.clip(0.1))
+        drop(session)
+        norms.append(session.clip(0.05))
+
+    steps(session, passes)
+    return {"norms": torch.stack(norms)}
+
+
+def dropped_by_all_though_few_had_used_them(session: Session) -> State:
+    """What a rank brought into the shards of others before it was dropped is gone there, too."""
+    norms = []
+
+    def passes(step: int) -> None:
+        def loss(rank: int) -> torch.Tensor:
+            branches = (0, 1 if rank == step % 2 else 2, 0)
+            return loss_of(session.model, tokens_of(step, 0, rank), branches=branches)
+
+        session.mean(loss).backward()
+        for parameter in session.model.blocks[1].branches.parameters():
+            parameter.grad = None
+        norms.append(session.clip(0.1))
+
+    steps(session, passes)
+    return {"norms": torch.stack(norms)}
+
+
 # -- parameters that are gathered for nothing --------------------------------------------------------------------------
 
 
@@ -197,6 +230,8 @@ SCENARIOS = (
     dropped_between_two_no_syncs,
     dropped_before_the_step,
     dropped_after_clipping,
+    dropped_between_clipping_and_the_step,
+    dropped_by_all_though_few_had_used_them,
     dropped_while_the_reduced_are_set_aside,
     all_dropped_while_the_reduced_are_set_aside,
     an_evaluation_that_foresees_another_unit,
@@ -206,10 +241,42 @@ SCENARIOS = (
 
 @every_plan
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
-def test_gradients(scenario: Callable[[Session], None], plan: str) -> None:
+def test_gradients(scenario: Callable[[Session], State | None], plan: str) -> None:
     check(scenario, 4, BranchingGPT, plan=plan, local_size=2)
 
 
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_one_rank_alone(plan: str) -> None:
     check(two_passes_the_second_without_a_unit, 1, BranchingGPT, plan=plan)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero1.5", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_overlap_moves_no_bit_where_micro_batches_change_in_number(plan: str) -> None:
+    """Which micro-batch is a step's last is foreseen from the step before, with overlap and without."""
+    beside, alone = (
+        run_cut(micro_batches_that_change_in_number, 4, plan=plan, local_size=2, settings=Settings(overlap=overlap))[0]
+        for overlap in (True, False)
+    )
+    assert_same_bits(beside, alone)
+
+
+class ReentrantBlock(BranchingBlock):
+    """Computes its forward again in backward, which finishes its parameters' gradients once per call."""
+
+    def forward(self, x: torch.Tensor, branch: int = 0) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(super().forward, x, branch, use_reentrant=True)
+        return y
+
+
+class ReentrantGPT(BranchingGPT):
+    def __init__(self) -> None:
+        ToyGPT.__init__(self, block=ReentrantBlock)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@every_plan
+def test_a_unit_that_reentrant_checkpointing_runs_twice(plan: str, bucket_bytes: int) -> None:
+    def scenario(session: Session) -> None:
+        steps(session, lambda step: session.loss(step, blocks=(0, 1, 1, 0, 2)).backward())
+
+    check(scenario, 2, ReentrantGPT, plan=plan, settings=Settings(bucket_bytes=bucket_bytes))

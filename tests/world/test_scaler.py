@@ -179,6 +179,44 @@ def test_parameters_that_come_and_go_have_steps_of_their_own() -> None:
     assert set(check(scenario, 2, Sometimes, plan="zero3")["steps"].tolist()) == {3.0, 6.0}
 
 
+@every_plan
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=["AdamW", "SGD"])
+def test_two_optimizers_under_one_scaler(plan: str, clip: float | None, kind: type[torch.optim.Optimizer]) -> None:
+    """Each unscales its own half of the model, and leaves a step out where that overflows; the scale goes by both."""
+
+    def scenario(session: Session) -> State:
+        parameters = dict(session.model.named_parameters())
+        heads = [parameter for name, parameter in parameters.items() if not name.startswith("blocks")]
+        blocks = [parameter for name, parameter in parameters.items() if name.startswith("blocks")]
+        optimizers = [session.optimizer(kind, part, lr=3e-3) for part in (heads, blocks)]
+        scaler = session.scaler(init_scale=2.0**12, growth_interval=3)
+        scales = []
+        step = 0
+        # An overflow of a gradient that no other gradient goes through: that of one optimizer alone.
+        parameters["scale"].register_hook(lambda gradient: gradient * math.inf if step == 2 else gradient)
+        for step in range(6):
+            scaler.scale(session.loss(step)).backward()
+            if clip is not None:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                if step != 2:  # the norm is infinite there, under torch's scaler, too
+                    session.clip(clip)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        counts = [float(s["step"]) for o in optimizers for s in o.state_dict()["state"].values() if "step" in s]
+        return {"scales": torch.tensor(scales), "counts": torch.tensor(counts)}
+
+    found = check(scenario, 2, plan=plan)
+    assert found["scales"].tolist() == [2.0**12, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**12]
+    if kind is torch.optim.AdamW:
+        assert set(found["counts"].tolist()) == {5.0, 6.0}
+
+
 def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """From unscaling to the new scale no value comes back to the host."""
 
