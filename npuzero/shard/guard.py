@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -228,15 +229,21 @@ class CutGradient(Tensor):
 
     Where a further backward pass finds it in ``p.grad``, autograd adds to it: then it keeps what was to be added for
     whoever asks :meth:`take_added`.
+
+    ``zero_grad(set_to_none=False)``, of a module or written out, drops it, too: no zeros are kept of what is cut. Zeros
+    alone are refused, since an update by them is not the same as none.
     """
 
     _added: Tensor | None
+    _parameter: weakref.ref[Tensor]
+    _detached: bool  # as zero_grad does before it writes zeros
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> CutGradient:
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
         marker: CutGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         marker._added = None
+        marker._parameter, marker._detached = weakref.ref(parameter), False
         return marker
 
     @classmethod
@@ -247,6 +254,8 @@ class CutGradient(Tensor):
         described = func is Tensor.untyped_storage and TracingContext.try_get() is not None
         if func in _READS and not described:
             raise cls._unreadable(func.__name__)
+        if func in (Tensor.detach_, Tensor.requires_grad_):
+            args[0]._detached = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -257,7 +266,16 @@ class CutGradient(Tensor):
         if func in _ADDITIONS and in_backward() and isinstance(args[0], cls):
             args[0]._added = args[1]
             return args[0]
+        if func is torch.ops.aten.zero_.default and args[0]._detached:
+            args[0]._drop()
+            return args[0]
         raise cls._unreadable(str(func), _SCALER if func is _UNSCALING else _INSTEAD)
+
+    def _drop(self) -> None:
+        self._detached = False
+        parameter = self._parameter()
+        if parameter is not None and parameter.grad is self:
+            parameter.grad = None
 
     def take_added(self) -> Tensor | None:
         """What autograd added to it since this was asked last."""

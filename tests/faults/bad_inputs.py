@@ -186,6 +186,13 @@ def _(world: World) -> None:
     scaler.step(scaled(world, scaler))
 
 
+@bad("zeros in the place of a gradient", StateError, "zero_", "cut gradient")
+def _(world: World) -> None:
+    model = cut(world, 2)
+    backward(model, world)
+    model.scale.grad.zero_()  # not a zero_grad(): torch would update by them
+
+
 @bad("unscale_ twice", StateError, r"LossScaler\.unscale_", "once", "unscaled", ranks=2)
 def _(world: World) -> None:
     scaler = npuzero.LossScaler()

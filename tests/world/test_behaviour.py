@@ -6,6 +6,7 @@ Each scenario runs by plain torch and by npuzero, and must leave the same model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -232,6 +233,33 @@ def zero_grad_of_the_model(session: Session) -> None:
         optimizer.step()
 
 
+def zeros_instead_of_none(session: Session) -> None:
+    """Of the model, of a module that has it as a part, of each of its parts, and written out."""
+
+    def written_out() -> None:
+        for parameter in session.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+
+    def of_each_part() -> None:
+        for part in session.model.children():
+            part.zero_grad(set_to_none=False)
+        session.model.zero_grad(set_to_none=False)
+
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    outer = nn.ModuleList([session.model])
+    model_zeros = partial(session.model.zero_grad, set_to_none=False)
+    for step, zero in enumerate((model_zeros, partial(outer.zero_grad, set_to_none=False), of_each_part, written_out)):
+        session.loss(step).backward()
+        if step % 2:
+            session.clip(0.5)
+        optimizer.step()
+        zero()
+        session.loss(step).backward()
+        zero()
+
+
 def steps_that_zero_nothing(session: Session) -> None:
     """Gradients go on accumulating, as in torch."""
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -395,6 +423,7 @@ SCENARIOS = (
     no_sync_up_to_the_step,
     no_sync_now_and_then,
     zero_grad_of_the_model,
+    zeros_instead_of_none,
     steps_that_zero_nothing,
     gradients_that_are_dropped_unused,
     some_gradients_that_are_dropped,
