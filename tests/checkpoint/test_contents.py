@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +266,14 @@ class Positions(Position):
         ((3, 4), 2, Position, [3, 4]),
         ((7, 7), 3, Position, [7, 7, 7]),
         ((3, 4), 3, Positions, [7, 7, 7]),
+        ((3, 3, 4), 2, Positions, [10, 10]),
         ((3, 4), 1, Position, CheckpointError),
     ],
 )
 def test_positions_in_the_data(places: Any, ranks: int, kind: Any, expected: Any, tmp_path: Path) -> None:
-    comm.run_threads(2, lambda world: Training(world, "zero1").save(tmp_path, 1, data=Position(places[world.rank])))
+    comm.run_threads(
+        len(places), lambda world: Training(world, "zero1").save(tmp_path, 1, data=Position(places[world.rank]))
+    )
 
     def read(world: World) -> int:
         position = kind()
@@ -414,6 +418,25 @@ def test_what_is_not_ours(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, training.model, torch.optim.SGD(training.model.parameters()), step=1)
     with pytest.raises(ConfigError, match="2 parameters of others"):
         checkpoint.load(tmp_path, training.model, npuzero.AdamW(nn.Linear(2, 2).parameters()))
+
+
+def test_elements_that_no_file_has(tmp_path: Path) -> None:
+    """Two parts of a tensor overlap, and leave as many elements out: what memory holds there is not taken for them."""
+    comm.run_threads(2, lambda world: Training(world, "zero3").save(tmp_path, 1))
+    path = checkpoint.latest(tmp_path)
+    assert path is not None
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    key, second = next(
+        (key, described.chunks[1])
+        for key, described in metadata.state_dict_metadata.items()
+        if len(getattr(described, "chunks", ())) == 2 and described.chunks[1].offsets[0]
+    )
+    index = next(index for index in metadata.storage_data if index.fqn == key and index.offset == second.offsets)
+    second.offsets = torch.Size([second.offsets[0] - 1, *second.offsets[1:]])
+    metadata.storage_data[replace(index, offset=second.offsets)] = metadata.storage_data.pop(index)
+    forge(path, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"{key}.*every element of it, once"):
+        comm.run_threads(2, lambda world: Training(world, "zero3").load(tmp_path))
 
 
 # -- what nobody may smuggle in ----------------------------------------------------------------------------------------

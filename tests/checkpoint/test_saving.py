@@ -225,3 +225,11 @@ def test_checkpointer_resumes_where_it_was(tmp_path: Path) -> None:
 
     for found, expected in zip(second, comm.run_threads(RANKS, unbroken), strict=True):
         assert_same_bits(found, expected)
+
+
+def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
+    """However many digits it has."""
+    training = Training(comm.SingleWorld(), "zero1")
+    for step in (10**8, 10**8 - 1):
+        training.save(tmp_path, step)
+    assert training.load(tmp_path).step == 10**8

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from npuzero import checkpoint, comm
 from npuzero.comm import World
+from npuzero.errors import CheckpointError
 from world.comm_ranks import run_ranks, values
 
 from . import torch_ranks
@@ -87,3 +88,12 @@ def test_we_load_plain_torchs(numbered: bool, tmp_path: Path) -> None:
     expected = torch_ranks.flattened(plain.state_dict(), {names[i]: values for i, values in states.items()})
     for found in comm.run_threads(2, load):
         same(found, expected)
+
+
+def test_numbered_groups_of_another_length(tmp_path: Path) -> None:
+    plain = model(0)
+    optimizer = torch.optim.AdamW(list(plain.parameters())[:5])
+    dcp.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    ours = Npuzero(comm.SingleWorld(), 1, "zero3")
+    with pytest.raises(CheckpointError, match="a group of the"):
+        checkpoint.load(tmp_path, ours.model, ours.optimizer)

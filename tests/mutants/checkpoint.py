@@ -18,14 +18,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "checkpoint/public.py",
         "    saver = saver_of(engine)\n    saver.finish()",
         "    saver = saver_of(engine)",
-        ("checkpoint/test_saving.py",),
+        ("checkpoint/test_saving.py::test_snapshots_share_their_memory",),
     ),
     Mutant(
         "a load takes the last checkpoint while a later one is being written",
         "checkpoint/public.py",
         "    saver_of(engine).finish()\n",
         "",
-        ("checkpoint/test_saving.py",),
+        ("checkpoint/test_saving.py::test_a_rank_that_cannot_write_fails_the_save_on_all[True-1]",),
     ),
     Mutant(
         "objects that are alike share the place of the last one written",
@@ -91,6 +91,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "                group.update(options)\n",
         "                pass\n",
         ("checkpoint/test_resume.py::test_some_pairs[('zero1', 3)]",),
+    ),
+    Mutant(
+        "a position in the data that some ranks have alike is taken for everybody's",
+        "checkpoint/saving.py",
+        "if len(found) == 1]",
+        "if len(found) < len(reports)]",
+        ("checkpoint/test_contents.py::test_positions_in_the_data",),
+    ),
+    Mutant(
+        "the last checkpoint is the one whose name sorts last, of steps beyond eight digits not the newest",
+        "checkpoint/folder.py",
+        "for _, name in sorted(named):",
+        "for _, name in sorted(named, key=lambda one: one[1]):",
+        ("checkpoint/test_saving.py::test_the_last_checkpoint_is_that_of_the_last_step",),
+    ),
+    Mutant(
+        "groups by number take any group of plain torch, however many parameters it has",
+        "checkpoint/loading.py",
+        "return len(saved) == len(names)",
+        "return True",
+        ("checkpoint/test_torch.py::test_numbered_groups_of_another_length",),
+    ),
+    Mutant(
+        "elements that no file has are loaded as whatever memory held",
+        "checkpoint/source.py",
+        "if any(n != want.box.numel for n, want in zip(found, wants, strict=True)):",
+        "if False:",
+        ("checkpoint/test_contents.py::test_elements_that_no_file_has",),
     ),
     # two jobs, ranks that differ, leftovers
     Mutant(

@@ -6,6 +6,13 @@ from .mutant import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "parameters whose step counts differ are corrected by one of them",
+        "optim/adam.py",
+        " or (last.step, last.row) != (part.step, part.row) or ",
+        " or ",
+        ("world/test_behaviour.py::test_loops[parameters left out of some steps-zero1]",),
+    ),
+    Mutant(
         "neighbours in memory are updated by the rates of one group",
         "optim/adam.py",
         "if last.options is not part.options or (",
@@ -55,6 +62,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("world/test_scaler.py::test_hysteresis_and_floor",),
     ),
     Mutant(
+        "of two optimizers under one scaler the overflow of the first moves no scale",
+        "api/scaler.py",
+        "state.update(torch.stack(list(self._found.values())).amax())",
+        "state.update(list(self._found.values())[-1])",
+        ("world/test_scaler.py::test_two_optimizers_under_one_scaler",),
+    ),
+    Mutant(
+        "a step whose gradients overflowed on another device or model is taken",
+        "api/scaler.py",
+        "torch.stack([part.view(()) for part in present]).amax()",
+        "present[0].view(())",
+        ("world/test_scaler.py::test_one_optimizer_over_two_models_skips_both",),
+    ),
+    Mutant(
         "a step that the scaler skips for cut models is taken",
         "api/scaler.py",
         "engine.skip_where(overflow.view(1).to(engine.space.device))",
@@ -76,6 +97,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("checkpoint/test_contents.py::test_a_state_that_is_not_loaded_is_dropped",),
     ),
     Mutant(
+        "the step count of a parameter that is not used goes on",
+        "api/adam.py",
+        "                    steps[i] += 1\n",
+        "                    steps[i] = max(steps) + 1 if i == 0 else steps[0]\n",
+        ("world/test_behaviour.py::test_loops[parameters left out of some steps-zero1]",),
+    ),
+    Mutant(
         "a schedule of the learning rate is not seen by torch's optimizers over a cut model",
         "api/optimizer.py",
         'mirror.update((key, value) for key, value in group.items() if key != "params")',
@@ -90,6 +118,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("world/test_scaler.py::test_decisions_are_torchs",),
     ),
     Mutant(
+        "torch's optimizers over a cut model in bfloat16 train masters that nobody computes with",
+        "api/optimizer.py",
+        "                flat.refresh_low()\n",
+        "                pass\n",
+        ("world/test_optimizers.py::test_torchs_optimizers_train_low_precision_by_masters[zero1]",),
+    ),
+    Mutant(
         "clipping is not seen by torch's optimizers over a cut model",
         "api/optimizer.py",
         "                flat.own_gradient.mul_(engine.gradient_scale)\n",
@@ -101,7 +136,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "api/optimizer.py",
         "counts = engine in ready and engine.used(flat)[i]",
         "counts = engine in ready",
-        ("world/test_optimizers.py",),
+        ("world/test_optimizers.py::test_optimizers[SGD-over shards-zero1]",),
+    ),
+    Mutant(
+        "states of plain parameters share memory with what they were loaded from",
+        "api/plain.py",
+        "mine = {k: v.clone(memory_format=flat) if",
+        "mine = {k: v.contiguous() if",
+        ("world/test_optimizers.py::test_a_drop_in_leaves_the_state_it_was_loaded_from_alone",),
     ),
     Mutant(
         "step counts of other plain parameters go on where some have no gradient",

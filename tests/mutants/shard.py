@@ -36,7 +36,7 @@ MUTANTS = (
         "shard/gather.py",
         "if unit.parameter_state is _S.WHOLE:\n            self._writes.look(unit)",
         "",
-        ("world/test_writes.py::test_a_forward_that_writes_its_weight",),
+        ("world/test_writes.py::test_a_forward_that_writes_its_weight[zero3-by_data]",),
     ),
     Mutant(
         "parameters that an update has sent are read before they have arrived",
@@ -87,6 +87,13 @@ MUTANTS = (
         "and flat.wire != torch.float32 and not any(flat.local_held)",
         "and flat.wire != torch.float32",
         ("world/test_precision.py::test_training_equals_mixed_precision_by_hand",),
+    ),
+    Mutant(
+        "a gradient that was dropped after no_sync comes back",
+        "shard/reduce.py",
+        "self._zero_absent(flat, flat.unsynced, flat.local_held)",
+        "",
+        (f"{GRADIENTS}[dropped after no sync-zero3]",),
     ),
     Mutant(
         "what is left in the gaps of a lent wire counts in the norm of gradients",
@@ -249,6 +256,48 @@ MUTANTS = (
         "",
         ("world/test_state.py::test_all_ranks_start_from_rank_0[zero3]",),
     ),
+    Mutant(
+        "a parameter that reentrant checkpointing uses twice has the gradient of its last use",
+        "shard/reduce.py",
+        "gradient if earlier is None else earlier + gradient",
+        "gradient",
+        ("world/test_gradients.py::test_a_unit_that_reentrant_checkpointing_runs_twice",),
+    ),
+    Mutant(
+        "a gradient that one rank had used, and all have dropped, counts in the norm",
+        "shard/engine.py",
+        "if dropped:  # by whoever had brought it to the others",
+        "if False:",
+        (f"{GRADIENTS}[dropped by all though few had used them-zero1]",),
+    ),
+    Mutant(
+        "unscaling the gradients of one optimizer unscales those of the other, too",
+        "shard/engine.py",
+        "if all(key in parameters for key in self._places):",
+        "if True:",
+        ("world/test_scaler.py::test_two_optimizers_under_one_scaler",),
+    ),
+    Mutant(
+        "ranks of different learning rates train on, each its shard by its own",
+        "shard/engine.py",
+        "self.accord.look(sums[-DIGEST_BITS:])",
+        "pass",
+        ("world/test_accord.py::test_a_step_after_all_have_the_same_again[zero1]",),
+    ),
+    Mutant(
+        "ranks that freeze different parameters train on",
+        "shard/accord.py",
+        "if self._calls or self._frozen:",
+        "if self._calls:",
+        ("world/test_accord.py::test_ranks_that_differ[freezing later-zero1]",),
+    ),
+    Mutant(
+        "an optimizer that was only looked at takes the place of the one that steps",
+        "shard/accord.py",
+        "if not any(id(other) in self._stepped for other in self._rules if other.members & rules.members):",
+        "if True:",
+        ("world/test_accord.py::test_what_ranks_may_do_differently",),
+    ),
     # units and flats
     Mutant(
         "what was left in the memory of gradients counts in their norm",
@@ -279,6 +328,13 @@ MUTANTS = (
         (f"{GRADIENTS}[dropped while the reduced are set aside-zero1]",),
     ),
     Mutant(
+        "a whole parameter that a program has written keeps the lower halves of its old values",
+        "shard/unit.py",
+        "                self.remainder[self.own_slots[i]].zero_()",
+        "                pass",
+        ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[zero1-bf16-split-False]",),
+    ),
+    Mutant(
         "split masters lose their lower halves in a load",
         "shard/unit.py",
         "            self.remainder[own].copy_(remainder)",
@@ -290,7 +346,14 @@ MUTANTS = (
         "shard/unit.py",
         "                self.remainder.masked_fill_(changed, 0)",
         "                pass",
-        ("world/test_writes.py",),
+        ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[hsdp-bf16-split-False]",),
+    ),
+    Mutant(
+        "loaded parameters are not the rounded masters that training gives",
+        "shard/unit.py",
+        'ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")',
+        "target.copy_(values)",
+        ("world/test_state.py::test_loaded_parameters_are_rounded_as_an_update_rounds_them[bf16]",),
     ),
     Mutant(
         "a rank loads the states of its neighbour's part",
@@ -325,7 +388,7 @@ MUTANTS = (
         "shard/writes.py",
         "(_mixed(piece) * places).sum()",
         "_mixed(piece).sum()",
-        ("world/test_writes.py",),
+        ("world/test_writes.py::test_ranks_that_write_the_same_values_to_other_places",),
     ),
     Mutant(
         "a lent buffer is taken for one of zeros",

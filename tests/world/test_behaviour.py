@@ -310,6 +310,18 @@ def some_gradients_that_are_kept(session: Session) -> None:
                 parameter.grad = None
 
 
+def parameters_left_out_of_some_steps(session: Session) -> None:
+    """Each has a step count of its own, by which its update is corrected."""
+
+    def passes(step: int) -> None:
+        session.loss(step).backward()
+        for name, parameter in session.model.blocks[1].named_parameters():
+            if step in ({"out.bias": (0, 1), "mlp.1.weight": (2,)}.get(name, ())):
+                parameter.grad = None
+
+    steps(session, passes, 4)
+
+
 def steps_without_gradients(session: Session) -> None:
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
     optimizer.step()
@@ -428,6 +440,7 @@ SCENARIOS = (
     gradients_that_are_dropped_unused,
     some_gradients_that_are_dropped,
     some_gradients_that_are_kept,
+    parameters_left_out_of_some_steps,
     steps_without_gradients,
     two_steps_over_one_gradient,
     clipping_and_then_more_gradients,

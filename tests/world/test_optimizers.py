@@ -24,6 +24,7 @@ from world.train import (
     assert_same_bits,
     check,
     relative_difference,
+    run_cut,
     train,
 )
 
@@ -297,6 +298,21 @@ DROP_IN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_torchs_optimizers_train_low_precision_by_masters(plan: str) -> None:
+    """As npuzero's own form does, up to the rounding of masters."""
+
+    def trained(fused: bool) -> Callable[[Session], None]:
+        return lambda session: steps(session, session.optimizer(torch.optim.AdamW, lr=0.1, fused=fused), 0, 1)
+
+    over_shards, own = (
+        run_cut(trained(fused), 2, plan=plan, local_size=1, precision="bf16")[0] for fused in (False, True)
+    )
+    assert_close(over_shards, own, 2.0**-7)
+    before = build().tokens.weight.detach().bfloat16()
+    assert relative_difference(over_shards["tokens.weight"], before) > 2.0**-7
+
+
 @pytest.mark.parametrize("ours, theirs", [(npuzero.AdamW, torch.optim.AdamW), (npuzero.Adam, torch.optim.Adam)])
 @pytest.mark.parametrize("options", DROP_IN.values(), ids=DROP_IN)
 def test_drop_in(ours: Any, theirs: Any, options: dict[str, Any]) -> None:
@@ -327,6 +343,19 @@ def test_drop_in_keeps_masters_for_low_precision(dtype: torch.dtype) -> None:
     half_ulp = torch.finfo(dtype).eps / 2
     assert relative_difference(ours.state[low]["master"], master.detach()) < 1e-6
     assert ((low.float() - master).abs() <= half_ulp * master.abs() * 1.01 + 1e-7).all()
+
+
+def test_a_drop_in_leaves_the_state_it_was_loaded_from_alone() -> None:
+    """So that one state can be tried with several rates."""
+    parameter = nn.Parameter(torch.ones(5))
+    parameter.grad = torch.ones(5)
+    optimizer = npuzero.AdamW([parameter])
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    kept = copy.deepcopy(state["state"][0])
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert_same_bits(state["state"][0], kept)
 
 
 def test_drop_in_takes_what_torch_takes() -> None:

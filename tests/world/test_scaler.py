@@ -382,3 +382,19 @@ def test_a_disabled_scaler_does_nothing() -> None:
         assert all(state["step"] == 1 for state in optimizer.state_dict()["state"].values())
 
     comm.run_threads(1, rank)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_optimizer_over_two_models_skips_both(bad: int) -> None:
+    def rank(world: World) -> list[bool]:
+        models = [npuzero.zero(build(make=lambda: nn.Linear(3, 3)), plan="zero1", world=world) for _ in range(2)]
+        optimizer = npuzero.AdamW([p for model in models for p in model.parameters()], lr=0.1)
+        before = [npuzero.full_state_dict(model, rank0_only=False)["weight"] for model in models]
+        scaler = LossScaler(init_scale=8.0)
+        losses = [model(torch.ones(2, 3)).square().mean() for model in models]
+        scaler.scale(losses[bad] * math.inf + losses[1 - bad]).backward()
+        scaler.step(optimizer)
+        after = [npuzero.full_state_dict(model, rank0_only=False)["weight"] for model in models]
+        return [torch.equal(*pair) for pair in zip(after, before, strict=True)]
+
+    assert comm.run_threads(2, rank) == [[True, True]] * 2

@@ -174,6 +174,40 @@ def test_torchs_load_state_dict_works_where_parameters_are_whole(plan: str) -> N
             assert_same_bits({name: state[name] for name in expected}, expected)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero1"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
+def test_after_torchs_load_state_dict_nothing_is_left_of_what_was_trained(plan: str, precision: str) -> None:
+    """Masters are the loaded values: training goes on, to the bit, as that of a model which began with them."""
+
+    def trained(world: World, before: int) -> State:
+        session = CutSession(build(seed=1), world, plan=plan, precision=precision)
+        train(session, Recipe(steps=before))
+        session.model.load_state_dict(build(seed=7).state_dict())
+        train(session, Recipe(steps=2))
+        return session.state()
+
+    for found, expected in comm.run_threads(2, lambda world: (trained(world, 2), trained(world, 0))):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split", "fp16"])
+def test_loaded_parameters_are_rounded_as_an_update_rounds_them(precision: str) -> None:
+    """Also those between two values of the precision: an update that changes nothing moves no bit of them."""
+
+    def load(world: World) -> tuple[State, State]:
+        session = CutSession(build(), world, plan="zero1", precision=precision)
+        between = {"bf16": 2.0**-8, "bf16-split": 2.0**-8, "fp16": 2.0**-11}[precision]
+        session.load({name: torch.full_like(value, 1 + between) for name, value in build().state_dict().items()})
+        loaded = session.state()
+        optimizer = npuzero.AdamW(session.model.parameters(), lr=0.0, weight_decay=0.0)
+        session.loss(0).backward()
+        optimizer.step()
+        return session.state(), loaded
+
+    for stepped, loaded in comm.run_threads(2, load):
+        assert_same_bits(stepped, loaded)
+
+
 @every_plan
 def test_gathered_parameters_are_whole(plan: str) -> None:
     def look(world: World) -> None:

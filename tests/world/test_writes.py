@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -322,6 +323,21 @@ def test_one_rank_that_writes_into_whole_parameters(plan: str, precision: str) -
 
     for text in comm.run_threads(2, rank):
         assert "blocks.0.qkv.weight" in text and "by ranks [1] alone" in text
+
+
+def test_ranks_that_write_the_same_values_to_other_places() -> None:
+    def rank(world: World) -> str:
+        session = CutSession(build(), world, plan="zero1")
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        weight: Any = session.model.norm.weight
+        with torch.no_grad():
+            weight.copy_(torch.arange(len(weight)).roll(world.rank))
+        session.loss().backward()
+        with pytest.raises(npuzero.StateError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    assert all("norm.weight" in text for text in comm.run_threads(2, rank))
 
 
 def _on_ranks(scenario: Callable[[Session], State], make: Callable[[], nn.Module] = ToyGPT, **options: object) -> State:
