@@ -67,7 +67,8 @@ def save(
             goes wrong then is raised by ``wait()`` and by the next save or load of this model.
 
     Raises:
-        CheckpointError: on every rank, if one cannot write its part.
+        CheckpointError: on every rank, if one cannot write its part or passes other parts than the others, or another
+            job is saving into the folder.
         ConfigError: ``step`` or ``keep_last`` is no such number, or an optimizer of another model.
     """
     _check_count("step", step, 0)

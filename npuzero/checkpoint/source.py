@@ -183,8 +183,7 @@ class Source:
         self._read_into(file, index, [raw])
         if self.manifest is not None:
             self._check(index, zlib.crc32(raw))
-        else:
-            self._check_archive(index, bytes(raw))
+        self._check_archive(index, raw)
         return bytes(raw)
 
     def _read_into(self, file: BinaryIO, index: Any, buffers: list[Any]) -> None:
@@ -225,12 +224,14 @@ class Source:
                 self._begins[info.relative_path].add(info.offset)
         return self._begins
 
-    def _check_archive(self, index: Any, raw: bytes) -> zipfile.ZipFile:
-        """Somebody else's item: what it says of itself must hold."""
+    def _check_archive(self, index: Any, raw: bytes | bytearray) -> zipfile.ZipFile:
+        """What an item says of itself must hold; of ours the bytes were compared already."""
         try:
             archive = zipfile.ZipFile(io.BytesIO(raw))
-            stored = all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
-            bad = archive.testzip() if stored else "compressed"
+            records = archive.infolist()
+            stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            stored = stored and sum(record.file_size for record in records) <= len(raw)
+            bad = "compressed" if not stored else None if self.manifest is not None else archive.testzip()
         except Exception as error:  # whatever broken bytes lead to
             raise self._damaged(
                 index, "an archive written by torch.save", f"{type(error).__name__}: {error}"

@@ -46,8 +46,10 @@ def test_training_goes_on_after_torchs_own_load(plan: str, precision: Any) -> No
     comm.run_threads(RANKS, rank)
 
 
-@pytest.mark.parametrize("plan", ("zero0", "zero1"))
-def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plan", "precision"), [("zero0", "bf16-split"), ("zero1", "bf16")])
+def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(
+    plan: str, precision: str, tmp_path: Path
+) -> None:
     """Into whole bfloat16 parameters that have masters, before any step has seen it."""
 
     def halve(training: Training) -> None:
@@ -56,17 +58,20 @@ def test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load(pl
                 parameter.mul_(0.5)
 
     def rank(world: World) -> None:
-        first, second, third = (Training(world, plan, seed=seed, precision="bf16") for seed in (0, 1, 1))
+        first, second, third = (Training(world, plan, seed=seed, precision=precision) for seed in (0, 1, 1))
         first.steps(0, 1)
         halve(first)
-        first.save(tmp_path, 1)
+        first.steps(1, 2)  # so that there are lower halves again
+        with torch.no_grad():
+            next(first.model.parameters()).mul_(0.5)
+        first.save(tmp_path, 2)
         second.load(tmp_path)
         third.steps(0, 1)
         halve(third)
         third.load(tmp_path)
         for training in (first, second, third):
             training.losses.clear()
-            training.steps(1, 2)
+            training.steps(2, 3)
         for training in (second, third):
             assert_same_bits(training.state(), first.state())
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import struct
 import time
 import tracemalloc
@@ -165,6 +166,21 @@ HOSTILE |= {
 }
 
 
+#: Where something else would be refused later, or for another reason.
+SAYS = {
+    "fields of a stranger": "fields that StorageMeta does not have",
+    "a state twice": "a state of StorageMeta that is a second one",
+    "fields of other types": "MetadataIndex.fqn of type list",
+    "a tensor of 4 TiB in 64 bytes": "64 bytes for a part of sizes",
+    "many tensors of one list of many parts": "more parts than lie anywhere",
+    "marks as deep as they come": "more than 256 marks",
+    "many arguments": "a call of a Function",
+    "a key that hashes for ever": "a key that is a tuple",
+    "ten bytes that ask for 4 GB of memo": "a memo out of order",
+    "a text of 2^62": "bytes announced",
+}
+
+
 def test_there_are_enough() -> None:
     assert len(HOSTILE) >= 60
 
@@ -220,7 +236,7 @@ def test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on(
     began_s = time.process_time()
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError) as raised:
+        with pytest.raises(CheckpointError, match=re.escape(SAYS.get(case, ""))) as raised:
             trained.load(path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -379,3 +395,30 @@ def test_a_hostile_item_is_refused(case: str | None, tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError):
         checkpoint.load(foreign(tmp_path / "a", ITEMS[case]), model)
     assert not (tmp_path / "evil").exists()
+
+
+def test_an_item_that_unpacks_to_more_than_it_is_is_refused(trained: Trained, tmp_path: Path) -> None:
+    """Compressed, or the same bytes under many names; its checksums are right."""
+    path = trained.save(tmp_path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    whole = (path / "__0_0.distcp").read_bytes()
+    place = index.storage_data[dcp.MetadataIndex("step")]
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 24))
+    bomb = written.getvalue()
+    offsets = sorted({info.offset for info in index.storage_data.values()})
+    after = place.offset + place.length
+    for info in index.storage_data.values():
+        if info.offset == place.offset:
+            info.length = len(bomb)
+        elif info.offset > place.offset:
+            info.offset += len(bomb) - (after - place.offset)
+    data = whole[: place.offset] + bomb + whole[after:]
+    table = bytearray((path / "__0_0.crc32").read_bytes())
+    struct.pack_into("<I", table, 4 * offsets.index(place.offset), zlib.crc32(bomb))
+    forge(path, "__0_0.distcp", data)
+    forge(path, "__0_0.crc32", bytes(table))
+    forge(path, ".metadata", pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"item step.*compressed"):
+        trained.load(path)
