@@ -17,7 +17,7 @@ from npuzero.checkpoint.export import FILE_BYTES
 from npuzero.checkpoint.export import export as _export
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
-from npuzero.config import Environment, Rule, Settings, describe, environment
+from npuzero.config import Environment, Rule, Settings, describe
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
 from npuzero.shard.build import predict as _predict
@@ -34,7 +34,9 @@ _TIMEOUT: Rule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
 def init(
     device: str | torch.device | None = None, *, timeout_s: float | None = None, backend: str | None = None
 ) -> World:
-    """Join the other ranks; call it once, before :func:`zero`, in a program started by torchrun (or alone).
+    """Join the other ranks; call it before :func:`zero`, in a program started by torchrun (or alone).
+
+    A second call returns the same world; after ``world.close()`` on every rank it makes a new one.
 
     Args:
         device: None takes the accelerator of this rank where there is one, else the CPU.
@@ -46,10 +48,10 @@ def init(
         The world: ``rank``, ``size`` and ``device`` of this process.
 
     Raises:
-        ConfigError: the environment is incomplete, or the device or backend is not there.
+        ConfigError: the environment is incomplete, the device or backend is not there, or this process is in a world
+            with other settings than asked for.
     """
-    default_s = environment().timeout_s  # read in any case: a misspelt variable is an error
-    wait_s = default_s if timeout_s is None else _TIMEOUT.check("init: timeout_s", timeout_s)
+    wait_s = None if timeout_s is None else _TIMEOUT.check("init: timeout_s", timeout_s)
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 

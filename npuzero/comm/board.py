@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
@@ -174,7 +175,7 @@ class Board:
 
     def close(self) -> None:
         """Says that this rank has left the world."""
-        with self._lock:
+        with self._lock, suppress(CollectiveError):  # the board may have gone with its store
             self._put(Slot((), self._arrived(), "has ended"))
 
     def post(self, wait: Wait) -> None:

@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 class Store:
-    """A torch.distributed store of which a world has ``prefix`` for itself.
+    """A torch.distributed store of which a world has ``prefix`` for itself; ``home`` says in words whose it is.
 
     Raises:
         CollectiveError: any of its methods, where the store has gone; ``facts["kind"]`` is "store".
@@ -25,7 +25,12 @@ class Store:
     def __init__(self, store: Any, prefix: str = "") -> None:
         self._store = store
         self._prefix = prefix
-        self._home = home(store)
+        self.home = home(store)
+
+    @property
+    def of_rank_0(self) -> bool:
+        """Whether it ends with the process of rank 0."""
+        return _tcp(self._store) is not None and not config.agent_keeps_store()
 
     def within(self, prefix: str) -> Store:
         """The part of it below ``prefix``."""
@@ -64,20 +69,23 @@ class Store:
         try:
             return call()
         except RuntimeError as error:  # torch's DistError and its kinds
-            raise gone(self._home, error) from error
+            raise gone(self.home, error) from error
+
+
+def _tcp(store: Any) -> Any:
+    """The server's client behind a store, if there is one."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
 def home(store: Any) -> str:
     """Whose store it is and where, in words."""
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    client = _tcp(store)
+    if client is None:
         return "the store that init_process_group() was given"
-    return f"the store of {_keeper()} at {store.host}:{store.port}"
-
-
-def _keeper() -> str:
-    return "torchrun's agent on the first node" if config.agent_keeps_store() else "rank 0"
+    keeper = "torchrun's agent on the first node" if config.agent_keeps_store() else "rank 0"
+    return f"the store of {keeper} at {client.host}:{client.port}"
 
 
 def gone(home: str, error: BaseException) -> CollectiveError:

@@ -154,9 +154,6 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        # torch gives a name anew once its group is destroyed, and with it the keys of before; all ranks count alike.
-        generation = (store.add("groups", 1) - 1) // size
-        store = dist.PrefixStore(str(generation), store)  # type: ignore[attr-defined]
         self._world = ProcessWorld(
             store, rank, size, torch.device("cpu"), backend="shm", timeout_s=timeout.total_seconds()
         )

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from npuzero import config, device, observe
 from npuzero.comm import fork, shared_memory
-from npuzero.comm.board import Board, Failure, NoSlots, Slots, aborted
+from npuzero.comm.board import SLICE_S, Board, Failure, NoSlots, Slots, aborted
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.exchange import Exchanges
 from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
@@ -43,6 +43,9 @@ BACKENDS = ("shm", "gloo", "nccl", "hccl")
 #: since reading a device's tensor waits for all that was issued before.
 HOST_CHANNEL = "host"
 
+#: Seconds that rank 0 waits at its end for the others, where the store ends with it.
+_OUTLIVES_S = 5.0
+
 #: hccl's buffer of a group for small messages; it takes two.
 _CONTROL_BUFFER_MB = 8
 
@@ -56,6 +59,7 @@ class World(ABC):
         local: global ranks that share this rank's host.
         timeout_s: seconds before a waiting collective gives up.
         board: where this rank says that it waits, and sees where the others do.
+        closed: whether this rank has left it.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class World(ABC):
         self.device = device
         self.local = tuple(local)
         self.timeout_s = timeout_s
+        self.closed = False
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._making = threading.Lock()
         self._birthplace = fork.Birthplace()
@@ -150,6 +155,7 @@ class World(ABC):
         """Closes every communicator. Idempotent."""
         if self.inherited:
             return
+        self.closed = True
         self.board.close()
         for communicator in list(self._communicators.values()):
             communicator.close()
@@ -190,7 +196,8 @@ class ProcessWorld(World):
     """Ranks that are processes, of one host or several.
 
     Args:
-        store: the launcher's key-value store.
+        store: the launcher's key-value store. The n-th world that a rank makes on it is that of the others' n-th, and
+            its keys are its own: ranks that are still in the one before are not met.
         backend: of the groups: "shm", "gloo", "nccl" or "hccl"; None: by device, and shared memory for groups of CPU
             ranks that share a host.
         buffer_mb: hccl's buffer per group, but for those of small messages.
@@ -207,7 +214,7 @@ class ProcessWorld(World):
         timeout_s: float = TIMEOUT_S,
         buffer_mb: int | None = None,
     ) -> None:
-        self._store = Store(store)
+        self._store = Store(store).within(f"{Store(store).count(f'worlds/{rank}')}")
         self._backend = backend
         self._buffer_mb = buffer_mb
         self._pulses: dict[int, Any] = {}
@@ -225,6 +232,14 @@ class ProcessWorld(World):
         with suppress(CollectiveError):  # the store may be gone
             failure = self._slots.fail(failure)
         super().fail(failure)
+
+    def outlive(self) -> None:
+        """Where the store ends with this process, waits a little for the ranks that have not left: some may need it."""
+        deadline_s = time.monotonic() + _OUTLIVES_S
+        while self._store.of_rank_0 and self.rank == 0 and time.monotonic() < deadline_s:
+            if all(slot.ended for slot in self._slots.read()):
+                return
+            time.sleep(SLICE_S)
 
     def _arrived(self) -> dict[str, int]:
         return {**super()._arrived(), **self._exchanges.arrived()}
@@ -277,7 +292,15 @@ class ProcessWorld(World):
         # Members come here one after another: who waits within torch could not be told that the others never will.
         self._exchanges.run(None, f"the group {name!r}", ranks)
         buffer_mb = _CONTROL_BUFFER_MB if name.startswith("control") else self._buffer_mb
-        return make_group(ranks, backend, name, timeout_s=self.timeout_s, buffer_mb=buffer_mb)
+        try:
+            return make_group(ranks, backend, name, timeout_s=self.timeout_s, buffer_mb=buffer_mb)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"communicator {name!r} on rank {self.rank}",
+                expected=f"{backend} to connect ranks {tuple(ranks)}, which meet by {self._store.home}",
+                got=f"{type(error).__name__}: {error}",
+                do="See the first error among the ranks: one that ended makes the others fail.",
+            ) from error
 
     def _meet(self) -> None:
         """Finds the ranks that share this host, their processes, and whether they can open each other's memory."""
@@ -292,37 +315,46 @@ class ProcessWorld(World):
 
 def process_world(
     device: torch.device | str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float | None = None,
     backend: str | None = None,
     *,
     buffer_mb: int | None = None,
 ) -> World:
     """The world torchrun started this process in; makes it ``current_world()``.
 
+    A second call gives the same world, as long as that is not closed.
+
     Args:
         device: this rank's device; None: an npu or a GPU of this host by LOCAL_RANK if there are any, else the CPU.
-        timeout_s: seconds before a waiting collective gives up.
+        timeout_s: seconds before a waiting collective gives up; None: NPUZERO_TIMEOUT_S, or 600.
         backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that
             alone; "shm": shared memory alone.
         buffer_mb: hccl's buffer per group, but for those of small messages; each group takes two.
 
     Raises:
-        ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device, or
-            there are more ranks than devices.
+        ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device,
+            there are more ranks than devices, or this process is in a world with other wishes.
         CollectiveError: the ranks did not find each other.
         StateError: this process is a forked child of a rank.
     """
+    default_s = config.environment().timeout_s  # read in any case: a misspelt variable is an error
     launch = config.launch()
     here = _choose_device(device, launch.local_rank)
     _check_backend(backend, here)
+    wishes = {"device": device and here, "timeout_s": timeout_s, "backend": backend, "buffer_mb": buffer_mb}
+    joined = _joined()
+    if joined is not None and (joined.size > 1 or launch.world_size == 1):
+        _check_wishes(joined, wishes)
+        return joined
+    seconds = default_s if timeout_s is None else timeout_s
     if dist.is_available() and dist.is_initialized():
-        world: World = _on_torch(here, backend, timeout_s, buffer_mb)
+        world: World = _on_torch(here, backend, seconds, buffer_mb)
     elif launch.world_size == 1:
-        world = SingleWorld(here, timeout_s)
+        world = SingleWorld(here, seconds)
     else:
-        _init_process_group(here, timeout_s)
-        world = _on_torch(here, backend, timeout_s, buffer_mb)
-    _set_process_world(world)
+        _init_process_group(here, seconds)
+        world = _on_torch(here, backend, seconds, buffer_mb)
+    _join(world, wishes)
     return world
 
 
@@ -331,14 +363,15 @@ def current_world() -> World:
     inside: World | None = getattr(_thread, "world", None)
     if inside is not None:
         return inside
-    if _process_world is not None:
-        return _process_world
+    joined = _joined()
+    if joined is not None:
+        return joined
     if dist.is_available() and dist.is_initialized():
-        _set_process_world(_on_torch(_choose_device(None, config.launch().local_rank), None, TIMEOUT_S, None))
+        _join(_on_torch(_choose_device(None, config.launch().local_rank), None, TIMEOUT_S, None), {})
     elif config.launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
         process_world()
     else:
-        _set_process_world(SingleWorld(device.choose(0)))
+        _join(SingleWorld(device.choose(0)), {})
     return current_world()
 
 
@@ -357,10 +390,43 @@ _thread = threading.local()
 _process_world: World | None = None
 
 
-def _set_process_world(world: World) -> None:
-    global _process_world
+_group: Any = None  # torch.distributed's default group as the world was made
+_wishes: dict[str, Any] = {}  # with which it was asked for
+
+
+def _join(world: World, wishes: dict[str, Any]) -> None:
+    global _process_world, _group, _wishes
     _process_world = world
+    _group = _default_group()
+    _wishes = wishes
     observe.set_rank(world.rank, process=True)
+
+
+def _joined() -> World | None:
+    """The world this process is in, unless that is closed, or torch.distributed has been started anew since."""
+    world = _process_world
+    if world is None or world.closed:
+        return None
+    group = _default_group()
+    alone = world.size == 1 and (group is None or dist.get_world_size() == 1)
+    return world if alone or group is None or group is _group else None
+
+
+def _default_group() -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _check_wishes(world: World, wishes: dict[str, Any]) -> None:
+    """Raises ConfigError where something is asked for that the world has not."""
+    has = {**_wishes, "device": world.device, "timeout_s": world.timeout_s}
+    for name, wish in wishes.items():
+        if wish is not None and wish != has.get(name):
+            raise ConfigError(
+                f"init: {name}",
+                expected=f"{has.get(name) or 'none'}, as in the world that this process is in",
+                got=str(wish),
+                do="Ask for all of it in the first call, or close that world first (world.close()), on every rank.",
+            )
 
 
 def _on_torch(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
@@ -437,9 +503,12 @@ _at_exit: list[Callable[[], None]] = []
 @atexit.register
 def _end() -> None:
     if _process_world is not None and not _process_world.inherited:
-        if getattr(sys, "last_value", None) is None:  # not after an exception that nobody caught
+        orderly = getattr(sys, "last_value", None) is None  # not after an exception that nobody caught
+        if orderly:
             _process_world.drain()
         _process_world.close()
+        if orderly and isinstance(_process_world, ProcessWorld):
+            _process_world.outlive()
     for action in _at_exit:
         if dist.is_initialized() and not fork.inherited_group():
             action()

@@ -88,11 +88,22 @@ class Provoker:
 
 
 def run_ranks(
-    fault: Callable[..., object], ranks: int, *args: Any, timeout_s: float = 10.0, backend: str | None = None
+    fault: Callable[..., object],
+    ranks: int,
+    *args: Any,
+    timeout_s: float = 10.0,
+    backend: str | None = None,
+    agent: bool = True,
 ) -> list[Outcome]:
-    """``fault(world, *args)`` on ``ranks`` processes that meet by ``npuzero.init()`` as torchrun would start them."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it likewise
-    setup = (ranks, store.port, timeout_s, backend)
+    """``fault(world, *args)`` on ``ranks`` processes that meet by ``npuzero.init()`` as torchrun would start them.
+
+    ``agent``: the store is kept apart from the ranks, as by torchrun's agent; else by rank 0, as under mpirun.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    if not agent:
+        del store  # the port is free again
+    setup = (ranks, port, agent, timeout_s, backend)
     return _run([(_on_process, (rank, setup, fault, args)) for rank in range(ranks)])
 
 
@@ -162,7 +173,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _on_process(rank: int, setup: tuple[Any, ...], fault: Callable[..., object], args: tuple[Any, ...]) -> Seen:
-    ranks, port, timeout_s, backend = setup
+    ranks, port, agent, timeout_s, backend = setup
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE=str(agent))
     return see(lambda: fault(npuzero.init("cpu", timeout_s=timeout_s, backend=backend), *args))
