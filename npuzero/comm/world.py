@@ -344,6 +344,7 @@ def process_world(
     wishes = {"device": device and here, "timeout_s": timeout_s, "backend": backend, "buffer_mb": buffer_mb}
     joined = _joined()
     if joined is not None and (joined.size > 1 or launch.world_size == 1):
+        joined._check_birthplace("init")
         _check_wishes(joined, wishes)
         return joined
     seconds = default_s if timeout_s is None else timeout_s
