@@ -7,6 +7,7 @@ each model where it is already.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,23 +59,30 @@ class _Outside:
 def _check(name: str, parameter: nn.Parameter, fn: _Function) -> None:
     """Try ``fn`` on a small tensor that has what a conversion looks at: device, dtype and dimensions."""
     sizes = [min(size, 2) for size in parameter.shape]
-    probe = nn.Parameter(torch.zeros(sizes, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
+    value = next(_values) % 251  # memory that is handed out unwritten may have the last one
+    probe = nn.Parameter(torch.full(sizes, value, dtype=parameter.dtype, device=parameter.device))
     memory, version = probe.data_ptr(), probe._version
     found: Any = fn(probe)
-    if found is probe and probe.data_ptr() == memory and probe._version == version:
-        return
-    raise StateError(
-        f"parameter {name}, which npuzero.zero() has laid into a flat buffer",
-        expected=f"to stay {_facts(probe)}, as it is, contiguous and on its device",
-        got=_difference(probe, found),
-        do="After zero() a conversion that would change a parameter has no meaning: precision and placement belong to "
-        "npuzero.zero(model, precision=...); convert before it, and take whole tensors out with "
-        "npuzero.full_state_dict. (channels_last needs no conversion: a convolution follows its input.)",
-    )
+    difference = _difference(probe, found)
+    if not difference and (probe.data_ptr() != memory or probe._version != version or not (found == value).all()):
+        difference = "a function for Module._apply that writes"
+    if difference:
+        raise StateError(
+            f"parameter {name}, which npuzero.zero() has laid into a flat buffer",
+            expected=f"to stay {_facts(probe)}, as it is, contiguous and where it lies",
+            got=difference,
+            do="Precision and placement belong to npuzero.zero(model, precision=...): convert and move before it, and "
+            "take whole tensors out with npuzero.full_state_dict. (channels_last needs no conversion: a convolution "
+            "follows its input.)",
+        )
+
+
+_values = itertools.count()
 
 
 def _facts(tensor: Tensor) -> str:
-    return f"{tensor.dtype} on {tensor.device}"
+    index = f":{tensor.device.index}" if tensor.device.index else ""
+    return f"{tensor.dtype} on {tensor.device.type}{index}"  # where it is is cpu:0 to some, and a copy to torch
 
 
 def _difference(probe: Tensor, found: Any) -> str:
@@ -82,6 +90,4 @@ def _difference(probe: Tensor, found: Any) -> str:
         return f"a function for Module._apply that returns {type(found).__name__}"
     if _facts(found) != _facts(probe):
         return f"a conversion to {_facts(found)}"
-    if found.stride() != probe.stride():
-        return "a conversion to another memory format"
-    return "a function for Module._apply that writes, or returns another tensor"
+    return "" if found.stride() == probe.stride() else "a conversion to another memory format"
