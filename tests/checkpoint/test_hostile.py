@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import re
 import struct
 import time
 import tracemalloc
@@ -68,8 +67,8 @@ def instance(kind: str, state: bytes, module: str = META) -> bytes:
 SLOTS = b"N" + fields(__init__=number(1), fqn=number(1), dtype=number(1)) + b"\x86"  # (None, {...}): set by setattr
 MEMBER = name(META, "_MEM_FORMAT_ENCODING") + number(0) + b"\x85R"
 LAYOUT = name("torch.serialization", "_get_layout") + text("torch.strided") + b"\x85R"
-#: Lists within lists, each twice in the next: short, and endless for whoever prints it.
-WEAVE = b"]\x94" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94" for i in range(60))
+#: A list of lists, each twice in the next: short, and endless for whoever prints it.
+WEAVE = b"]\x94]\x94a" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94a" for i in range(1, 60))
 
 HOSTILE: dict[str, bytes] = {
     "nothing": b"",
@@ -236,12 +235,12 @@ def test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on(
     began_s = time.process_time()
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=re.escape(SAYS.get(case, ""))) as raised:
+        with pytest.raises(CheckpointError) as raised:
             trained.load(path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(str(raised.value)) < 2000
+    assert len(str(raised.value)) < 2000 and SAYS.get(case, "") in str(raised.value)
     assert peak < 100 * len(HOSTILE[case]) + (4 << 20), f"{peak:,} bytes"
     assert time.process_time() - began_s < 20.0
     assert not (tmp_path / "evil").exists()
