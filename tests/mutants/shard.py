@@ -397,4 +397,11 @@ MUTANTS = (
         "return buffer, True",
         ("world/test_clipping.py::test_gaps_count_for_nothing",),
     ),
+    Mutant(
+        "ranks that clip by different values train on",
+        "shard/accord.py",
+        "if self._calls or self._frozen:",
+        "if self._frozen:",
+        ("world/test_accord.py::test_ranks_that_differ[another clip value-zero0]",),
+    ),
 )
