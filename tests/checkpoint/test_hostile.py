@@ -222,8 +222,11 @@ def rewrite(path: Path, change: Any) -> None:
     (path / files.MANIFEST).write_bytes(text + b"\n%08x\n" % zlib.crc32(text))
 
 
-@pytest.mark.parametrize("ours", (True, False), ids=("manifest", "none"))
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize(
+    ("case", "ours"),
+    [pytest.param(case, False, id=case) for case in HOSTILE]
+    + [pytest.param(case, True, id=f"{case}, vouched for", marks=pytest.mark.slow) for case in HOSTILE],
+)
 def test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on(
     case: str, ours: bool, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
