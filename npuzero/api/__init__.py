@@ -1,9 +1,9 @@
 """The composition root: the only place that knows every part."""
 
 from npuzero.api.adam import Adam, AdamW
+from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms
 from npuzero.api.guard import FiniteGuard
 from npuzero.api.model import (
-    clip_grad_norm_,
     export,
     full_state_dict,
     gathered,
@@ -25,9 +25,12 @@ __all__ = [
     "LossScaler",
     "ZeroOptimizer",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "export",
+    "full_gradient",
     "full_state_dict",
     "gathered",
+    "grad_norms",
     "init",
     "load_full_state_dict",
     "no_sync",

@@ -20,7 +20,6 @@ from npuzero.comm import World
 from npuzero.config import Environment, Rule, Settings, describe
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
-from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine, engine_of, not_cut, owners
@@ -66,7 +65,6 @@ def zero(
     units: UnitRule = None,
     weights: str | Path | Weights | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
-    buffers: str | None = None,
     world: World | None = None,
     settings: Settings | None = None,
 ) -> nn.Module:
@@ -90,9 +88,6 @@ def zero(
         initialize: fills what is on meta and not in ``weights``: called, a unit at a time, with the modules around such
             parameters and buffers, inner ones first, as by ``model.apply``; all else is on meta meanwhile. None: the
             modules' ``reset_parameters()``. Rank 0's values count.
-        buffers: what becomes of what forwards write into buffers, such as BatchNorm's statistics of the rank's own
-            batches, as the next forward begins: ``"broadcast"``: rank 0's count, as DDP has it; ``"average"``: floating
-            buffers are averaged, others are rank 0's; None: each rank keeps its own.
         world: the ranks; None: those of :func:`init`, which is called if nobody has.
         settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
 
@@ -106,14 +101,10 @@ def zero(
     world = comm.current_world() if world is None else world
     _check_kind("npuzero.zero(): world", world, World, "Leave it out, or pass what npuzero.init() returned.")
     settings = _settings(settings)
-    if buffers is not None:
-        Rule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
-            "npuzero.zero(): buffers", buffers
-        )
     with contextlib.ExitStack() as files:
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
-        engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin, buffers)
+        engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin)
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
@@ -161,35 +152,6 @@ def report(model: nn.Module) -> Report:
         StateError: the model is not cut, or has taken no step.
     """
     return engine_of(model).report()
-
-
-def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-) -> Tensor:
-    """Clip the gradients of a cut model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
-
-    The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
-    optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before.
-
-    Args:
-        model: made by :func:`zero`.
-        max_norm: positive.
-        norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
-        error_if_nonfinite: raise where the norm is inf or NaN.
-
-    Returns:
-        The norm before clipping, a float32 scalar on the device.
-
-    Raises:
-        StateError: the model is not cut; with ``error_if_nonfinite``, gradients that are inf or nan.
-        ConfigError: ``max_norm`` or ``norm_type`` is no positive number.
-    """
-    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigError(
-                f"clip_grad_norm_: {name}", expected="a positive number", got=repr(value), do="Give e.g. 1.0."
-            )
-    return engine_of(model).clip(float(max_norm), float(norm_type), error_if_nonfinite)
 
 
 @contextlib.contextmanager

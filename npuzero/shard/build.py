@@ -29,13 +29,7 @@ _PARTS = ("parameters", "held", "gradients", "states")
 
 
 def agree(
-    model: nn.Module,
-    plan: Plan,
-    settings: Settings,
-    rule: UnitRule,
-    world: World,
-    origin: Origin,
-    buffers: str | None = None,
+    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World, origin: Origin
 ) -> tuple[list[UnitSpec], MeshShape]:
     """The units of ``model`` and the mesh, once all ranks are known to have the same. Collective; moves no data.
 
@@ -57,7 +51,7 @@ def agree(
         weights = origin.check(model)
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
-    same = {"plan": repr(plan), "settings": repr(settings), "weights": weights, "buffers": repr(buffers)}
+    same = {"plan": repr(plan), "settings": repr(settings), "weights": weights}
     _check_agreement([] if problem else _describe(model, specs), same, world, problem)
     return specs, shape
 

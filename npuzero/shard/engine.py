@@ -11,17 +11,14 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.linalg import vector_norm
 
 from npuzero import observe
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings
 from npuzero.errors import StateError
 from npuzero.memory import Space
-from npuzero.ops.norm import norm_unchecked
 from npuzero.plan import AXES, DIGEST_BITS, VERBS, Plan, Report
 from npuzero.shard.accord import Accord, Words
-from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
 from npuzero.shard.conversion import watch_conversions
@@ -29,7 +26,8 @@ from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, doors
 from npuzero.shard.finite import Watch
 from npuzero.shard.gather import Gatherer
-from npuzero.shard.guard import in_backward
+from npuzero.shard.gradients import Gradients
+from npuzero.shard.guard import INSTEAD, in_backward
 from npuzero.shard.hooks import Hooks
 from npuzero.shard.layout import overlap
 from npuzero.shard.origin import Origin
@@ -63,19 +61,12 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        world: World,
-        settings: Settings,
-        rule: UnitRule,
-        origin: Origin,
-        buffers: str | None = None,
+        self, model: nn.Module, plan: Plan, world: World, settings: Settings, rule: UnitRule, origin: Origin
     ) -> None:
         self.plan = plan
         self.world = world
         self.settings = settings
-        specs, shape = agree(model, plan, settings, rule, world, origin, buffers)
+        specs, shape = agree(model, plan, settings, rule, world, origin)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.space = Space(world.device)
         self.units = build_units(specs, plan, settings, self.mesh)
@@ -85,7 +76,6 @@ class Engine:
         self._gatherer = Gatherer(self.mesh, self._writes)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
         self._restorer = Restorer(self.mesh, plan)
-        self._buffers = Buffers(buffers, self.mesh.communicator(AXES, "control")) if buffers else None
         self._trace = Trace()
         self._prefetch = settings.prefetch if settings.overlap else 0
         self._flats = [flat for unit in self.units for flat in unit.trainable]
@@ -93,10 +83,11 @@ class Engine:
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         self._census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
-        self._parts = torch.zeros(len(self._flats), 2, dtype=torch.float64, device=world.device)
+        self._gradients = Gradients(self._flats, plan, self.mesh, world.device)
         self._used: dict[Flat, list[bool]] | None = None  # per slot, once agreed on for the present gradients
-        self._sums: Tensor | None = None  # of the present gradients, over all ranks: squares, non-finite elements
         self._scaled = False  # gradient_scale is not 1
+        self._summed = False  # the present gradients are over all ranks
+        self._brought = False  # a backward pass of this rank is in what the next step sums, whatever was dropped of it
         self._dropped = False  # the user has dropped some of the present gradients, while others stay
         self._reducing = False
         self._no_sync = False
@@ -125,6 +116,8 @@ class Engine:
                 for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
                     parameter._npuzero_engine = reference  # type: ignore[attr-defined]
                     parameter._npuzero_open = _opener(self, unit, slot.name)  # type: ignore[attr-defined]
+                for i, marker in enumerate(flat.markers):
+                    marker.whole = _reader(reference, flat, i)
             if unit.cut:
                 unit.close()
         self.share(model.buffers())
@@ -168,9 +161,6 @@ class Engine:
             self._trace.begin()
             if torch.is_grad_enabled():
                 self._begin_step()
-            root = unit.module()
-            if self._buffers is not None and root is not None:
-                self._buffers.forward_begins(root)
         self._restorer.finish(unit)
         if not unit.cut:
             unit.check_views()
@@ -245,12 +235,12 @@ class Engine:
         if not _any(present):  # whoever zeroed the gradients, and however
             self._forget_gradients()
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
-            for flat in self.flats():
-                flat.own_gradient.mul_(self.gradient_scale)
-            self.gradient_scale.fill_(1.0)
-            self._scaled = False
+            self._apply_scale()
         self._clear_dropped(present)
-        self._used = self._sums = None
+        self._used = None
+        self._gradients.forget()
+        self._summed = False
+        self._brought = True
         self._reducer.synchronizing = not self._no_sync
         self._reducer.at_boundary = self._passes == self._expected_passes
         for unit in self.units:
@@ -348,7 +338,7 @@ class Engine:
             present = self._present()
             self._clear_dropped(present)
             self._look_at_whole()
-            if not _any(present):
+            if not _any(present) and not self._brought:
                 self._forget_gradients()
                 self._meet_in_gathers()
             # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
@@ -363,9 +353,13 @@ class Engine:
         else:  # the program may have dropped some since, as it does on every rank
             present = self._present()
             if present != self._used:
-                self._used, self._sums = present, None
+                self._used = present
+                self._gradients.forget()
                 self._clear_dropped(present)
-        return _any(self._used)
+        self._summed = True
+        some = _any(self._used)
+        self._brought = self._brought and some
+        return some
 
     def _clear_dropped(self, present: Mapping[Flat, list[bool]]) -> None:
         """Zero what the buffers hold of gradients that the user dropped while others stay."""
@@ -391,7 +385,7 @@ class Engine:
 
     def _forget_gradients(self) -> None:
         self._reducer.reset()
-        self._dropped = False
+        self._dropped = self._summed = self._brought = False
         self.gradient_scale.fill_(1.0)
         self._scaled = False
         self.skip = None
@@ -422,15 +416,11 @@ class Engine:
 
     @_disable_dynamo
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Global norm of the gradients; has them scaled at the update so that it is at most ``max_norm``.
-
-        Powers are summed in float64, where the order of the sum moves less than float32 can hold: however the plan
-        cuts the gradients, the norm has the same bits, but for sums within 1e-15 of a rounding boundary.
-        """
+        """Global norm of the gradients; has them scaled at the update so that it is at most ``max_norm``."""
         self.accord.call("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
         total = torch.zeros((), device=self.space.device)
         if self.finish_gradients():
-            total = (self._norm(norm_type) * self.gradient_scale[0]).float()
+            total = (self._gradients.norm(norm_type) * self.gradient_scale[0]).float()
             if error_if_nonfinite and not total.isfinite().item():
                 raise StateError(
                     "clip_grad_norm_",
@@ -440,6 +430,54 @@ class Engine:
                 )
             self._scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
         return total
+
+    @_disable_dynamo
+    def clip_values(self, limit: float) -> None:
+        """Bring every element of the gradients into ``[-limit, limit]``. Collective."""
+        self.accord.call("clip_grad_value_", {"clip_value": limit})
+        if self.finish_gradients():
+            self._apply_scale()
+            for flat in self._flats:
+                flat.own_gradient.clamp_(-limit, limit)
+            self._gradients.forget()
+
+    @_disable_dynamo
+    def gradient_norms(self, p: float) -> dict[str, float]:
+        """By name the p-norm of each whole gradient that any rank has. Collective."""
+        self.accord.call("grad_norms", {"norm_type": p})
+        if not self.finish_gradients():
+            return {}
+        places = [(flat, i) for flat, i in self._places.values() if self.used(flat)[i]]
+        norms = (self._gradients.norms(places, p) * self.gradient_scale[0]).float()
+        return dict(zip((flat.layout.slots[i].name for flat, i in places), norms.tolist(), strict=True))
+
+    def full_gradient(self, flat: Flat, i: int) -> Tensor | None:
+        """The whole gradient of a slot, float32; None where no rank has any. Collective."""
+        if not self.finish_gradients() or not self.used(flat)[i]:
+            return None
+        slot = flat.layout.slots[i]
+        whole = self.gather_states(flat, flat.own_gradient)[slot.begin : slot.end].view(slot.shape)
+        return whole * self.gradient_scale[0]
+
+    def read_gradient(self, flat: Flat, i: int) -> Tensor:
+        """What ``p.grad`` is read as where the plan keeps it whole: a copy, float32. Not collective.
+
+        Raises:
+            StateError: no rank has all of it, or the ranks have not summed it yet.
+        """
+        if self.world.size == 1:
+            self.finish_gradients()
+        slot = flat.layout.slots[i]
+        if not self._gradients.whole or not self._summed:
+            cut = f"plan {self.plan.name!r}, which leaves each rank a part of the sum"
+            raise StateError(
+                f"reading the gradient of {slot.name}",
+                expected="a gradient that this rank has whole, after the ranks have summed it",
+                got="one that is not summed yet" if self._gradients.whole else cut,
+                do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
+                f"to train use {INSTEAD}.",
+            )
+        return flat.own_gradient[flat.own_slots[i]].view(slot.shape) * self.gradient_scale[0]
 
     def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
         """Multiply the gradients of some parameters by ``inverse`` (float32, one element). Collective.
@@ -459,17 +497,15 @@ class Engine:
             return None
         if all(key in parameters for key in self._places):
             self._scale_gradients(inverse)
-            return (self._sum()[1] != 0).float()
+            return (self._gradients.sum()[1] != 0).float()
         chosen = [place for key, place in self._places.items() if key in parameters]
         if not any(self.used(flat)[i] for flat, i in chosen):
             return None
-        self._sums = None
-        bad = torch.zeros(1, dtype=torch.float64, device=self.space.device)
+        bad = self._gradients.nonfinite(chosen)
         for flat, i in chosen:
-            own = flat.own_gradient[flat.own_slots[i]]
-            bad += (~own.isfinite()).sum()
-            own.mul_(inverse)
-        return (self._over_states(bad)[0] != 0).float()
+            flat.own_gradient[flat.own_slots[i]].mul_(inverse)
+        self._gradients.forget()
+        return (bad != 0).float()
 
     def skip_where(self, flag: Tensor) -> None:
         """Have the present step change nothing where ``flag`` ([1] float32) is not zero, or was before."""
@@ -490,8 +526,9 @@ class Engine:
         self.look_finite()
         self.accord.call("FiniteGuard.check", {})
         if self._watch is not None:
-            gradients = self._sum()[1] if self.finish_gradients() else torch.zeros((), device=self.space.device)
-            self.skip_where(self._watch.conclude(loss, gradients if counts is None else gradients * counts))
+            some = self.finish_gradients()
+            bad = self._gradients.sum()[1] if some else torch.zeros((), device=self.space.device)
+            self.skip_where(self._watch.conclude(loss, bad if counts is None else bad * counts))
 
     def look_finite(self) -> None:
         """Raises NonFiniteError where the last step checked was bad. Collective."""
@@ -502,29 +539,11 @@ class Engine:
         self.gradient_scale.mul_(by)
         self._scaled = True
 
-    def _norm(self, p: float) -> Tensor:
-        """() float64: the p-norm over unique elements of all gradients."""
-        if p == 2.0:
-            return self._sum()[0].sqrt()
-        axes, wide = self.plan.states.axes, torch.float64
-        shards = [flat.own_gradient for flat in self._flats if flat.own_gradient.numel()]
-        norms = torch.zeros(self.mesh.size(axes), dtype=wide, device=self.space.device)  # a rank's at its place
-        norms[self.mesh.index(axes)] = vector_norm(torch.stack([vector_norm(own, p, dtype=wide) for own in shards]), p)
-        return cast(Tensor, vector_norm(self._over_states(norms), p))
-
-    def _sum(self) -> Tensor:
-        """[2] float64: sum of squares and number of non-finite elements, over unique elements of all gradients."""
-        if self._sums is None:
-            for flat, part in zip(self._flats, self._parts, strict=True):
-                norm_unchecked(flat.own_gradient, part)
-            self._sums = self._over_states(self._parts.sum(0))
-        return self._sums
-
-    def _over_states(self, sums: Tensor) -> Tensor:
-        """``sums`` added up, in place, over the ranks that the states are cut over."""
-        if self.mesh.size(self.plan.states.axes) > 1:
-            self.mesh.communicator(self.plan.states.axes, "control").all_reduce(sums, tag="gradient norm").wait()
-        return sums
+    def _apply_scale(self) -> None:
+        for flat in self._flats:
+            flat.own_gradient.mul_(self.gradient_scale)
+        self.gradient_scale.fill_(1.0)
+        self._scaled = False
 
     def _nonfinite_units(self) -> list[str]:
         return [u.name for u in self.units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
@@ -557,7 +576,9 @@ class Engine:
         sent["control"] = sum(self.mesh.control.values())
         self._last = Report(dict(self.space.peak), sent, self.plan, self.mesh.shape.world)
         self._step_begun = False
-        self._used = self._sums = self.skip = None
+        self._used = self.skip = None
+        self._brought = False
+        self._gradients.forget()
 
     def _begin_step(self) -> None:
         if not self._step_begun:
@@ -740,6 +761,18 @@ class EngineReference(weakref.ref[Engine]):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         engine = self()
         raise engine.uncopied("pickled") if engine else TypeError("cannot pickle a parameter of a deleted model")
+
+
+def _reader(engine_of: EngineReference, flat: Flat, i: int) -> Callable[[], Tensor]:
+    flat_of, name = weakref.ref(flat), flat.layout.slots[i].name
+
+    def read() -> Tensor:
+        engine, flat = engine_of(), flat_of()
+        if engine is None or flat is None:
+            raise deleted(f"gradient of {name}")
+        return engine.read_gradient(flat, i)
+
+    return read
 
 
 def _opener(engine: Engine, unit: Unit, name: str) -> Callable[[], None]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch.utils._pytree import tree_map_only
 
 from npuzero.errors import StateError
 
@@ -91,13 +92,15 @@ _METADATA = _metadata()
 _DATA = vars(torch._C.TensorBase)["data"]
 _REPR = (Tensor.__repr__, Tensor.__format__)
 # What reads data without an operation that ``__torch_dispatch__`` would see.
-_READS = (Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor.__reduce_ex__)
+_VALUES = (Tensor.numpy, Tensor.tolist, Tensor.__reduce_ex__)
+_READS = (*_VALUES, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage)
 
 
 # What torch.amp.GradScaler does to gradients.
 _UNSCALING = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _SCALER = "npuzero.LossScaler(), which has the calls of torch.amp.GradScaler"
-_INSTEAD = "npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n)"
+#: What trains and clips with gradients that plain torch cannot read.
+INSTEAD = "npuzero.AdamW or npuzero.ZeroOptimizer(YourOptimizer, ...), and npuzero.clip_grad_norm_(model, n)"
 # With create_graph=True autograd does not add in place.
 _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
@@ -223,9 +226,12 @@ def _made(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Paramet
 class CutGradient(Tensor):
     """What ``p.grad`` is after a backward pass: a marker that a gradient exists, in the engine's flat buffers.
 
-    It has the parameter's shape, dtype and device but no data: every operation on it raises, so that a plain optimizer
+    It has the parameter's shape, dtype and device but no data: an operation on it raises, so that a plain optimizer
     or ``torch.nn.utils.clip_grad_norm_`` says what to use instead of doing nothing. Setting ``p.grad = None`` (what
     ``zero_grad`` does) drops the gradient, as in torch.
+
+    Where the plan leaves each rank a whole gradient, and the ranks have summed it, it can be read: an operation that
+    writes nothing gets a copy of what there is.
 
     Where a further backward pass finds it in ``p.grad``, autograd adds to it: then it keeps what was to be added for
     whoever asks :meth:`take_added`.
@@ -234,6 +240,8 @@ class CutGradient(Tensor):
     alone are refused, since an update by them is not the same as none.
     """
 
+    #: The gradient itself, or a StateError that says why not and what to do.
+    whole: Callable[[], Tensor]
     _added: Tensor | None
     _parameter: weakref.ref[Tensor]
     _detached: bool  # as zero_grad does before it writes zeros
@@ -252,6 +260,8 @@ class CutGradient(Tensor):
             return None
         # Dynamo, where it compiles something, asks gradients how large their storage is, and reads none.
         described = func is Tensor.untyped_storage and TracingContext.try_get() is not None
+        if func in _VALUES:
+            return func(args[0]._read(), *args[1:], **(kwargs or {}))
         if func in _READS and not described:
             raise cls._unreadable(func.__name__)
         if func in (Tensor.detach_, Tensor.requires_grad_):
@@ -269,7 +279,14 @@ class CutGradient(Tensor):
         if func is torch.ops.aten.zero_.default and args[0]._detached:
             args[0]._drop()
             return args[0]
-        raise cls._unreadable(str(func), _SCALER if func is _UNSCALING else _INSTEAD)
+        if func._schema.is_mutable:
+            raise cls._unreadable(str(func), _SCALER if func is _UNSCALING else INSTEAD)
+        args, kwargs = tree_map_only(cls, cls._read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _read(self) -> Tensor:
+        """A copy of the gradient, in the parameter's dtype."""
+        return self.whole().to(self.dtype)
 
     def _drop(self) -> None:
         self._detached = False
@@ -283,7 +300,7 @@ class CutGradient(Tensor):
         return added
 
     @staticmethod
-    def _unreadable(operation: str, instead: str = _INSTEAD) -> StateError:
+    def _unreadable(operation: str, instead: str = INSTEAD) -> StateError:
         return StateError(
             f"{operation} on a cut gradient",
             expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",

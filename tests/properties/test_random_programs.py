@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import npuzero
 from npuzero import Settings, comm
 from npuzero.comm import World
+from world.test_gradient_values import clip_values, gradients_of, norms_of
 from world.train import CutSession, PlainSession, Session, State, assert_close, assert_same_bits
 
 DIM, BATCH = 6, 3
@@ -194,6 +195,8 @@ class Author:
         for _ in range(draw.choice((0, 1, 1, 1, 2, 2, 3))):
             yield from self._aside(0.25)
             yield self._pass()
+            if draw.random() < 0.15:
+                yield Statement("read", {"p": draw.choice((1.0, 2.0, float("inf")))})
             # A scaler unscales once a step, after which no more may come.
             if draw.random() < 0.2 and not self._scaled:
                 yield self._clip()
@@ -207,6 +210,8 @@ class Author:
         else:
             if draw.random() < 0.4:
                 yield self._clip()
+            elif draw.random() < 0.2:
+                yield Statement("clip_values", {"limit": draw.choice((1e-3, 1e-2))})
             yield Statement("step", {"of": self._some_parts()})
         yield from self._aside(0.25)
         if draw.random() < 0.85 or self._scaled:
@@ -312,6 +317,15 @@ class Interpreter:
 
     def clip(self, max_norm: float, p: float) -> None:
         self._see(self._session.clip(max_norm, p))
+
+    def clip_values(self, limit: float) -> None:
+        clip_values(self._session, limit)
+
+    def read(self, p: float) -> None:
+        """Norms by name, and whole gradients."""
+        for found in (norms_of(self._session, p), gradients_of(self._session)):
+            for name in sorted(found):
+                self._see(found[name])
 
     def drop(self, part: float) -> None:
         names = [name for name, _ in self._session.model.named_parameters()]

@@ -107,21 +107,6 @@ def dropped_after_no_sync(session: Session) -> None:
     steps(session, passes)
 
 
-def dropped_after_no_sync_and_used_again_by_one_rank(session: Session) -> None:
-    def passes(step: int) -> None:
-        with session.no_sync():
-            session.loss(step, 0).backward()
-        for parameter in session.model.blocks[1].branches[0].parameters():
-            parameter.grad = None
-
-        def loss(rank: int) -> torch.Tensor:
-            return loss_of(session.model, tokens_of(step, 1, rank), branches=(0, 0 if rank == 1 else 1, 0))
-
-        session.mean(loss).backward()
-
-    steps(session, passes)
-
-
 def dropped_between_two_no_syncs(session: Session) -> None:
     def passes(step: int) -> None:
         for micro_batch, blocks in enumerate((ALL, WITHOUT_1)):
@@ -210,6 +195,24 @@ def dropped_by_all_though_few_had_used_them(session: Session) -> State:
     return {"norms": torch.stack(norms)}
 
 
+def all_dropped_but_what_one_rank_had_used(session: Session) -> State:
+    """Then there is a step to take, for the ranks that have no gradient any more, too."""
+    norms = []
+
+    def passes(step: int) -> None:
+        def loss(rank: int) -> torch.Tensor:
+            return loss_of(session.model, tokens_of(step, 0, rank), branches=(0, 2 * (rank != 1), 0))
+
+        session.mean(loss).backward()
+        kept = set(session.model.blocks[1].branches.parameters())
+        for parameter in set(session.model.parameters()) - kept:
+            parameter.grad = None
+        norms.append(session.clip(0.1))
+
+    steps(session, passes)
+    return {"norms": torch.stack(norms)}
+
+
 # -- parameters that are gathered for nothing --------------------------------------------------------------------------
 
 
@@ -243,12 +246,12 @@ SCENARIOS = (
     no_sync_after_a_synchronised_pass,
     no_sync_after_clipping,
     dropped_after_no_sync,
-    dropped_after_no_sync_and_used_again_by_one_rank,
     dropped_between_two_no_syncs,
     dropped_before_the_step,
     dropped_after_clipping,
     dropped_between_clipping_and_the_step,
     dropped_by_all_though_few_had_used_them,
+    all_dropped_but_what_one_rank_had_used,
     dropped_while_the_reduced_are_set_aside,
     all_dropped_while_the_reduced_are_set_aside,
     an_evaluation_that_foresees_another_unit,

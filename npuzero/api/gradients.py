@@ -1,0 +1,105 @@
+"""What programs ask of gradients between backward and the step: clipping, norms, and a whole one."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from npuzero.errors import ConfigError, StateError
+from npuzero.shard.engine import engine_behind, engine_of
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the gradients of a cut model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
+
+    The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
+    optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before.
+
+    Args:
+        model: made by :func:`zero`.
+        max_norm: positive.
+        norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
+        error_if_nonfinite: raise where the norm is inf or NaN.
+
+    Returns:
+        The norm before clipping, a float32 scalar on the device.
+
+    Raises:
+        StateError: the model is not cut; with ``error_if_nonfinite``, gradients that are inf or nan.
+        ConfigError: ``max_norm`` or ``norm_type`` is no positive number.
+    """
+    _check_positive("clip_grad_norm_: max_norm", max_norm)
+    _check_positive("clip_grad_norm_: norm_type", norm_type)
+    return engine_of(model).clip(float(max_norm), float(norm_type), error_if_nonfinite)
+
+
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Bring every element of the gradients into ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_``.
+
+    The elements are those of the averaged gradients of all ranks. Collective: call it on every rank. With a loss
+    scaler, call ``unscale_`` before.
+
+    Args:
+        model: made by :func:`zero`.
+        clip_value: positive.
+
+    Raises:
+        StateError: the model is not cut.
+        ConfigError: ``clip_value`` is no positive number.
+    """
+    _check_positive("clip_grad_value_: clip_value", clip_value)
+    engine_of(model).clip_values(float(clip_value))
+
+
+def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
+    """Measure the gradient of each parameter, over all ranks, by one collective: the same floats on every rank.
+
+    Of what the optimizer would see now: averaged over the ranks, after clipping if it was called before. Waits for the
+    device. Collective: call it on every rank.
+
+    Args:
+        model: made by :func:`zero`.
+        norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
+
+    Returns:
+        By the parameter's name (the first one of a tied parameter) the norm, rounded to float32; parameters without a
+        gradient on any rank are left out.
+
+    Raises:
+        StateError: the model is not cut.
+        ConfigError: ``norm_type`` is no positive number.
+    """
+    _check_positive("grad_norms: norm_type", norm_type)
+    return engine_of(model).gradient_norms(float(norm_type))
+
+
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Gather the whole gradient of one parameter of a cut model. Collective: call it on every rank, for the same one.
+
+    It is what ``parameter.grad`` would be under plain torch with the data of all ranks: averaged over them, after
+    clipping if it was called before. Where a plan leaves each rank all of it (``zero0``, or one rank alone),
+    ``parameter.grad`` can be read as well once the ranks have summed it: after this call, clipping, :func:`grad_norms`
+    or the step, until ``zero_grad()``.
+
+    Returns:
+        float32 of the parameter's shape, a copy; None where no rank has a gradient.
+
+    Raises:
+        StateError: the parameter belongs to no model made by :func:`zero`, or does not train.
+    """
+    engine = engine_behind(parameter) if isinstance(parameter, nn.Parameter) else None
+    place = engine.place(parameter) if engine is not None else None
+    if engine is None or place is None:
+        raise StateError(
+            "npuzero.full_gradient",
+            expected="a parameter that trains, of a model made by npuzero.zero()",
+            got="a frozen one" if engine is not None else "something else",
+            do="Pass e.g. model.head.weight; the gradient of a plain parameter is in its .grad.",
+        )
+    return engine.full_gradient(*place)
+
+
+def _check_positive(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(what, expected="a positive number", got=repr(value), do="Give e.g. 1.0.")
