@@ -259,11 +259,16 @@ def test_what_is_written_between_steps_lasts(
         optimizer.step()
     write(p)
     written = p.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0  # a step that moves nothing
+    gradients([p, other], 2)
+    optimizer.step()
+    assert torch.equal(p, written)
+    with torch.no_grad():
+        p.neg_()
+    written = p.detach().clone()
     saved = optimizer.state_dict()["state"][0]
     if "master" in saved:
         assert torch.equal(saved["master"].to(dtype), written)
-    optimizer.param_groups[0]["lr"] = 0.0  # a step that moves nothing
-    gradients([p, other], 2)
     optimizer.step()
     assert torch.equal(p, written)
     optimizer.param_groups[0]["lr"] = 1e-2
