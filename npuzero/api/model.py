@@ -20,6 +20,7 @@ from npuzero.comm import World
 from npuzero.config import Environment, Rule, Settings, describe
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
+from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine, engine_of, not_cut, owners
@@ -65,6 +66,7 @@ def zero(
     units: UnitRule = None,
     weights: str | Path | Weights | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
+    buffers: str | None = None,
     world: World | None = None,
     settings: Settings | None = None,
 ) -> nn.Module:
@@ -88,6 +90,9 @@ def zero(
         initialize: fills what is on meta and not in ``weights``: called, a unit at a time, with the modules around such
             parameters and buffers, inner ones first, as by ``model.apply``; all else is on meta meanwhile. None: the
             modules' ``reset_parameters()``. Rank 0's values count.
+        buffers: what becomes of what forwards write into buffers, such as BatchNorm's statistics of the rank's own
+            batches, as the next forward begins: ``"broadcast"``: rank 0's count, as DDP has it; ``"average"``: floating
+            buffers are averaged, others are rank 0's; None: each rank keeps its own.
         world: the ranks; None: those of :func:`init`, which is called if nobody has.
         settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
 
@@ -101,10 +106,14 @@ def zero(
     world = comm.current_world() if world is None else world
     _check_kind("npuzero.zero(): world", world, World, "Leave it out, or pass what npuzero.init() returned.")
     settings = _settings(settings)
+    if buffers is not None:
+        Rule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
+            "npuzero.zero(): buffers", buffers
+        )
     with contextlib.ExitStack() as files:
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
-        engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin)
+        engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin, buffers)
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)

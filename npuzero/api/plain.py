@@ -51,6 +51,8 @@ class PlainAdam:
         # know them; and of all that were updated last.
         self._marks: dict[int, tuple[int, int]] = {}
         self._seen: dict[torch.device, tuple[list[int], list[int]]] = {}
+        # By id the values that loaded remainders belong to, until the next update: the model may be loaded after them.
+        self._loaded: dict[int, Tensor] = {}
 
     def update(self, all_states: States, members: Sequence[Member], scale: Tensor | None, skip: Tensor | None) -> None:
         """One step of those that have a gradient.
@@ -205,6 +207,7 @@ class PlainAdam:
             self._seen[device] = seen
             for parameter, state in zip(parameters, states, strict=True):
                 self._follow(parameter, state)
+                self._loaded.pop(id(parameter), None)
 
     @torch.no_grad()
     def _follow(self, parameter: nn.Parameter, state: Options) -> None:
@@ -217,7 +220,10 @@ class PlainAdam:
             return
         self._marks[id(parameter)] = now
         if "remainder" in state:
-            if before is not None:  # else it is a copied optimizer's
+            known = self._loaded.get(id(parameter))
+            if known is not None:
+                state["remainder"].masked_fill_(storage.bits(parameter.detach()) != storage.bits(known), 0)
+            elif before is not None:  # else it is a copied optimizer's
                 state["remainder"].zero_()
         elif parameter.dtype == torch.float32:
             state["master"].copy_(parameter)
@@ -263,6 +269,7 @@ class PlainAdam:
             upper, remainder = storage.split(master.reshape(-1))
             parameter.view(-1).copy_(upper)
             mine["remainder"].view(-1).copy_(remainder)
+            self._loaded[id(parameter)] = parameter.detach().clone()
         dtype = self._moments
         for name in MOMENTS:
             if name in mine and mine[name].dtype != dtype:

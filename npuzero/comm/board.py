@@ -198,6 +198,23 @@ class Board:
                 self._fail(self._failure)
         return self._failure
 
+    def cause(self, expected: str, got: str) -> Failure | None:
+        """Why other ranks may have broken a connection: the world is broken, or some ranks have left it."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        with suppress(CollectiveError):  # the board may have gone with its store
+            while time.monotonic() < deadline_s:
+                failure = self.failure()
+                gone = {rank: slot.ended for rank, slot in enumerate(self.read()) if slot.ended and rank != self.rank}
+                if failure is None and gone:
+                    who = "; ".join(f"rank {rank} {ended}" for rank, ended in gone.items())
+                    kind = "dead" if "is dead" in gone.values() else "closed"
+                    do = "Let every rank run the same steps before it ends; see the last output of those that ended."
+                    failure = Failure(kind, self.rank, expected, f"{who} ({got})", do)
+                if failure is not None:
+                    return failure
+                time.sleep(SLICE_S)  # a process that has closed its connections is not dead yet
+        return None
+
     def read(self) -> list[Slot]:
         """The slots of all ranks, this rank's as it is now."""
         with self._lock:

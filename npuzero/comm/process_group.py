@@ -70,11 +70,10 @@ class ProcessGroupCommunicator(Communicator):
         return self.started
 
     def _fail(self, verb: str, sequence: int, tag: str, error: BaseException) -> CollectiveError:
-        # Ranks that heard of a failure end, and with them the connections of those that did not yet.
-        failure = self.board and self.board.failure()
-        if failure:
-            self.fail(failure)
-        self._broken = self._broken or self._error(verb, sequence, tag, f"{type(error).__name__}: {error}")
+        if self._broken is None:
+            mine = self._error(verb, sequence, tag, f"{type(error).__name__}: {error}")
+            failure = self.board and self.board.cause(mine.expected, mine.got)
+            self._broken = failure.error(mine.subject, verb=verb, sequence=sequence, tag=tag) if failure else mine
         return self._broken
 
     def _error(self, verb: str, sequence: int, tag: str, got: str) -> CollectiveError:

@@ -29,7 +29,13 @@ _PARTS = ("parameters", "held", "gradients", "states")
 
 
 def agree(
-    model: nn.Module, plan: Plan, settings: Settings, rule: UnitRule, world: World, origin: Origin
+    model: nn.Module,
+    plan: Plan,
+    settings: Settings,
+    rule: UnitRule,
+    world: World,
+    origin: Origin,
+    buffers: str | None = None,
 ) -> tuple[list[UnitSpec], MeshShape]:
     """The units of ``model`` and the mesh, once all ranks are known to have the same. Collective; moves no data.
 
@@ -51,7 +57,7 @@ def agree(
         weights = origin.check(model)
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
-    same = {"plan": repr(plan), "settings": repr(settings), "weights": weights}
+    same = {"plan": repr(plan), "settings": repr(settings), "weights": weights, "buffers": repr(buffers)}
     _check_agreement([] if problem else _describe(model, specs), same, world, problem)
     return specs, shape
 

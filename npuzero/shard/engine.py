@@ -19,6 +19,7 @@ from npuzero.errors import StateError
 from npuzero.memory import Space
 from npuzero.plan import AXES, DIGEST_BITS, VERBS, Plan, Report
 from npuzero.shard.accord import Accord, Words
+from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
 from npuzero.shard.census import Census
 from npuzero.shard.conversion import watch_conversions
@@ -61,12 +62,19 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, world: World, settings: Settings, rule: UnitRule, origin: Origin
+        self,
+        model: nn.Module,
+        plan: Plan,
+        world: World,
+        settings: Settings,
+        rule: UnitRule,
+        origin: Origin,
+        buffers: str | None = None,
     ) -> None:
         self.plan = plan
         self.world = world
         self.settings = settings
-        specs, shape = agree(model, plan, settings, rule, world, origin)
+        specs, shape = agree(model, plan, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.space = Space(world.device)
         self.units = build_units(specs, plan, settings, self.mesh)
@@ -76,6 +84,7 @@ class Engine:
         self._gatherer = Gatherer(self.mesh, self._writes)
         self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
         self._restorer = Restorer(self.mesh, plan)
+        self._buffers = Buffers(buffers, self.mesh.communicator(AXES, "control")) if buffers else None
         self._trace = Trace()
         self._prefetch = settings.prefetch if settings.overlap else 0
         self._flats = [flat for unit in self.units for flat in unit.trainable]
@@ -161,6 +170,9 @@ class Engine:
             self._trace.begin()
             if torch.is_grad_enabled():
                 self._begin_step()
+            root = unit.module()
+            if self._buffers is not None and root is not None:
+                self._buffers.forward_begins(root)
         self._restorer.finish(unit)
         if not unit.cut:
             unit.check_views()

@@ -203,7 +203,7 @@ def leaves(world: World, plan: str) -> None:
 
 
 def other_presets(world: World, plan: str) -> None:
-    run = Run(world, "zero1" if world.rank == CULPRIT and plan != "zero1" else plan)
+    run = Run(world, "zero2" if world.rank == CULPRIT else plan)
     run.steps(0, 2)
 
 

@@ -29,7 +29,10 @@ HARMLESS = {
     ("zero1", "evaluation on rank 0 only"),
     ("zero1", "full_state_dict on rank 0 only"),
     ("zero1", "another order of units"),
+    ("zero1", "uneven micro-batches"),
 }
+#: gloo compares nothing: units of equal sizes are taken for each other, and other sizes end the process within gloo.
+NOT_SEEN_BY_GLOO = ("another order of units", "exception in a forward")
 #: The commonest, on real processes.
 ON_PROCESSES = ("save on rank 0 only", "clipping on one rank", "a step left out", "uneven micro-batches")
 
@@ -236,7 +239,7 @@ def test_who_is_stuck(slots: list[Slot], found: list[int]) -> None:
         for quick in [{(None, "save on rank 0 only"), ("gloo", "a step left out")}]
         for backend in (None, "gloo")
         for case in (CASES if backend else ON_PROCESSES)
-        if case != "other presets"
+        if case not in ("other presets", *NOT_SEEN_BY_GLOO)
     ],
 )
 def test_on_processes(backend: str | None, case: str, tmp_path: Path) -> None:
@@ -247,5 +250,5 @@ def test_on_processes(backend: str | None, case: str, tmp_path: Path) -> None:
             continue  # it has left
         assert "NpuZeroError" in outcome.seen.bases, f"rank {rank}: {outcome.seen.trace}"
         if outcome.seen.kind == "CollectiveError":
-            assert outcome.seen.facts["kind"] in ("diverged", "mismatch", "closed"), outcome.seen.text
+            assert outcome.seen.facts["kind"] in ("diverged", "mismatch", "closed", "dead"), outcome.seen.text
         assert outcome.seen.after_s < NAMED_S + 5

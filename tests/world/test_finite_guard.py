@@ -164,6 +164,24 @@ def test_with_a_scaler_gradients_may_overflow_until_the_floor() -> None:
     assert comm.run_threads(2, rank) == [[3, 3]] * 2  # 4, 2, and at 1 it is said before the fourth
 
 
+def test_under_a_scaler_too_a_step_is_left_out_that_the_guard_alone_objects_to() -> None:
+    def rank(world: World) -> tuple[State, State]:
+        session = CutSession(build(), world)
+        optimizer, scaler = session.optimizer(torch.optim.AdamW, lr=1e-2), npuzero.LossScaler(init_scale=4.0)
+        guard = FiniteGuard(session.model, scaler)
+        before, loss = session.state(), session.loss()
+        scaler.scale(loss).backward()
+        guard.check(loss * math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(NonFiniteError, match="the loss on rank 0"):
+            session.loss()
+        return session.state(), before
+
+    for after, before in comm.run_threads(2, rank):
+        assert_same_bits(after, before)
+
+
 def test_all_is_as_without_it_while_all_is_finite() -> None:
     """The same bits, and no value asked for between one forward and the next."""
 

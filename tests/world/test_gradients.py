@@ -107,6 +107,21 @@ def dropped_after_no_sync(session: Session) -> None:
     steps(session, passes)
 
 
+def dropped_after_no_sync_and_used_again_by_one_rank(session: Session) -> None:
+    def passes(step: int) -> None:
+        with session.no_sync():
+            session.loss(step, 0).backward()
+        for parameter in session.model.blocks[1].branches[0].parameters():
+            parameter.grad = None
+
+        def loss(rank: int) -> torch.Tensor:
+            return loss_of(session.model, tokens_of(step, 1, rank), branches=(0, 0 if rank == 1 else 1, 0))
+
+        session.mean(loss).backward()
+
+    steps(session, passes)
+
+
 def dropped_between_two_no_syncs(session: Session) -> None:
     def passes(step: int) -> None:
         for micro_batch, blocks in enumerate((ALL, WITHOUT_1)):
@@ -246,6 +261,7 @@ SCENARIOS = (
     no_sync_after_a_synchronised_pass,
     no_sync_after_clipping,
     dropped_after_no_sync,
+    dropped_after_no_sync_and_used_again_by_one_rank,
     dropped_between_two_no_syncs,
     dropped_before_the_step,
     dropped_after_clipping,

@@ -1,0 +1,57 @@
+"""What forwards write into buffers, such as BatchNorm's statistics: each rank's own, or made the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.comm import Communicator
+
+#: What may become of buffers at the beginning of a forward that follows one in training.
+BUFFER_RULES = ("broadcast", "average")
+
+
+class Buffers:
+    """The buffers of one model under a rule: ``"broadcast"`` (rank 0's, as DDP has it) or ``"average"``.
+
+    An average is of floating buffers; all others, such as counters, are rank 0's.
+    """
+
+    def __init__(self, rule: str, everyone: Communicator) -> None:
+        self._averaged = rule == "average"
+        self._everyone = everyone
+        self._stale = False
+
+    @torch.no_grad()
+    def forward_begins(self, model: nn.Module) -> None:
+        """Make the buffers the same on all ranks, if a forward in training may have written them. Collective."""
+        if self._stale and self._everyone.size > 1:
+            # By data: a graph of the forward before may have saved them, and does not need them.
+            tensors = [buffer.data for buffer in model.buffers() if buffer.numel()]
+            means = [tensor for tensor in tensors if self._averaged and tensor.is_floating_point()]
+            self._average(means)
+            self._broadcast([tensor for tensor in tensors if not any(tensor is mean for mean in means)])
+        self._stale = model.training
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        if tensors:
+            wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+            sums = torch.cat([tensor.reshape(-1).to(wide) for tensor in tensors])
+            self._everyone.all_reduce(sums, tag="buffers").wait()
+            _scatter(sums.div_(self._everyone.size), tensors)
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        if tensors:
+            raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+            self._everyone.broadcast(raw, root=0, tag="buffers").wait()
+            sizes = [tensor.nbytes for tensor in tensors]
+            for tensor, piece in zip(tensors, raw.split(sizes), strict=True):
+                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned
+
+
+def _scatter(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    pieces = packed.split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view(tensor.shape))
