@@ -45,10 +45,14 @@ class Census:
             with torch._C.DisableTorchFunctionSubclass():
                 if known in self._trained or (known in frozen and not parameter.requires_grad):
                     continue
+            thawed = known in frozen
             raise StateError(
                 f"parameter {name}",
                 expected="the parameters there were at npuzero.zero(), trained or frozen as they were",
-                got="one thawed since: it has no room for gradients" if known in frozen else "another one",
-                do="Shape the model and set requires_grad first, then call npuzero.zero(); leave FSDP out.",
+                got="one thawed since: it has no room for gradients" if thawed else "another one",
+                do="Let all train at npuzero.zero() that ever will: what is frozen after it, by requires_grad_(False), "
+                "may be thawed at any time."
+                if thawed
+                else "Shape the model first, then call npuzero.zero(); leave FSDP out.",
             )
         self._count(model)

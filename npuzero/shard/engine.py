@@ -29,7 +29,7 @@ from npuzero.shard.finite import Watch
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.gradients import Gradients
 from npuzero.shard.guard import INSTEAD, in_backward
-from npuzero.shard.hooks import Hooks
+from npuzero.shard.hooks import Hooks, second_derivatives
 from npuzero.shard.layout import overlap
 from npuzero.shard.origin import Origin
 from npuzero.shard.prefetch import Trace
@@ -198,12 +198,7 @@ class Engine:
         if not unit.cut:
             return
         if torch.is_grad_enabled():
-            raise StateError(
-                f"backward with create_graph=True through unit {unit.name!r}",
-                expected="first derivatives where a plan cuts parameters: they are released as backward leaves a unit",
-                got=f"plan {self.plan.name!r}",
-                do="Use a plan that keeps parameters whole (zero0, zero1, zero1.5, zero2) for second derivatives.",
-            )
+            raise second_derivatives(unit, self.plan)
         unit.computing += 1
         # Again, after all its gradients have come: reentrant checkpointing, and who knows whether for the last time.
         unit.opaque = unit.opaque or (self._reducing and not unit.missing and bool(unit.trainable))

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from npuzero.errors import StateError
+from npuzero.plan import Plan
 from npuzero.shard.entrance import After, Before, Entrance
 from npuzero.shard.finite import Watch
 from npuzero.shard.guard import CutGradient, in_backward
@@ -200,6 +202,25 @@ class Hooks:
                 parameter.grad = marker
 
         return hook
+
+
+def second_derivatives(unit: Unit, plan: Plan) -> StateError:
+    """A backward pass that is to be differentiated, by ``create_graph=True`` or by torch.func, came to a cut unit."""
+    by_func = torch._C._functorch.peek_interpreter_stack() is not None
+    return StateError(
+        f"{'torch.func' if by_func else 'backward with create_graph=True'} through unit {unit.name!r}",
+        expected="first derivatives where a plan cuts parameters, by backward() or torch.autograd.grad: parameters are "
+        "released as backward leaves a unit",
+        got=f"plan {plan.name!r}"
+        + (" and a transform of torch.func, which may differentiate again" if by_func else ""),
+        do="Use a plan that keeps parameters whole (zero0, zero1, zero1.5, zero2)"
+        + (
+            "; or torch.func.functional_call over a plain model, with the tensors of npuzero.full_state_dict(model, "
+            "rank0_only=False)."
+            if by_func
+            else " for second derivatives."
+        ),
+    )
 
 
 def _arrival(watch_of: weakref.ref[Watch], name: str) -> Callable[[Tensor], None]:

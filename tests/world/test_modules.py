@@ -413,6 +413,74 @@ def test_a_method_that_nobody_registered_is_told_how() -> None:
         npuzero.register_forward_method(nn.Linear(2, 2), "forward")
 
 
+# -- what is frozen for a while ----------------------------------------------------------------------------------------
+
+
+def train_a_part_at_first(session: Session) -> None:
+    """All train at zero(); the first block and the embedding are frozen for some steps, and thawed."""
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    resting = [*session.model.blocks[0].mlp.parameters(), session.model.tokens.weight]
+    for step in range(5):
+        for parameter in resting:
+            parameter.requires_grad_(step not in (0, 1, 3))
+        session.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@every_plan
+def test_what_is_frozen_after_zero_is_thawed_at_any_time(plan: str) -> None:
+    check(train_a_part_at_first, 4, plan=plan, local_size=2)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_what_was_frozen_at_zero_is_told_how_to_thaw(plan: str) -> None:
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(), plan=plan, world=world)
+        optimizer = npuzero.AdamW(model.parameters())
+        model.positions.requires_grad_(True)
+        model(torch.arange(12)[None]).square().mean().backward()
+        with pytest.raises(npuzero.StateError, match=r"positions.*thawed.*frozen after it.*at any time"):
+            optimizer.step()
+
+    comm.run_threads(2, rank)
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_torch_func_over_a_model_works_or_says_what_does(plan: str) -> None:
+    inputs = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0))
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+    def values(model: nn.Module) -> list[Tensor]:
+        parameters = dict(model.named_parameters())
+        return [torch.func.functional_call(model, parameters, (inputs,)), torch.vmap(model)(inputs)]
+
+    def derivatives(model: nn.Module, parameters: dict[str, Tensor]) -> Any:
+        return torch.func.grad(lambda p: torch.func.functional_call(model, p, (inputs,)).sum())(parameters)
+
+    plain = build(make=make)
+    expected = derivatives(plain, dict(plain.named_parameters()))
+
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(make=make), plan=plan, world=world)
+        for found, value in zip(values(model), values(plain), strict=True):
+            torch.testing.assert_close(found, value)
+        if plan == "zero0":
+            torch.testing.assert_close(derivatives(model, dict(model.named_parameters())), expected)
+            return
+        with pytest.raises(npuzero.StateError, match=r"torch\.func through unit.*full_state_dict"):
+            derivatives(model, dict(model.named_parameters()))
+        whole = npuzero.full_state_dict(model, rank0_only=False)  # what the error says to do
+        torch.testing.assert_close(derivatives(build(make=make), whole), expected)
+
+    comm.run_threads(2, rank)
+
+
 # -- TorchScript -------------------------------------------------------------------------------------------------------
 
 
