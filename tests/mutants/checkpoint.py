@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
+HOSTILE = "checkpoint/test_hostile.py::test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on"
+
 MUTANTS: tuple[Mutant, ...] = (
     # what is written
     Mutant(
@@ -181,25 +183,18 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # hostile files
     Mutant(
-        "a pickle sets attributes on classes",
-        "checkpoint/safe_pickle.py",
-        '        if kind is None:\n            raise Refused(f"a state of a {type(instance).__name__}")\n',
-        "        if kind is None:\n            return [setattr(instance, *item) for item in state[1].items()]\n",
-        ("checkpoint/test_hostile.py::test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on",),
-    ),
-    Mutant(
         "a pickle gives a description any field",
         "checkpoint/safe_pickle.py",
         "        if known != len(values):\n",
         "        if False:\n",
-        ("checkpoint/test_hostile.py::test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on",),
+        (f"{HOSTILE}[fields of a stranger-manifest]",),
     ),
     Mutant(
         "an index announces a tensor of terabytes",
         "checkpoint/metadata.py",
         "if numel * described.properties.dtype.itemsize > info.length:",
         "if False:",
-        ("checkpoint/test_hostile.py::test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on",),
+        (f"{HOSTILE}[a tensor of 4 TiB in 64 bytes-manifest]",),
     ),
     Mutant(
         "a manifest lists a file above its folder",

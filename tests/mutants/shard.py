@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "the factor of the last step's clipping multiplies this step's gradients",
         "shard/engine.py",
-        "self._dropped = False\n        self.gradient_scale.fill_(1.0)",
-        "self._dropped = False",
+        "self.gradient_scale.fill_(1.0)\n        self._scaled = False\n        self.skip = None",
+        "self._scaled = False\n        self.skip = None",
         ("world/test_clipping.py::test_norms_are_torchs[zero1]",),
     ),
     Mutant(
