@@ -69,12 +69,42 @@ std::map<std::string, std::vector<std::string>> kernels() {
           {PackArgs::op, devices_with<PackArgs>()}};
 }
 
-const float* f32_at(const View* view) { return view ? static_cast<const float*>(view->data) : nullptr; }
+Dtype dtype_of(int code) {
+  require(code >= 0 && code < dtype_kinds, "dtype", "a code of _native.DTYPES", code);
+  return static_cast<Dtype>(code);
+}
+
+Device device_of(int code) {
+  require(code >= 0 && code < device_kinds, "device", "a code of _native.DEVICES", code);
+  return static_cast<Device>(code);
+}
+
+bool is_float(Dtype dtype) { return dtype == Dtype::f32 || dtype == Dtype::bf16 || dtype == Dtype::f16; }
+
+// Elements that may lie at an address: none at null, and not beyond the end of memory.
+void check_memory(std::uintptr_t address, int64_t count, Dtype dtype, const char* subject) {
+  require(count >= 0 && count <= PTRDIFF_MAX / itemsize(dtype), subject, "a number of elements that memory can hold",
+          count);
+  const std::uintptr_t bytes = static_cast<std::uintptr_t>(count * itemsize(dtype));
+  require(count == 0 || (address != 0 && address + bytes > address), subject, "an address of memory", address);
+}
+
+void check_floats(const View& view, int64_t count, const char* subject) {
+  require(is_float(view.dtype), subject, "float32, bfloat16 or float16", name(view.dtype));
+  require(view.count == count, subject, "as many elements as the others", view.count);
+}
+
+const float* f32_at(const View* view) {
+  if (view == nullptr) return nullptr;
+  require(view->dtype == Dtype::f32 && view->count >= 1, "scalar", "float32[1]", view->count);
+  return static_cast<const float*>(view->data);
+}
 
 // The first two spans that share memory, in the order of their addresses: (earlier, later), their indices. Of each pair
 // at least one must be among the first `written` spans; those that are only read may share memory with each other.
 std::optional<std::pair<size_t, size_t>> overlap(const std::vector<std::uintptr_t>& begins,
                                                  const std::vector<std::uintptr_t>& bytes, size_t written) {
+  require(begins.size() == bytes.size(), "overlap", "as many sizes as addresses", bytes.size());
   std::vector<size_t> order;
   for (size_t i = 0; i < begins.size(); ++i) {
     if (bytes[i] > 0) order.push_back(i);
@@ -95,6 +125,9 @@ std::optional<std::pair<size_t, size_t>> overlap(const std::vector<std::uintptr_
 }
 
 void cast(const View& source, const View& target, int rounding, uint64_t seed, uint64_t offset, Stream stream) {
+  require(rounding >= 0 && rounding <= static_cast<int>(Rounding::away), "cast: rounding", "0 to 3", rounding);
+  check_floats(source, source.count, "cast: src");
+  check_floats(target, source.count, "cast: dst");
   run(source.device, CastArgs{source, target, static_cast<Rounding>(rounding), seed, offset}, stream);
 }
 
@@ -116,8 +149,12 @@ struct Buffers {
     }
     count = row[i++].cast<int64_t>();
     for (Dtype* dtype : {&master_dtype, &moment_dtype, &low_dtype, &grad_dtype}) {
-      *dtype = static_cast<Dtype>(row[i++].cast<int>());
+      *dtype = dtype_of(row[i++].cast<int>());
     }
+    check_memory(master, count, master_dtype, "flat_adam: master");
+    check_memory(exp_avg, count, moment_dtype, "flat_adam: exp_avg");
+    check_memory(exp_avg_sq, count, moment_dtype, "flat_adam: exp_avg_sq");
+    check_memory(grad, count, grad_dtype, "flat_adam: grad");
   }
 };
 
@@ -164,15 +201,25 @@ void flat_adam(const std::vector<py::tuple>& line, const std::vector<Range>& ran
   for (const Group& group : groups) {
     table.push_back(std::apply([](auto... field) { return FlatAdamGroup{field...}; }, group));
   }
+  for (const auto& [begin, end, group, stream, place] : ranges) {
+    require(begin >= 0 && begin <= end, "flat_adam: range", "0 <= begin <= end", begin);
+    require(group >= 0 && group < static_cast<int64_t>(table.size()), "flat_adam: group", "one that is given", group);
+    require(place >= 0, "flat_adam: place", "at least 0", place);
+  }
   const std::vector<FlatAdamPart> parts = parts_of(line, ranges);
   const int64_t total = parts.empty() ? 0 : parts.back().line + parts.back().count;
-  run(static_cast<Device>(device),
+  run(device_of(device),
       FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, table.data(), f32_at(grad_scale),
                    f32_at(skip), f32_at(dynamic), seed},
       stream);
 }
 
 void norm(const View& x, const View& out, const View& workspace, const View* addend, float scale, Stream stream) {
+  check_floats(x, x.count, "norm: x");
+  require(out.dtype == Dtype::f64 && out.count >= 2, "norm: out", "float64[2]", out.count);
+  require(workspace.dtype == Dtype::f64 && workspace.count >= 2 * norm_blocks(x.count), "norm: workspace",
+          "two float64 a block", workspace.count);
+  if (addend != nullptr) check_floats(*addend, x.count, "norm: addend");
   run(x.device, NormArgs{x, out, workspace, addend, scale}, stream);
 }
 
@@ -184,11 +231,14 @@ void pack(const std::vector<Part>& parts, float factor, const View* scale_at, bo
   table.reserve(parts.size());
   int64_t total = 0;
   for (const auto& [source, target, count, source_dtype, target_dtype] : parts) {
-    table.push_back({reinterpret_cast<const void*>(source), reinterpret_cast<void*>(target), count, total,
-                     static_cast<Dtype>(source_dtype), static_cast<Dtype>(target_dtype)});
+    const Dtype from = dtype_of(source_dtype), to = dtype_of(target_dtype);
+    require(is_float(from) && is_float(to), "pack: dtypes", "float32, bfloat16 or float16", name(from));
+    check_memory(source, count, from, "pack: source");
+    check_memory(target, count, to, "pack: target");
+    table.push_back({reinterpret_cast<const void*>(source), reinterpret_cast<void*>(target), count, total, from, to});
     total += count;
   }
-  run(static_cast<Device>(device),
+  run(device_of(device),
       PackArgs{table.data(), static_cast<int64_t>(table.size()), total, factor, f32_at(scale_at), scaled, accumulate},
       stream);
 }
@@ -206,7 +256,9 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<View>(m, "View", "Pointer, count, dtype and device of a contiguous tensor; keeps nothing alive.")
       .def(py::init([](std::uintptr_t data, int64_t count, int dtype, int device) {
-             return View{reinterpret_cast<void*>(data), count, static_cast<Dtype>(dtype), static_cast<Device>(device)};
+             const View view{reinterpret_cast<void*>(data), count, dtype_of(dtype), device_of(device)};
+             check_memory(data, count, view.dtype, "view");
+             return view;
            }),
            py::arg("data"), py::arg("count"), py::arg("dtype"), py::arg("device"))
       .def_property_readonly("data", [](const View& view) { return reinterpret_cast<std::uintptr_t>(view.data); })

@@ -75,9 +75,9 @@ Arena::Arena() : pid_(getpid()) {
 }
 
 std::byte* Arena::allocate(size_t bytes) {
+  if (base_ == nullptr || bytes > capacity_) throw std::bad_alloc();
   const size_t size = rounded(bytes, page);
   std::lock_guard<std::mutex> lock(mutex_);
-  if (base_ == nullptr) throw std::bad_alloc();
   const auto fits = [size](const auto& gap) { return gap.second >= size; };
   auto gap = std::find_if(free_.begin(), free_.end(), fits);
   if (gap == free_.end()) {

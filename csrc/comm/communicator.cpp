@@ -98,6 +98,7 @@ OperationPointer Communicator::submit(Request request) {
   check_process();
   auto operation = std::make_shared<Operation>();
   operation->request = std::move(request);
+  operation->owner = this;
   std::lock_guard<std::mutex> lock(mutex_);
   operation->sequence = ++submitted_;
   if (closing_ || region_->failed()) {

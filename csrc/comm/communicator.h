@@ -60,8 +60,11 @@ struct Request {
 
 using Clock = std::chrono::steady_clock;
 
+class Communicator;
+
 struct Operation {
   Request request;
+  const Communicator* owner = nullptr;
   uint64_t sequence = 0;
   bool refused = false;          // failed before it was queued
   Clock::time_point begin, end;  // of its execution, once it is done
@@ -89,6 +92,7 @@ class Communicator {
   void abort(const Failure& why);  // breaks it for all ranks
   void close();                    // operations that are not done fail; idempotent; nothing in a forked child
   bool inherited() const { return region_->inherited(); }
+  int size() const { return size_; }
 
  private:
   // submission

@@ -120,7 +120,8 @@ std::shared_ptr<Region> Region::open(const std::string& address, int size, size_
   const bool whole = fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == region->bytes();
   if (whole) region->map(fd);
   ::close(fd);
-  if (!whole || region->header().magic != magic || region->header().nonce != nonce) {
+  const bool ours = whole && region->header().magic == magic && region->header().nonce == nonce;
+  if (!ours || region->header().size != static_cast<uint32_t>(size) || region->header().slot_bytes != slot_bytes) {
     refuse("the region of this communicator at " + address, "another file",
            "The rank that made it is probably dead: see its own error.");
   }

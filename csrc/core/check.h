@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -41,5 +42,15 @@ class Error : public std::exception {
  private:
   std::string text_;
 };
+
+// For the doors from Python, which anybody may call: a ContractError, which is a ValueError, unless `fine`.
+template <class Got>
+void require(bool fine, const char* subject, const char* expected, const Got& got) {
+  if (fine) return;
+  std::ostringstream text;
+  text << got;
+  throw Error(Error::Kind::Contract, subject, expected, text.str(),
+              "Call the function of npuzero that stands before it, which checks what it is given.");
+}
 
 }  // namespace npuzero

@@ -8,7 +8,7 @@ namespace npuzero {
 // The integers are the Python side's too (npuzero/_native.py): append, never reorder.
 enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, i32 = 4, i64 = 5, u8 = 6, i16 = 7 };
 enum class Device : int { cpu = 0, cuda = 1, npu = 2 };
-constexpr int device_kinds = 3;
+constexpr int device_kinds = 3, dtype_kinds = 8;
 
 struct View {
   void* data = nullptr;

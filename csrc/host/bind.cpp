@@ -1,9 +1,12 @@
 #include "host/bind.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "host/pages.h"
 
 namespace py = pybind11;
@@ -15,7 +18,11 @@ void bind_host(py::module_& m) {
   py::module_ module = m.def_submodule("host", "Host memory whose pages come and go; see csrc/host/pages.h.");
   py::class_<Stock, std::shared_ptr<Stock>>(module, "Stock").def(py::init<>());
   py::class_<Pages>(module, "Pages", py::buffer_protocol(), "A buffer of bytes at a fixed address; released at first.")
-      .def(py::init<std::shared_ptr<Stock>, size_t>(), py::arg("stock"), py::arg("nbytes"))
+      .def(py::init([](std::shared_ptr<Stock> stock, size_t nbytes) {
+             require(nbytes <= PTRDIFF_MAX / 2, "pages: nbytes", "what memory can hold", nbytes);
+             return new Pages(std::move(stock), nbytes);
+           }),
+           py::arg("stock").none(false), py::arg("nbytes"))
       .def("restore", &Pages::restore, "Have memory behind the address; its contents are undefined.")
       .def("release", &Pages::release, "Give the memory back; the address stays.")
       .def_buffer([](Pages& pages) {

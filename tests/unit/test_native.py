@@ -74,8 +74,10 @@ def test_a_device_without_kernels_says_so() -> None:
     with pytest.raises(KernelUnavailable, match="expected one of cpu, cuda, npu; got meta"):
         ops.norm(torch.empty(3, device="meta"), torch.empty(2, device="meta"))
     npu = _C.View(0, 0, 0, _native.DEVICES["npu"])
+    room = torch.empty(2, dtype=torch.float64)
+    out = _C.View(room.data_ptr(), 2, _native.DTYPES[torch.float64], _native.DEVICES["npu"])
     with pytest.raises(KernelUnavailable, match="norm: expected a kernel for npu") as caught:
-        _C.norm(npu, npu, npu, None, 1.0, 0)
+        _C.norm(npu, out, out, None, 1.0, 0)
     assert caught.value.do
 
 
