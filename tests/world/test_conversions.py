@@ -19,7 +19,11 @@ from npuzero.comm import World
 from world.toy import ToyGPT, build
 from world.train import Session, State, check
 
-every_plan = pytest.mark.parametrize("plan", npuzero.PRESETS)
+#: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
+PLANS = ("zero1", "zero3", "hpz", "hsdp")
+every_plan = pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
+)
 
 #: Each says where the model is and what it is already.
 NOTHING: tuple[Callable[[nn.Module], object], ...] = (
