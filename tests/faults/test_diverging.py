@@ -217,6 +217,7 @@ def _at(place: str, number: int, *ranks: int) -> Meeting:
         ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 0, 1), b=1)], [0, 1]),
         ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 0, 1), b=1, a=1)], []),  # rank 1 has started a
         ([_slot(_at("a", 2, 0, 1), a=2), _slot(_at("a", 1, 0, 1), a=1)], []),  # the first is about to be done
+        ([_slot(_at("a", 2, 0, 1), a=2), _slot(_at("b", 1, 0, 1), b=1, a=1)], [0, 1]),  # it has done the first alone
         ([_slot(_at("a", 1, 0, 1), a=1), Slot((), {}, "has ended")], [0]),
         ([_slot(_at("a", 1, 0, 1), a=1), Slot((), {"a": 1}, "has ended")], []),
         ([_slot(_at("a", 1, 0, 1), a=1), _slot(_at("b", 1, 1, 2), b=1), NOWHERE], []),
