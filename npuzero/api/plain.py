@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from npuzero import ops
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
-from npuzero.ops.lazy import settled
+from npuzero.ops.storage.lazy import settled
 from npuzero.optim import MOMENT_DTYPES, MOMENTS, Range, Rows, TakenSteps, segments
 
 Options = dict[str, Any]

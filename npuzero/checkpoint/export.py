@@ -26,7 +26,7 @@ from npuzero.checkpoint.source import Source, Wanted
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.errors import CheckpointError, ConfigError, StorageError
 from npuzero.memory import zeros
-from npuzero.ops.lazy import settled
+from npuzero.ops.storage.lazy import settled
 from npuzero.shard.engine import PIECE, Engine
 from npuzero.shard.extra import is_extra
 from npuzero.shard.layout import overlap

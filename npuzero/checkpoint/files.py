@@ -23,7 +23,7 @@ from torch import Tensor
 
 from npuzero.checkpoint.archive import chain, head_and_tail
 from npuzero.errors import CheckpointError
-from npuzero.ops.lazy import settled
+from npuzero.ops.storage.lazy import settled
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = 1

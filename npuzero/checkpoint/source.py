@@ -24,7 +24,7 @@ from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.files import MANIFEST, METADATA, Manifest, as_bytes, damaged, decode, missing, read
 from npuzero.checkpoint.metadata import Chunk, Index, Tensors
 from npuzero.errors import CheckpointError
-from npuzero.ops.lazy import lazy
+from npuzero.ops.storage.lazy import lazy
 
 
 @dataclass(frozen=True)

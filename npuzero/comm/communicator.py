@@ -21,7 +21,7 @@ import torch
 
 from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
 from npuzero.errors import ContractError
-from npuzero.ops.lazy import lazy
+from npuzero.ops.storage.lazy import lazy
 
 #: Dtypes a sum may travel in. all_reduce also takes those of INTEGERS, and float64.
 WIRES = (torch.float32, torch.bfloat16, torch.float16)

@@ -29,7 +29,7 @@ from npuzero.comm.communicator import INTEGERS, WIRES, Communicator, Handle
 from npuzero.comm.lane import HostLane
 from npuzero.comm.world import ProcessWorld
 from npuzero.errors import CollectiveError, ContractError
-from npuzero.ops.lazy import settled
+from npuzero.ops.storage.lazy import settled
 
 NAME = "shm"
 

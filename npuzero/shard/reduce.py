@@ -21,8 +21,8 @@ from npuzero import observe, ops
 from npuzero.comm import Communicator, Handle
 from npuzero.errors import ConfigError
 from npuzero.memory import Pool, Space
-from npuzero.ops.lazy import settled
 from npuzero.ops.pack import pack_unchecked
+from npuzero.ops.storage.lazy import settled
 from npuzero.plan import Axes, Plan, axes_between, axes_beyond
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import Flat, GradientState, Unit

@@ -30,7 +30,7 @@ from npuzero import ops
 from npuzero.errors import StateError
 from npuzero.memory import Source, Space, Transient, zeros
 from npuzero.ops import storage
-from npuzero.ops.lazy import settled
+from npuzero.ops.storage.lazy import settled
 from npuzero.plan import Plan
 from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npuzero import ContractError, ops
-from npuzero.ops.lazy import settled
+from npuzero.ops.storage.lazy import settled
 
 
 def lazily_negative(values: torch.Tensor) -> torch.Tensor:
