@@ -308,5 +308,12 @@ def _encode_tensor(tensor: Tensor) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """What :func:`encode` wrote. Its checksum was verified."""
+    """What :func:`encode` wrote. Its checksum was verified.
+
+    Raises:
+        ValueError: it has a bytearray; torch lets a pickle ask for one of any length.
+        Exception: whatever else torch.load makes of broken bytes.
+    """
+    if b"\nbytearray\n" in raw:  # as a pickle names the type
+        raise ValueError("a bytearray, which could take any amount of memory; bytes may stand in its place")
     return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)

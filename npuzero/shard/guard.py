@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -243,15 +242,15 @@ class CutGradient(Tensor):
     #: The gradient itself, or a StateError that says why not and what to do.
     whole: Callable[[], Tensor]
     _added: Tensor | None
-    _parameter: weakref.ref[Tensor]
+    #: The parameter; no reference to it, not even a weak one: torch.utils.swap_tensors refuses what has any.
+    _find: Callable[[], Tensor | None]
     _detached: bool  # as zero_grad does before it writes zeros
 
     @staticmethod
-    def __new__(cls, parameter: Tensor) -> CutGradient:
+    def __new__(cls, parameter: Tensor, find: Callable[[], Tensor | None]) -> CutGradient:
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
         marker: CutGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        marker._added = None
-        marker._parameter, marker._detached = weakref.ref(parameter), False
+        marker._added, marker._find, marker._detached = None, find, False
         return marker
 
     @classmethod
@@ -290,7 +289,7 @@ class CutGradient(Tensor):
 
     def _drop(self) -> None:
         self._detached = False
-        parameter = self._parameter()
+        parameter = self._find()
         if parameter is not None and parameter.grad is self:
             parameter.grad = None
 

@@ -21,6 +21,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -228,7 +229,11 @@ class Flat:
             self.transient.release()
         if self.trainable:
             self.gradient_memory.release()
-            self.markers = [guard.CutGradient(parameter) for parameter in self.parameters]
+            flat_of = weakref.ref(self)
+            self.markers = [
+                guard.CutGradient(parameter, partial(_parameter_of, flat_of, i))
+                for i, parameter in enumerate(self.parameters)
+            ]
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
         """Take whole values, one per slot. The peak beyond what rests is the whole flat in float32.
@@ -366,6 +371,11 @@ class Flat:
                 start = self.shard(part)[0]
                 begin, end = overlap((slot.begin, slot.end), self.shard(part))
                 buffer[begin - start : end - start].zero_()
+
+
+def _parameter_of(flat_of: weakref.ref[Flat], i: int) -> Tensor | None:
+    flat = flat_of()
+    return None if flat is None else flat.parameters[i]
 
 
 def _copy_rounded(values: Tensor, target: Tensor) -> None:

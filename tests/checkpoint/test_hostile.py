@@ -399,16 +399,27 @@ def test_a_hostile_item_is_refused(case: str | None, tmp_path: Path, monkeypatch
     assert not (tmp_path / "evil").exists()
 
 
-def test_an_item_that_unpacks_to_more_than_it_is_is_refused(trained: Trained, tmp_path: Path) -> None:
-    """Compressed, or the same bytes under many names; its checksums are right."""
+def compressed() -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 24))
+    return written.getvalue()
+
+
+BOMBS = {
+    "compressed": compressed(),
+    "a bytearray": stored_tensor(b"\x80\x02cbuiltins\nbytearray\nJ\0\0\0\x40\x85R."),
+}
+
+
+@pytest.mark.parametrize("reason", BOMBS)
+def test_an_item_that_unpacks_to_more_than_it_is_is_refused(reason: str, trained: Trained, tmp_path: Path) -> None:
+    """Its checksums are right."""
     path = trained.save(tmp_path)
     index = pickle.loads((path / ".metadata").read_bytes())
     whole = (path / "__0_0.distcp").read_bytes()
     place = index.storage_data[dcp.MetadataIndex("step")]
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(1 << 24))
-    bomb = written.getvalue()
+    bomb = BOMBS[reason]
     offsets = sorted({info.offset for info in index.storage_data.values()})
     after = place.offset + place.length
     for info in index.storage_data.values():
@@ -422,5 +433,5 @@ def test_an_item_that_unpacks_to_more_than_it_is_is_refused(trained: Trained, tm
     forge(path, "__0_0.distcp", data)
     forge(path, "__0_0.crc32", bytes(table))
     forge(path, ".metadata", pickle.dumps(index))
-    with pytest.raises(CheckpointError, match=r"item step.*compressed"):
+    with pytest.raises(CheckpointError, match=f"item step.*{reason}"):
         trained.load(path)

@@ -140,7 +140,8 @@ def test_options_that_contradict_each_other(tmp_path: Path, monkeypatch: pytest.
         example.check(example.Options(resume=True))
     with pytest.raises(npuzero.ConfigError, match="--precision"):
         example.check(example.Options(precision="fp12"))
-    (tmp_path / "step-00000002").mkdir()
+    model = npuzero.zero(torch.nn.Linear(2, 2), world=npuzero.comm.SingleWorld())
+    npuzero.checkpoint.save(tmp_path, model, step=2)
     with pytest.raises(npuzero.ConfigError, match="step-00000002, of another run"):
         example.check(example.Options(checkpoint_dir=str(tmp_path)))
     example.check(example.Options(checkpoint_dir=str(tmp_path), resume=True))

@@ -46,6 +46,7 @@ def lines(draw: st.DrawFn) -> list[Part]:
     address = 1 << 40
     for size, elements in items:
         address += draw(st.sampled_from([0, 4, 32, 508, 512]))
+        address += -address % size
         for i in draw(st.permutations(range(len(counts)))):
             parts[i] = Part(counts[i], (*parts[i].written, (address, size, elements)))
             address += -(-counts[i] // elements) * size + draw(st.sampled_from([0, 0, 4, 28, 512]))
