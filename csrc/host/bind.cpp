@@ -19,7 +19,7 @@ void bind_host(py::module_& m) {
   py::class_<Stock, std::shared_ptr<Stock>>(module, "Stock").def(py::init<>());
   py::class_<Pages>(module, "Pages", py::buffer_protocol(), "A buffer of bytes at a fixed address; released at first.")
       .def(py::init([](std::shared_ptr<Stock> stock, size_t nbytes) {
-             require(nbytes <= PTRDIFF_MAX / 2, "pages: nbytes", "what memory can hold", nbytes);
+             require(nbytes <= PTRDIFF_MAX - (1 << 30), "pages: nbytes", "what memory can hold", nbytes);
              return new Pages(std::move(stock), nbytes);
            }),
            py::arg("stock").none(false), py::arg("nbytes"))
