@@ -169,10 +169,21 @@ def _tidy(folder: Path, target: Path) -> None:
                     do="Wait for that job or end it, or save into another folder.",
                     owner=str(who),
                 )
-            if fate is Fate.DEAD:
+            if fate is Fate.DEAD or (who is None and _is_bare(path, written)):
                 shutil.rmtree(written, ignore_errors=True)
                 if not written.exists():
                     path.unlink(missing_ok=True)
+
+
+def _is_bare(claim: Path, written: Path) -> bool:
+    """Whether a claim is empty and there is nothing that it is for: its process was killed as it made it.
+
+    Or is making it at this moment: then it makes another.
+    """
+    try:
+        return not os.path.lexists(written) and claim.lstat().st_size == 0
+    except FileNotFoundError:
+        return True
 
 
 def keep_last(folder: Path, count: int, newest: Path) -> None:

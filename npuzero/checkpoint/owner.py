@@ -74,15 +74,28 @@ class Claim:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        _held.add(str(path))
+        words = json.dumps(asdict(Owner.here())).encode()
+        self._make(words)
+        while not self._is_there():  # somebody took it, empty as it was, for what a killed process had left
+            self.release(forget=False)
+            self._make(words)
+
+    def _make(self, words: bytes) -> None:
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        _held.add(str(self.path))
         try:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # somebody may be looking at it: that is short
-            os.write(self._descriptor, json.dumps(asdict(Owner.here())).encode())
+            os.write(self._descriptor, words)
         except OSError:
             self.release()
             raise
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def release(self, *, forget: bool = True) -> None:
         """Let go; ``forget`` the file, or leave it to say that nobody writes here any more. Idempotent."""

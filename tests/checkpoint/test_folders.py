@@ -230,6 +230,30 @@ def test_claims_that_nobody_can_read_are_in_nobodys_way(words: bytes, tmp_path: 
     Training(comm.SingleWorld(), "zero3").save(tmp_path, 8)
 
 
+def test_a_claim_of_nothing_by_nobody_goes(tmp_path: Path) -> None:
+    """As a process leaves it that is killed in the moment in which it makes its claim."""
+    (tmp_path / ".partial-step-00000007-0123456789abcdef.owner").touch()
+    Training(comm.SingleWorld(), "zero3").save(tmp_path, 8)
+    assert names(tmp_path) == ["step-00000008"]
+
+
+def test_a_claim_that_was_taken_for_a_dead_ones_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "claim.owner", os.write
+    taken = []
+
+    def slowly(descriptor: int, words: bytes) -> int:
+        if not taken:
+            taken.append(path.unlink())
+        return write(descriptor, words)
+
+    monkeypatch.setattr(os, "write", slowly)
+    claim = owner.Claim(path)
+    assert taken
+    assert owner.look(path)[0] is owner.Fate.ALIVE
+    claim.release()
+    assert not path.exists()
+
+
 def test_another_job_that_was_quicker_keeps_its_checkpoint(tmp_path: Path) -> None:
     first, second = folder.Partial(tmp_path / "a", 5), folder.Partial(tmp_path / "b", 5)
     second._target, second._folder = first._target, first._folder
