@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import TypeVar
 
 import torch
@@ -352,6 +353,8 @@ class Flat:
             StateError: somebody else put a gradient there.
         """
         found = [parameter.grad for parameter in self.parameters]
+        if all(map(is_, found, self.markers)):  # as nearly always; asked several times a step
+            return [True] * len(found)
         for i, (gradient, marker) in enumerate(zip(found, self.markers, strict=True)):
             if gradient is not None and gradient is not marker:
                 raise StateError(

@@ -187,14 +187,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "checkpoint/safe_pickle.py",
         "        if known != len(values):\n",
         "        if False:\n",
-        (f"{HOSTILE}[fields of a stranger-manifest]",),
+        (f"{HOSTILE}[fields of a stranger]",),
     ),
     Mutant(
         "an index announces a tensor of terabytes",
         "checkpoint/metadata.py",
         "if numel * described.properties.dtype.itemsize > info.length:",
         "if False:",
-        (f"{HOSTILE}[a tensor of 4 TiB in 64 bytes-manifest]",),
+        (f"{HOSTILE}[a tensor of 4 TiB in 64 bytes]",),
     ),
     Mutant(
         "a manifest lists a file above its folder",
