@@ -161,7 +161,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the leftovers of a dead job stay for ever",
         "checkpoint/folder.py",
-        "if fate is Fate.DEAD:",
+        "if fate is Fate.DEAD or (who is None and _is_bare(path, written)):",
         "if False:",
         ("checkpoint/test_folders.py::test_what_a_dead_job_left_goes",),
     ),
