@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import npuzero
 from npuzero import Settings
-from world.test_behaviour import BranchingBlock, BranchingGPT, micro_batches_that_change_in_number
+from world.test_behaviour import BranchingBlock, BranchingGPT, micro_batches_that_change_in_number, steps
 from world.toy import ToyGPT, loss_of, tokens_of
 from world.train import Session, State, assert_same_bits, check, run_cut
 
@@ -23,15 +23,6 @@ PLANS = ("zero0", "zero1", "zero3", "hsdp")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
 )
-
-
-def steps(session: Session, passes: Callable[[int], None], count: int = 3) -> None:
-    """``count`` steps of AdamW after the backward passes that ``passes(step)`` makes."""
-    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
-    for step in range(count):
-        passes(step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 # -- a unit that has its gradient, and is not used again ---------------------------------------------------------------
