@@ -19,6 +19,8 @@ class Draws {
     pipe.InitBuffer(arrays_, kArrays * stride_ * 4);
     pipe.InitBuffer(places_, tile * 4);
     pipe.InitBuffer(bits_, tile * 4);
+    read_ = pipe.AllocEventID<HardEvent::V_S>();
+    begun_ = pipe.AllocEventID<HardEvent::S_V>();
     Duplicate(At(kByte), 0xff, stride_);
     Duplicate(At(kHalf), 0xffff, stride_);
   }
@@ -82,11 +84,20 @@ class Draws {
     Duplicate(At(3), static_cast<int32_t>(stream >> 16), lanes_);
     Duplicate(At(0), static_cast<int32_t>(step & 0xffff), lanes_);
     Duplicate(At(1), static_cast<int32_t>(step >> 16), lanes_);
-    CreateVecIndex(At(6), static_cast<int32_t>(first & 0xffff), static_cast<uint32_t>(lanes_));
+    CountFrom(At(6), static_cast<int32_t>(first & 0xffff), lanes_);
     PipeBarrier<PIPE_V>();
     Carry(7, 6, static_cast<int32_t>((first >> 16) & 0xffff));
     Carry(4, 7, static_cast<int32_t>((first >> 32) & 0xffff));
     Carry(5, 4, static_cast<int32_t>((first >> 48) & 0xffff));
+  }
+
+  // first, first + 1, ...: of which the scalar unit stores the beginning.
+  __aicore__ inline void CountFrom(const LocalTensor<int32_t>& to, int32_t first, int32_t count) {
+    SetFlag<HardEvent::V_S>(read_);
+    WaitFlag<HardEvent::V_S>(read_);
+    CreateVecIndex(to, first, static_cast<uint32_t>(count));
+    SetFlag<HardEvent::S_V>(begun_);
+    WaitFlag<HardEvent::S_V>(begun_);
   }
 
   // upper = half + what array `lower` has beyond 16 bits, and that taken away there.
@@ -175,7 +186,7 @@ class Draws {
     phase_ = phase;
     const int32_t count = tile_;
     const LocalTensor<int32_t> places = places_.Get<int32_t>(), eighth = bits_.Get<int32_t>(), half = At(kSet);
-    CreateVecIndex(places, phase, static_cast<uint32_t>(count));
+    CountFrom(places, phase, count);
     PipeBarrier<PIPE_V>();
     ShiftRight(eighth, places, 3, count);
     ShiftRight(half, places, 1, count);
@@ -193,6 +204,7 @@ class Draws {
   }
 
   TBuf<TPosition::VECCALC> arrays_, places_, bits_;
+  TEventID read_, begun_;
   int32_t tile_, stride_, lanes_, phase_ = -1;
 };
 

@@ -133,6 +133,22 @@ MUTANTS = (
         "ShiftRight(t, At(to + i), 16, lanes_);",
         "race",
     ),
+    Mutant(
+        "an index begins before vectors are done with its place",
+        "cast",
+        "philox.h",
+        "SetFlag<HardEvent::V_S>(read_);\n    WaitFlag<HardEvent::V_S>(read_);",
+        "",
+        "race",
+    ),
+    Mutant(
+        "an index is read before the scalar unit has begun it",
+        "cast",
+        "philox.h",
+        "SetFlag<HardEvent::S_V>(begun_);\n    WaitFlag<HardEvent::S_V>(begun_);",
+        "",
+        "race",
+    ),
     # queues
     Mutant("a forgotten Free of what was loaded", "pack", "pack.cpp", "in_.FreeTensor(in);", "", "queue"),
     Mutant("a forgotten Free of what was stored", "cast", "cast.cpp", "out_.FreeTensor(out);", "", "queue"),

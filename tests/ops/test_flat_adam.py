@@ -321,7 +321,7 @@ def test_uncovered_elements_are_neither_read_nor_written() -> None:
 
 
 @pytest.mark.parametrize(("flag", "skips"), [(0.0, False), (-0.0, False), (1.0, True), (torch.nan, True)])
-def test_skip_leaves_everything_as_it_was(flag: float, skips: bool) -> None:
+def test_skip_leaves_everything_as_it_was(isa: str, flag: float, skips: bool) -> None:
     buffers = {name: grid.Guarded.around(item.inner.nan_to_num(0, 1, 1), 0) for name, item in state(2000, BF16).items()}
     before = {name: item.inner.clone() for name, item in buffers.items()}
     update(buffers, torch.ones(2000), [replace(ADAMW, end=2000)], skip=torch.tensor([flag]))

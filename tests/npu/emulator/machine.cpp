@@ -309,6 +309,7 @@ class Core {
     for (int p = 0; p < pipes; ++p) {  // issued after what the scalar unit has waited for
       if (p != S) clock.seen[p] = std::max(clock.seen[p], clocks_[S].seen[p]);
     }
+    if (instruction.op == Op::index) clock.seen[S] = issued_[S];  // CreateVecIndex orders its own stores before it
     const auto touch = [&](const Operand& operand, int64_t bytes, bool writes) {
       if (bytes <= 0) return;
       if (operand.span.at % block) refuse(instruction.site, "alignment", "an address in UB off a 32-byte boundary");
@@ -535,8 +536,8 @@ class Core {
     const auto whole = [&](int k) { return std::pair{i.sources[k], i.count * bytes_of(i.sources[k].type)}; };
     switch (i.op) {
       case Op::load:
-      case Op::duplicate:
-      case Op::index: return {};
+      case Op::duplicate: return {};
+      case Op::index: return {{i.sources[0], block}};
       case Op::store: return {{i.sources[0], i.bytes}};
       case Op::gather: return {{i.sources[0], i.sources[0].span.bytes}, whole(1)};
       case Op::broadcast: return {{i.sources[0], i.count * bytes_of(i.target.type) / block * bytes_of(i.target.type)}};
@@ -568,6 +569,7 @@ class Core {
     const int64_t size = bytes_of(i.sources[k].type);
     if (i.op == Op::broadcast) return {n * size / block * size, size};
     if (i.op == Op::reduce_max) return {n * repeat, repeat};
+    if (i.op == Op::index) return {n * size % block, size};
     if (k == 1 && i.block_step != dense) return {block_at(i, n) * block + n * size % block, size};
     return {n * size, size};
   }
@@ -772,7 +774,7 @@ bool knows(const Instruction& i) {
     case Op::shift_left:
     case Op::shift_right: return same && (halves || target == Type::i32 || target == Type::u32);
     case Op::duplicate: return target != Type::u8;
-    case Op::index: return target == Type::i32 || target == Type::i16 || target == Type::f32;
+    case Op::index: return same && (target == Type::i32 || target == Type::f32);
     case Op::compare:
     case Op::compare_scalar:
       return target == Type::u8 && (source == Type::f32 || (source == Type::i32 && i.mode == 2));  // EQ
