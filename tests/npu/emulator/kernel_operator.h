@@ -336,10 +336,10 @@ inline void Duplicate(const LocalTensor<T>& dst, const T& scalarValue, const int
                    0);
 }
 
-// dst[i] = firstValue + i. On a 2201 this is no vector instruction: the first eight values are stores of the scalar unit
-// into UB, and vectors add up the rest from them. The call is taken to order its own additions after its own stores, and
-// nothing else: vectors that used dst before, and those that read its first values after, are ordered by the kernel's
-// flags (V to S, S to V), which --cce-auto-sync=off does not insert.
+// dst[i] = firstValue + i. On a 2201 this is no vector instruction: the first eight values are stores of the scalar
+// unit into UB, and vectors add up the rest from them. The call is taken to order its own additions after its own
+// stores, and nothing else: vectors that used dst before, and those that read its first values after, are ordered by
+// the kernel's flags (V to S, S to V), which --cce-auto-sync=off does not insert.
 template <typename T>
 inline void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, SITE) {
   static_assert(sizeof(T) == 4, "the first eight values are one block of 32 bytes");
