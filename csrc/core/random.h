@@ -1,4 +1,4 @@
-// Philox4x32-10 and the rounding that it is for; how elements share its draws is in ops/cast.h.
+// Philox4x32-10, the draws that ops/cast.h makes of it, and the rounding that they are for.
 #pragma once
 
 #include "core/numeric.h"
@@ -20,6 +20,33 @@ NPUZERO_INLINE void philox(uint64_t counter, uint32_t c2, uint32_t c3, uint64_t 
     k1 += 0xBB67AE85u;
   }
   words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
+}
+
+constexpr int64_t draw_columns = 2048;  // elements of a row of draws
+
+// What a column's or a row's word brings to its draws: 16 bits that are added, and others that are added and squared.
+struct DrawShare {
+  uint16_t added, squared;
+
+  NPUZERO_INLINE static DrawShare of_column(uint32_t word) {
+    return {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 17)};
+  }
+  NPUZERO_INLINE static DrawShare of_row(uint64_t row, uint32_t stream, uint32_t step, uint64_t seed) {
+    uint32_t words[4];
+    philox(row / 4, stream, step, seed, words);
+    const uint32_t word = words[row % 4];
+    return {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 19)};
+  }
+};
+
+// The words of columns 4 * i to 4 * i + 3.
+NPUZERO_INLINE void column_words(uint32_t i, uint64_t seed, uint32_t* words) {
+  philox(static_cast<uint64_t>(i) | 0xffffffff00000000u, 0, 0, seed, words);
+}
+
+NPUZERO_INLINE uint16_t draw(DrawShare column, DrawShare row) {
+  const uint16_t sum = static_cast<uint16_t>(column.squared + row.squared);  // less than 40960
+  return static_cast<uint16_t>(column.added + row.added + sum * sum);
 }
 
 // f32 to bf16, away from zero with the probability that the dropped bits give.

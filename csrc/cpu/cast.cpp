@@ -58,8 +58,9 @@ void cast(const CastArgs& args, Stream) {
       return each<F32, F32>(args, [](const float* in, float* out, int64_t n, int64_t) { tf32(in, out, n); });
     case Rounding::stochastic:
       return each<F32, BF16>(args, [&](const float* in, uint16_t* out, int64_t n, int64_t first) {
-        Halves halves;
-        stochastic(in, out, n, Draws{args.seed, 0, 0}.from(args.offset + static_cast<uint64_t>(first), halves));
+        alignas(cache_line) uint16_t draws[tile];
+        Draws{args.seed, 0, 0}.make(args.offset + static_cast<uint64_t>(first), draws, n);
+        stochastic(in, out, n, draws);
       });
   }
 }

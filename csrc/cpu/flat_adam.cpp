@@ -108,8 +108,9 @@ struct Walk {
   float scale;
   uint64_t seed;
 
-  const uint16_t* draws(uint32_t stream, int64_t begin, uint16_t* halves) const {
-    return Draws{seed, stream, group.step}.from(static_cast<uint64_t>(part.place + begin), halves);
+  const uint16_t* draws(uint32_t stream, int64_t begin, int64_t n, uint16_t* room) const {
+    Draws{seed, stream, group.step}.make(static_cast<uint64_t>(part.place + begin), room, n);
+    return room;
   }
 };
 
@@ -123,7 +124,7 @@ void step(const Walk& walk, const typename Grad::Bits* grad, uint16_t* low, int6
     convert<F32, F16>(static_cast<const float*>(part.master) + begin, low, n);
   } else {
     alignas(cache_line) float room[5][tile];
-    Halves halves;
+    alignas(cache_line) uint16_t draws[tile];
     using Seen = std::conditional_t<std::is_same_v<Grad, F16>, F32, Grad>;
     const typename Seen::Bits* g;
     if constexpr (std::is_same_v<Grad, F16>) {
@@ -153,12 +154,12 @@ void step(const Walk& walk, const typename Grad::Bits* grad, uint16_t* low, int6
     if (part.remainder) {
       split(p, upper, part.remainder + begin, n);
     } else if (!wide) {
-      round_stochastically(p, upper, walk.draws(part.stream, begin, halves), n);
+      round_stochastically(p, upper, walk.draws(part.stream, begin, n, draws), n);
     }
     if (part.moment_dtype != Dtype::f32) {
       rounded<true>(part.exp_avg, part.moment_dtype, begin, n, m, nullptr);
       rounded<false>(part.exp_avg_sq, part.moment_dtype, begin, n, v,
-                     walk.draws(part.stream + 0x80000000u, begin, halves));
+                     walk.draws(part.stream + 0x80000000u, begin, n, draws));
       if (walk.group.amsgrad) rounded<false>(part.max_exp_avg_sq, part.moment_dtype, begin, n, max_v, nullptr);
     }
   }

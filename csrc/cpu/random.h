@@ -1,8 +1,8 @@
 // The draws of ops/cast.h, a tile at a time.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "core/random.h"
 #include "cpu/write.h"
@@ -10,28 +10,50 @@
 namespace npuzero::cpu {
 inline namespace NPUZERO_ISA {
 
-// What a draw depends on, beside the element's place.
-struct Draws {
+// All columns' shares.
+struct Columns {
   uint64_t seed;
-  uint32_t stream, step;  // the counter's words 2 and 3
+  uint16_t added[draw_columns], squared[draw_columns];
 
-  static constexpr int64_t each = 8;  // elements that one block serves, 16 bits each
-  static constexpr int64_t blocks = tile / each + 1;
-
-  // The elements' bits from `place` on, for a tile at most, somewhere in `halves`.
-  const uint16_t* from(uint64_t place, uint16_t* halves) const {
-    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a word comes first");
-    uint32_t words[4 * blocks];
+  explicit Columns(uint64_t seed) : seed(seed) {
+    uint32_t words[draw_columns];
 #pragma omp simd
-    for (int64_t i = 0; i < blocks; ++i) {
-      philox(place / each + static_cast<uint64_t>(i), stream, step, seed, words + 4 * i);
+    for (int64_t i = 0; i < draw_columns / 4; ++i) column_words(static_cast<uint32_t>(i), seed, words + 4 * i);
+    for (int64_t i = 0; i < draw_columns; ++i) {
+      const DrawShare share = DrawShare::of_column(words[i]);
+      added[i] = share.added, squared[i] = share.squared;
     }
-    std::memcpy(halves, words, sizeof words);
-    return halves + place % each;
+  }
+
+  // Each thread keeps those of the seed that it saw last: to make them takes as long as to round some thousand
+  // elements.
+  static const Columns& of(uint64_t seed) {
+    thread_local Columns columns(seed);
+    if (columns.seed != seed) columns = Columns(seed);
+    return columns;
   }
 };
 
-using Halves = uint16_t[Draws::each * Draws::blocks];
+// What a draw depends on, beside the element's place.
+struct Draws {
+  uint64_t seed;
+  uint32_t stream, step;
+
+  // Those of n elements from `place` on.
+  void make(uint64_t place, uint16_t* __restrict draws, int64_t n) const {
+    const Columns& columns = Columns::of(seed);
+    for (int64_t i = 0; i < n;) {
+      const DrawShare row = DrawShare::of_row((place + i) / draw_columns, stream, step, seed);
+      const int64_t first = static_cast<int64_t>((place + i) % draw_columns);
+      const int64_t count = std::min(n - i, draw_columns - first);
+      const uint16_t* __restrict added = columns.added + first;
+      const uint16_t* __restrict squared = columns.squared + first;
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) draws[i + j] = draw(DrawShare{added[j], squared[j]}, row);
+      i += count;
+    }
+  }
+};
 
 }  // namespace NPUZERO_ISA
 }  // namespace npuzero::cpu

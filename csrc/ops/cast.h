@@ -6,12 +6,21 @@
 //               round to nearest, ties away from zero"); a finite value may round to infinity; denormals round as the
 //               fixed-point numbers they are
 //   stochastic  f32 -> bf16: the 16 low bits of f32's pattern are the probability (in 1/65536) of the neighbour farther
-//               from zero: pattern = (pattern + r) >> 16. A draw of Philox4x32-10 (Salmon, Moraes, Dror, Shaw:
-//               "Parallel random numbers: as easy as 1, 2, 3", SC 2011) serves 8 elements with 16 bits each. With index
-//               = offset
-//               + i: the counter is (block mod 2^32, block div 2^32, 0, 0), block = index div 8; the key (seed mod
-//               2^32, seed div 2^32); r is the low half of word (index mod 8) div 2 where index is even, else the high
-//               half. So the result depends on the element's place in the whole alone, not on threads, cut or device.
+//               from zero: pattern = (pattern + r) >> 16, with the draw r of index = offset + i
+//
+// Draws. Places stand in rows of 2048, index = 2048 * row + column. With philox that of Philox4x32-10 (Salmon, Moraes,
+// Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011), under the key (seed mod 2^32, seed div 2^32):
+//   C = word (column mod 4) of philox(column div 4, 2^32 - 1, 0, 0)
+//   R = word (row mod 4) of philox((row div 4) mod 2^32, (row div 4) div 2^32, stream, step), both 0 in a cast
+//   l = (C >> 17) + (R >> 19)
+//   r = (C + R + l * l) mod 2^16
+// So a draw is five operations of 32 bits, none of which overflows 31 where C and R are cut to 16 bits first, or four
+// of 16 bits; no row's counter is a column's, as row div 4 is below 2^50. If all words are independent and uniform, so
+// are any three draws: the low halves of C and R, which are in no l, make them so whatever the l are, as three places
+// in a table of rows and columns close no cycle (tabulation: Carter, Wegman: "Universal classes of hash functions",
+// JCSS 18, 1979). Hence what stochastic rounding adds to a sum has mean zero and the variance of independent draws. The
+// sum alone would give the fourth corner of a rectangle by the other three; the square moves it by 2 (a - a') (x - x').
+// The result depends on seed and the element's place in the whole alone, not on threads, cut or device.
 //
 // Contract
 //   source and target have n elements and do not overlap; tf32 may be in place

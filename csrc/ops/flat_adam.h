@@ -43,9 +43,8 @@
 //             is lost as a whole
 // Widening what was rounded and rounding it again gives the same values. No division, no table, no float operation.
 //
-// Draws are Philox4x32-10 blocks as in ops/cast.h, with index = place + i for element i of a part, key seed, and the
-// counter (block mod 2^32, block div 2^32, stream, step); stream + 2^31 for v. So they depend on seed, step, stream
-// (which parameter) and place (in that parameter) alone, not on cut, threads or device.
+// Draws are those of ops/cast.h, with index = place + i for element i of a part; stream + 2^31 for v. So they depend on
+// seed, step, stream (which parameter) and place (in that parameter) alone, not on cut, threads or device.
 //
 // Contract
 //   each of p, m, v, max_v: count elements of each part, in place; max_v null unless group.amsgrad; m, v and max_v of a

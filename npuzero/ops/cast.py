@@ -31,8 +31,10 @@ def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", see
             away from zero, as flat_adam's copies of masters); "tf32" (10 bits of mantissa, to nearest, ties away from
             zero, as PTX's cvt.rna.tf32.f32; may be in place); "stochastic" (up or down with the probability that keeps
             the mean).
-        seed: "stochastic" only: key of Philox4x32-10, 0 to 2^64 - 1.
-        offset: "stochastic" only: place of src[0] in the whole; an element's draw depends on seed and place.
+        seed: "stochastic" only, 0 to 2^64 - 1: key of the Philox4x32-10 (Salmon et al., SC 2011) behind the draws.
+        offset: "stochastic" only: place of src[0] in the whole. An element's 16 random bits depend on seed and place
+            alone, being made of a word of its row (2048 places) and one of its column; those of any three elements are
+            independent (csrc/ops/cast.h).
 
     Raises:
         ContractError: wrong dtype, device, length or range, or shared memory.

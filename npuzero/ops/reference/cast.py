@@ -5,6 +5,7 @@ import torch
 from npuzero.ops import storage
 
 _LOW32 = 0xFFFFFFFF
+_COLUMNS = 2048  # csrc/ops/cast.h
 
 
 @torch.no_grad()
@@ -31,10 +32,21 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
-    """Sixteen random bits for each element by its place in the whole; int64[n] in and out."""
-    words = torch.stack(philox(place // 8, seed, stream, step))
-    word = words.gather(0, (place % 8 // 2).unsqueeze(0)).squeeze(0)
-    return torch.where(place % 2 == 0, word & 0xFFFF, word >> 16)
+    """Sixteen random bits for each element by its place in the whole, of its column's word and its row's; int64 in and
+    out."""
+    columns = torch.arange(_COLUMNS, device=place.device)
+    column = _word(columns % 4, philox(columns // 4 - 2**32, seed))[
+        place % _COLUMNS
+    ]  # the counter's word 1 is 2^32 - 1
+    rows, of_place = torch.unique(place // _COLUMNS, return_inverse=True)
+    row = _word(rows % 4, philox(rows // 4, seed, stream, step))[of_place]
+    line = (column >> 17) + (row >> 19)
+    return (column + row + line * line) & 0xFFFF
+
+
+def _word(which: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
+    """Of each block's four words one."""
+    return torch.stack(words).gather(0, which.unsqueeze(0)).squeeze(0)
 
 
 def philox(counter: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> list[torch.Tensor]:
