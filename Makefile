@@ -62,7 +62,7 @@ test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernel
 
 # The npu kernels, compiled for this machine, in an emulator that checks what a device would not: docs/npu.md.
 emulate: $(VENV)/.installed-dev  ## the npu kernels in an emulator: op tests under all schedules, mutants, counts (g++)
-	$(PYTEST) --dist worksteal $(addprefix tests/npu/test_,kernels.py mutants.py sources.py tiling.py) $(ARGS)
+	$(PYTEST) --dist worksteal $(addprefix tests/npu/test_,figures.py kernels.py mutants.py sources.py tiling.py) $(ARGS)
 	EMULATED_NPU=1 $(PYTEST) --dist worksteal tests/ops -k emulated $(ARGS)
 	PYTHONPATH=.:tests $(PY) -m npu.figures --out $(RESULTS)/npu/counts.json
 

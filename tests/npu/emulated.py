@@ -118,7 +118,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the kernels did since it was last asked: bytes of GM, copies, vector instructions and their repeats."""
+    """What the kernels did since it was last asked: emulator/run.h."""
 
     loaded: int
     stored: int
@@ -126,6 +126,8 @@ class Counts:
     vector_instructions: int
     repeats: int
     slow_repeats: int
+    conflicts: int
+    steps: int
     scalar_accesses: int
     ub_bytes: int
     launches: int

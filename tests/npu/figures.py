@@ -2,16 +2,21 @@
 
     PYTHONPATH=.:tests python -m npu.figures --out benchmarks/results/npu/counts.json
 
-Counts are exact. Times are arithmetic and no measurement: bytes at 1.6 TB/s; vector instructions at one repeat of 256
-bytes a cycle, division and square root at a quarter of that, 1.8 GHz, 48 cores; starting an instruction is not in it.
+Counts are exact, of what one more element costs and of what every launch costs. Times are arithmetic and no
+measurement, from rates that documentation and public benchmarks give or suggest: bytes at 1.6 TB/s; on each of 48
+cores at 1.8 GHz one repeat of 256 bytes a cycle, division and square root four, one more where the two sources of a
+repeat meet in a group of UB's banks, STEP cycles for every vector instruction that waits for an earlier one, ACCESS
+cycles for every number that the scalar unit reads or writes in UB. What a core moves, computes and reads is taken to
+overlap without loss.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,15 +26,18 @@ from npu.exercise import ADAMW, BF16, CODES, F16, F32
 from npuzero import _native, ops
 from npuzero.ops import storage
 
-CORES, HERTZ, BYTES_PER_SECOND, SLOW = 48, 1.8e9, 1.6e12, 4
-NUMEL = CORES * 4 * 4096 + 1001  # several tiles a core, and a tail
-PADDED = -(-NUMEL // 512) * 512  # of a flat
+CORES, HERTZ, BYTES_PER_SECOND, NUMEL = 48, 1.8e9, 1.6e12, 10**9
+SLOW, STEP, ACCESS = 4, 20, 20  # cycles
+SHORT = 131072  # elements of the shorter of two calls on one core, of which the longer one does more of the same
 
 
-def _flat(dtype: torch.dtype, numel: int = NUMEL) -> torch.Tensor:
+def _flat(dtype: torch.dtype, numel: int) -> torch.Tensor:
     """At an address as a device's allocator has them, so that counts do not depend on this machine's."""
     room = torch.ones(numel + 512, dtype=dtype)
     return room[-room.data_ptr() % 512 // room.element_size() :][:numel]
+
+
+Call = Callable[[int], None]  # of a number of elements
 
 
 def _adam(
@@ -39,41 +47,41 @@ def _adam(
     *,
     moments: torch.dtype = F32,
     amsgrad: bool = False,
-) -> Callable[[], None]:
-    def call() -> None:
+) -> Call:
+    def call(n: int) -> None:
         master = F32 if masters == "fp32" else BF16
-        named = {"master": _flat(master, PADDED)}
+        named = {"master": _flat(master, n)}
         for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad):
-            named[name] = _flat(moments, storage.stored_numel(PADDED, moments)).zero_()
+            named[name] = _flat(moments, storage.stored_numel(n, moments)).zero_()
         if masters == "split":
-            named["remainder"] = _flat(torch.int16, PADDED)
+            named["remainder"] = _flat(torch.int16, n)
         if low is not None:
-            named["low"] = _flat(low, PADDED)
-        segment = replace(ADAMW, end=NUMEL, amsgrad=amsgrad)
+            named["low"] = _flat(low, n)
+        segment = replace(ADAMW, end=n, amsgrad=amsgrad)
         scalars = {"grad_scale": torch.ones(1), "skip": torch.zeros(1)}
-        ops.flat_adam(grad=_flat(grad, PADDED), segments=[segment], **scalars, **named)
+        ops.flat_adam(grad=_flat(grad, n), segments=[segment], **scalars, **named)
 
     return call
 
 
-def _cast(source: torch.dtype, target: torch.dtype, rounding: str = "nearest") -> Callable[[], None]:
-    return lambda: ops.cast(_flat(source), _flat(target), rounding=rounding)
+def _cast(source: torch.dtype, target: torch.dtype, rounding: str = "nearest") -> Call:
+    return lambda n: ops.cast(_flat(source, n), _flat(target, n), rounding=rounding)
 
 
-def _pack(source: torch.dtype, target: torch.dtype, accumulate: bool) -> Callable[[], None]:
-    return lambda: ops.pack([_flat(source)], [0], _flat(target), scale=0.5, accumulate=accumulate)
+def _pack(source: torch.dtype, target: torch.dtype, accumulate: bool) -> Call:
+    return lambda n: ops.pack([_flat(source, n)], [0], _flat(target, n), scale=0.5, accumulate=accumulate)
 
 
-def _norm(dtype: torch.dtype, addend: torch.dtype | None) -> Callable[[], None]:
-    def call() -> None:
-        other = None if addend is None else _flat(addend)
-        ops.norm(_flat(dtype), torch.empty(2, dtype=torch.float64), addend=other, scale=0.5)
+def _norm(dtype: torch.dtype, addend: torch.dtype | None) -> Call:
+    def call(n: int) -> None:
+        other = None if addend is None else _flat(addend, n)
+        ops.norm(_flat(dtype, n), torch.empty(2, dtype=torch.float64), addend=other, scale=0.5)
 
     return call
 
 
 # What is counted, and the bytes an element that no kernel can do without.
-CASES: dict[str, tuple[float, Callable[[], None]]] = {
+CASES: dict[str, tuple[float, Call]] = {
     "flat_adam bf16 gradient and copy": (28, _adam("fp32", BF16, BF16)),
     "flat_adam f32 gradient, bf16 copy": (30, _adam("fp32", F32, BF16)),
     "flat_adam f32 throughout": (28, _adam("fp32", F32, None)),
@@ -98,7 +106,7 @@ CASES: dict[str, tuple[float, Callable[[], None]]] = {
 
 
 def count(emulator: Emulator, call: Callable[[], None]) -> Counts:
-    """What one call did, on all cores of a device."""
+    """What one call did."""
     kept = {name: getattr(_native, name) for name in emulator.functions()}
     for name, function in emulator.functions().items():
         setattr(_native, name, function)
@@ -111,25 +119,55 @@ def count(emulator: Emulator, call: Callable[[], None]) -> Counts:
             setattr(_native, name, function)
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """By case: bytes and repeats an element, and the seconds they take for 1e9 elements."""
+def _vector_cycles(counts: Counts) -> int:
+    return counts.repeats + SLOW * counts.slow_repeats + counts.conflicts + STEP * counts.steps
+
+
+def _scalar_cycles(counts: Counts) -> int:
+    return ACCESS * counts.scalar_accesses
+
+
+def _moved(counts: Counts) -> int:
+    return counts.loaded + counts.stored
+
+
+def measure(names: Collection[str] = tuple(CASES)) -> dict[str, dict[str, float]]:
+    """By case: what an element takes, what a core does besides in every launch, and milliseconds of 1e9 elements."""
     emulator = Emulator(build())
-    emulator.schedules, emulator.cores = (0,), CORES
+    emulator.schedules, emulator.cores = (0,), 1
     found = {}
-    for name, (least, call) in CASES.items():
-        counts = count(emulator, call)
-        moved = (counts.loaded + counts.stored) / NUMEL
-        cycles = (counts.repeats + SLOW * counts.slow_repeats) / NUMEL
+    for name in names:
+        least, call = CASES[name]
+        short, long = (count(emulator, partial(call, n)) for n in (SHORT, 2 * SHORT))
+
+        def each(what: Callable[[Counts], int], short: Counts = short, long: Counts = long) -> float:
+            return (what(long) - what(short)) / SHORT
+
+        def once(what: Callable[[Counts], int], short: Counts = short, long: Counts = long) -> float:
+            return 2 * what(short) - what(long)
+
+        cycle = NUMEL / (CORES * HERTZ) * 1e3
+        times = {
+            "ms_of_bytes": each(_moved) * NUMEL / BYTES_PER_SECOND * 1e3,
+            "ms_of_vectors": each(_vector_cycles) * cycle,
+            "ms_of_scalars": each(_scalar_cycles) * cycle,
+        }
+        ms = max(times.values())
         found[name] = {
-            "bytes": moved,
+            "bytes": each(_moved),
             "least_bytes": least,
-            "bytes_per_move": (counts.loaded + counts.stored) / counts.moves,
-            "vector_instructions_per_tile": counts.vector_instructions / (NUMEL / 4096),
-            "repeats": (counts.repeats + counts.slow_repeats) / NUMEL,
-            "ub_bytes": counts.ub_bytes,
-            "launches": counts.launches,
-            "ms_of_bytes": moved * 1e9 / BYTES_PER_SECOND * 1e3,
-            "ms_of_vectors": cycles * 1e9 / (CORES * HERTZ) * 1e3,
+            "bytes_per_move": _moved(long) / long.moves,
+            "ub_bytes": long.ub_bytes,
+            "launches": long.launches,
+            "vector_instructions_per_4096": each(lambda counts: counts.vector_instructions) * 4096,
+            "steps_per_4096": each(lambda counts: counts.steps) * 4096,
+            "scalar_accesses_per_4096": each(lambda counts: counts.scalar_accesses) * 4096,
+            "repeats": each(lambda counts: counts.repeats + counts.slow_repeats),
+            "conflicts": each(lambda counts: counts.conflicts),
+            **times,
+            "ms": ms,
+            "share_of_hbm": times["ms_of_bytes"] / ms,
+            "us_of_a_launch": (once(_vector_cycles) + once(_scalar_cycles)) / HERTZ * 1e6,
         }
     return found
 
@@ -137,14 +175,16 @@ def measure() -> dict[str, dict[str, float]]:
 def table(found: dict[str, dict[str, float]]) -> str:
     """As docs/npu.md has it."""
     lines = [
-        "| kernel | bytes | the fewest | bytes a move | UB | instructions a tile | ms of bytes | ms of vectors |",
-        "|---|---|---|---|---|---|---|---|",
+        "| kernel | bytes | the fewest | bytes a move | UB | instructions | steps | conflicts "
+        "| ms of bytes | of vectors | of scalars | share of HBM |",
+        "|---" * 12 + "|",
     ]
     for name, row in found.items():
         lines.append(
             f"| {name} | {row['bytes']:.3f} | {row['least_bytes']:g} | {row['bytes_per_move']:,.0f} "
-            f"| {row['ub_bytes']:,.0f} | {row['vector_instructions_per_tile']:,.0f} "
-            f"| {row['ms_of_bytes']:.1f} | {row['ms_of_vectors']:.1f} |"
+            f"| {row['ub_bytes']:,.0f} | {row['vector_instructions_per_4096']:,.0f} | {row['steps_per_4096']:,.0f} "
+            f"| {row['conflicts'] / row['repeats']:.0%} | {row['ms_of_bytes']:.1f} | {row['ms_of_vectors']:.1f} "
+            f"| {row['ms_of_scalars']:.1f} | {row['share_of_hbm']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -156,6 +196,15 @@ if __name__ == "__main__":
     counted = measure()
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        record = {"numel": NUMEL, "cores": CORES, "emulated": True, "hardware": False, "kernels": counted}
+        record = {
+            "numel": NUMEL,
+            "cores": CORES,
+            "hertz": HERTZ,
+            "bytes_per_second": BYTES_PER_SECOND,
+            "cycles": {"division": SLOW, "step": STEP, "scalar_access": ACCESS},
+            "emulated": True,
+            "hardware": False,
+            "kernels": counted,
+        }
         options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(table(counted))

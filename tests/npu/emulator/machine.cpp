@@ -28,6 +28,7 @@ constexpr int64_t ub_capacity = 188160;
 constexpr int64_t block = 32;     // bytes that an address in UB is a multiple of
 constexpr int64_t red_zone = 64;  // bytes before and after each buffer that nothing may touch
 constexpr int64_t repeat = 256;   // bytes that one repeat of a vector instruction works on
+constexpr int64_t groups = 16;    // of UB's banks: block i is in group i % groups, and a group gives one block a cycle
 constexpr int events = 6;         // of one kind, that a kernel may have
 constexpr int queue_ids = 16;     // flags from here on belong to queues
 constexpr int outstanding = 8;    // tensors of one position
@@ -155,7 +156,8 @@ enum class State { free, held, queued, out };
 
 struct Buffer {
   Span span;
-  int queue;  // -1: of a TBuf
+  int64_t place;  // on the device, where buffers lie end to end without red zones
+  int queue;      // -1: of a TBuf
   State state;
   bool used_before = false;
 };
@@ -181,7 +183,7 @@ class Core {
 
   Span add_buffer(Site site, int64_t bytes, int queue) {
     if (bytes <= 0) refuse(site, "capacity", "a buffer of no bytes");
-    const int64_t size = (bytes + block - 1) / block * block;
+    const int64_t size = (bytes + block - 1) / block * block, place = used_;
     used_ += size;
     if (used_ > ub_capacity) refuse(site, "capacity", "more than 188160 bytes of UB");
     if (buffers_.size() == most_buffers) refuse(site, "queue", "more than 64 buffers");
@@ -191,7 +193,7 @@ class Core {
     ub_.resize(start + size + red_zone, zone);
     shadow_.resize(ub_.size(), 0);
     const Span span{static_cast<int32_t>(start), static_cast<int32_t>(size)};
-    buffers_.push_back({span, queue, queue < 0 ? State::out : State::free});
+    buffers_.push_back({span, place, queue, queue < 0 ? State::out : State::free});
     return span;
   }
 
@@ -287,6 +289,7 @@ class Core {
 
   void barrier(Site site, int pipe) {
     note(site, "PipeBarrier");
+    if (pipe < 0 || pipe == V) waited_ = true;
     if (dropped(site, Drop::all) || dropped(site, Drop::order)) return;
     if (pipe < 0) {
       drain();
@@ -437,6 +440,7 @@ class Core {
       return;
     }
     clocks_[to].merge(flag.clock);
+    if (to == V) waited_ = true;
     if (to == S) {
       while (flag.fired < 1) advance(from);
       flag.fired -= 1;
@@ -580,7 +584,32 @@ class Core {
     for (const auto& [operand, bytes] : reads(i)) widest = std::max<int64_t>(widest, bytes_of(operand.type));
     const int64_t repeats = i.op == Op::reduce_max ? i.count : (i.count * widest + repeat - 1) / repeat;
     counts_.vector_instructions += 1;
+    counts_.steps += waited_;
+    waited_ = false;
     (i.op == Op::div || i.op == Op::sqrt ? counts_.slow_repeats : counts_.repeats) += repeats;
+    if (is_binary(i)) {
+      for (int64_t r = 0; r < repeats; ++r) counts_.conflicts += conflicts(i, r);
+    }
+  }
+
+  int64_t device_block(const Instruction& i, int k) const {
+    const Buffer& buffer = buffers_[buffer_at(i.site, i.sources[k].span)];
+    return (buffer.place + i.sources[k].span.at - buffer.span.at) / block;
+  }
+
+  static bool is_binary(const Instruction& i) {
+    return i.op <= Op::bit_or || i.op == Op::compare || i.op == Op::select;
+  }
+
+  // Whether any two blocks that a repeat takes of its two sources are in one group.
+  bool conflicts(const Instruction& i, int64_t r) {
+    const int64_t left = i.count * bytes_of(i.sources[0].type) - r * repeat;
+    const int64_t blocks = (std::min(left, repeat) + block - 1) / block;
+    const bool dense_too = i.block_step == dense;
+    const int64_t one = device_block(i, 0) + r * (repeat / block);
+    const int64_t other = device_block(i, 1) + r * (dense_too ? repeat / block : i.block_step);
+    const int64_t apart = ((other - one) % groups + groups) % groups;
+    return apart < blocks || (dense_too && groups - apart < blocks);
   }
 
   // --- execution ----------------------------------------------------------------------------------------------------
@@ -689,6 +718,7 @@ class Core {
   uint64_t random_;
   std::vector<uint8_t> ub_, shadow_, lanes_;
   int64_t used_ = 0;
+  bool waited_ = true;  // the next vector instruction is the first after a barrier or a flag
   std::vector<Buffer> buffers_;
   std::vector<Queue> queues_;
   std::map<FlagKey, int> events_;

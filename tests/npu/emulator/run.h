@@ -42,8 +42,11 @@ struct Setting {
   void check_extent(Site site, uint64_t begin, int64_t bytes, bool writes) const;
 };
 
+// conflicts: repeats whose two sources meet in a group of UB's banks. steps: vector instructions that wait for an
+// earlier one, after a barrier or a flag.
 struct Counts {
-  int64_t loaded, stored, moves, vector_instructions, repeats, slow_repeats, scalar_accesses, ub_bytes, launches;
+  int64_t loaded, stored, moves, vector_instructions, repeats, slow_repeats, conflicts, steps, scalar_accesses,
+      ub_bytes, launches;
 };
 
 using Kernel = void (*)(uint8_t* table);
