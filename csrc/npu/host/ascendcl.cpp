@@ -31,10 +31,13 @@ const AscendCl& ascendcl() {
     take(found.aclGetDeviceCapability, "aclGetDeviceCapability");
     take(found.aclrtMalloc, "aclrtMalloc");
     take(found.aclrtMallocHost, "aclrtMallocHost");
+    take(found.aclrtFree, "aclrtFree");
+    take(found.aclrtFreeHost, "aclrtFreeHost");
     take(found.aclrtMemcpyAsync, "aclrtMemcpyAsync");
     take(found.aclrtCreateEventExWithFlag, "aclrtCreateEventExWithFlag");
     take(found.aclrtRecordEvent, "aclrtRecordEvent");
     take(found.aclrtQueryEventStatus, "aclrtQueryEventStatus");
+    take(found.aclrtSynchronizeStream, "aclrtSynchronizeStream");
     take(found.aclGetRecentErrMsg, "aclGetRecentErrMsg");
     return found;
   }();

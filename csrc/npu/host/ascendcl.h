@@ -7,15 +7,21 @@
 
 namespace npuzero::npu {
 
+constexpr int huge_pages_first = 0;                    // aclrtMemMallocPolicy
+constexpr int host_to_device = 1, device_to_host = 2;  // aclrtMemcpyKind
+
 struct AscendCl {
   int (*aclrtGetDevice)(int32_t* device);
   int (*aclGetDeviceCapability)(uint32_t device, int fact, int64_t* value);
   int (*aclrtMalloc)(void** memory, size_t bytes, int policy);
   int (*aclrtMallocHost)(void** memory, size_t bytes);
+  int (*aclrtFree)(void* memory);
+  int (*aclrtFreeHost)(void* memory);
   int (*aclrtMemcpyAsync)(void* target, size_t room, const void* source, size_t bytes, int kind, void* stream);
   int (*aclrtCreateEventExWithFlag)(void** event, uint32_t flag);
   int (*aclrtRecordEvent)(void* event, void* stream);
   int (*aclrtQueryEventStatus)(void* event, int* status);
+  int (*aclrtSynchronizeStream)(void* stream);
   const char* (*aclGetRecentErrMsg)();
 };
 

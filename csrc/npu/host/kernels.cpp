@@ -5,12 +5,14 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string_view>
 #include <vector>
 
 #include "core/check.h"
 #include "core/kernel_table.h"
 #include "npu/host/ascendcl.h"
+#include "npu/host/first_use.h"
 #include "npu/launch.h"
 
 namespace npuzero::npu {
@@ -18,8 +20,6 @@ namespace {
 
 // Numbers of the documented C API.
 constexpr int vector_cores = 1;                       // aclDeviceInfo
-constexpr int huge_pages_first = 0;                   // aclrtMemMallocPolicy
-constexpr int host_to_device = 1;                     // aclrtMemcpyKind
 constexpr uint32_t tracks_progress = 2;               // event flag: it is asked for, and no stream waits for it
 constexpr int complete = 1;                           // aclrtEventRecordedStatus
 constexpr size_t least_slot_bytes = size_t{1} << 13;  // 48 shares and some parts
@@ -95,6 +95,13 @@ class AscendLauncher final : public Launcher {
     return found;
   }
 
+  // Once for each device, and again where it failed: an update that nobody made must not pass for one.
+  void rely_on_kernels(Stream stream) {
+    if (relied_on_.count(current_device())) return;
+    check_first_use(library, stream, cores(), *this);
+    relied_on_.insert(current_device());
+  }
+
   const std::string library;
   std::mutex mutex;  // held over an op: its table and its launches belong together
 
@@ -146,6 +153,7 @@ class AscendLauncher final : public Launcher {
 
   std::map<std::string, Entry> entries_;
   std::map<int32_t, int> cores_;
+  std::set<int32_t> relied_on_;
   std::map<int32_t, std::vector<Slot>> slots_;  // never given back: kept_slots, or more that are under way at once
   Slot* slot_ = nullptr;                        // of the op under way
   uint64_t tables_ = 0;
@@ -158,6 +166,7 @@ template <class Args, void (*launch_op)(const Args&, Stream, int, Launcher&)>
 void run(const Args& args, Stream stream) {
   AscendLauncher& mine = *launcher;
   const std::lock_guard<std::mutex> lock(mine.mutex);
+  mine.rely_on_kernels(stream);
   launch_op(args, stream, mine.cores(), mine);
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,7 @@ def test_a_table_that_comes_again_is_not_sent_again():
     copies.restype = ctypes.c_int64
     sources = there(*(torch.randn(2000 + k) for k in range(3)))
     targets = [torch.empty(source.numel(), dtype=torch.bfloat16, device="npu:0") for source in sources]
+    ops.cast(*there(torch.ones(3), torch.ones(3)))  # the first use sends tables of its own
     torch.npu.synchronize()
     before = copies()
     for _ in range(5):
@@ -135,6 +138,54 @@ def test_a_launch_comes_after_what_torch_was_told():
     source, new = there(torch.zeros(1 << 16), torch.ones(1 << 16))
     for _ in range(50):
         source.copy_(new)
+    ops.cast(source, target)
+    assert target.cpu().eq(1).all()
+
+
+# A launch function as CANN before 9.0 generates it, where its kernel was not registered; and one that goes wrong.
+UNREGISTERED = """
+extern "C" int puts(const char*);
+extern "C" uint32_t aclrtlaunch_{kernel}(uint32_t, void*, void*) {{ puts("not registered"); return 0; }}
+"""
+WRONG_NORM = """
+extern "C" int aclrtMemsetAsync(void*, size_t, int32_t, size_t, void*);
+extern "C" int aclrtSynchronizeStream(void*);
+extern "C" uint32_t aclrtlaunch_npuzero_norm(uint32_t, void* stream, void* table) {
+  aclrtSynchronizeStream(stream);
+  void* out = reinterpret_cast<void*>(static_cast<npuzero::npu::NormHead*>(table)->out);
+  return aclrtMemsetAsync(out, 16, 0, 16, stream);
+}
+"""
+
+
+def broken_kernels(folder: Path, functions: str) -> str:
+    """The kernels' library, but for these functions of it."""
+    source, library = folder / "broken.cpp", folder / "libnpuzero_kernels.so"
+    source.write_text('#include "npu/table.h"\n#include <cstddef>\n' + functions)
+    options = [f"-I{libraries.ROOT / 'csrc'}", "-shared", "-fPIC", "-Wl,--no-as-needed"]
+    subprocess.run(["g++", *options, str(source), str(libraries.kernels()), "-o", str(library)], check=True)
+    return str(library)
+
+
+@pytest.mark.parametrize(
+    ("functions", "told"),
+    [
+        ("".join(UNREGISTERED.format(kernel=f"npuzero_{op}") for op in ("cast", "pack", "norm", "flat_adam")),
+         "cast wrote nothing; pack wrote nothing; norm wrote nothing; flat_adam wrote nothing"),
+        (UNREGISTERED.format(kernel="npuzero_flat_adam"), "got flat_adam wrote nothing"),
+        (WRONG_NORM, "got norm wrote other numbers"),
+    ],
+)  # fmt: skip
+def test_kernels_that_do_not_run_are_refused_at_first_use(tmp_path, functions, told):
+    """Their launches say success: training would go on without an update."""
+    library = broken_kernels(tmp_path, functions)
+    _native._C.use_npu_kernels(library)
+    source, target = there(torch.ones(3), torch.zeros(3))
+    for _ in range(2):
+        with pytest.raises(KernelUnavailable, match="npuzero build-npu") as raised:
+            ops.cast(source, target)
+        assert told in str(raised.value) and library in str(raised.value)
+    _native._C.use_npu_kernels(str(libraries.kernels()))
     ops.cast(source, target)
     assert target.cpu().eq(1).all()
 
