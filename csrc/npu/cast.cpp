@@ -35,7 +35,7 @@ class CastKernel {
       Compute(row, at, count);
       LocalTensor<uint8_t> out = out_.DeQue<uint8_t>();
       const int32_t size = ItemSize(row->target_dtype);
-      Store(row->target + at * size, out, count * size);
+      npu::Store(row->target + at * size, out, count * size);
       out_.FreeTensor(out);
     }
   }
@@ -44,7 +44,7 @@ class CastKernel {
   __aicore__ inline void LoadTile() {
     LocalTensor<uint8_t> in = in_.AllocTensor<uint8_t>();
     const int32_t size = ItemSize(tiles_.row->source_dtype);
-    Load(in, tiles_.row->source + tiles_.at * size, tiles_.count * size);
+    npu::Load(in, tiles_.row->source + tiles_.at * size, tiles_.count * size);
     in_.EnQue(in);
   }
 
@@ -58,9 +58,9 @@ class CastKernel {
       draws_.Make(seed_, offset_ + static_cast<uint64_t>(at), 0, 0, count);
       draws_.Round(out, in.ReinterpretCast<float>(), wide_.Get<float>(), mask_.Get<uint8_t>(), count);
     } else if (rounding_ == kAway) {
-      Round(out, in.ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
+      npu::Round(out, in.ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
     } else {
-      Convert(out, row->target_dtype, in, row->source_dtype, wide_.Get<float>(), count);
+      npu::Convert(out, row->target_dtype, in, row->source_dtype, wide_.Get<float>(), count);
     }
     out_.EnQue(out);
     in_.FreeTensor(in);
@@ -75,7 +75,7 @@ class CastKernel {
     ShiftRight(pattern, pattern, 13u, count);
     PipeBarrier<PIPE_V>();
     ShiftLeft(pattern, pattern, 13u, count);
-    KeepSpecial(out, in, wide_.Get<float>(), mask_.Get<uint8_t>(), count);
+    npu::KeepSpecial(out, in, wide_.Get<float>(), mask_.Get<uint8_t>(), count);
   }
 
   Tiles<CastHead, PackRow> tiles_;
@@ -88,10 +88,12 @@ class CastKernel {
   uint64_t seed_, offset_;
 };
 
+__aicore__ inline void RunCast(GM_ADDR table) {
+  CastKernel cast(table);
+  cast.Run();
+}
+
 }  // namespace npu
 }  // namespace npuzero
 
-extern "C" __global__ __aicore__ void npuzero_cast(GM_ADDR table) {
-  npuzero::npu::CastKernel cast(table);
-  cast.Run();
-}
+NPUZERO_KERNEL(npuzero_cast, RunCast)

@@ -81,12 +81,12 @@ class FlatAdam {
     if (used_[slot]) WaitFlag<HardEvent::MTE3_MTE2>(stored_[slot]);
     used_[slot] = false;
     const int32_t master = ItemSize(row->master_dtype), grad = ItemSize(row->grad_dtype);
-    Load(Place(slot, 0), row->master + at * master, count * master);
-    if (row->remainder != 0) Load(Remainder(slot), row->remainder + at * 2, count * 2);
+    npu::Load(Place(slot, 0), row->master + at * master, count * master);
+    if (row->remainder != 0) npu::Load(Remainder(slot), row->remainder + at * 2, count * 2);
     const int32_t moment = ItemSize(row->moment_dtype);
     LoadMoment(slot, 1, row->exp_avg, at, count, moment);
     LoadMoment(slot, 2, row->exp_avg_sq, at, count, moment);
-    Load(Place(slot, 3), row->grad + at * grad, count * grad);
+    npu::Load(Place(slot, 3), row->grad + at * grad, count * grad);
     if (groups_[row->group].amsgrad != 0) LoadMoment(slot, 4, row->max_exp_avg_sq, at, count, moment);
     SetFlag<HardEvent::MTE2_V>(loaded_[slot]);
   }
@@ -94,27 +94,27 @@ class FlatAdam {
   // A tile begins a block of codes.
   __aicore__ inline void LoadMoment(int32_t slot, int32_t place, __gm__ const AdamMoment& moment, int64_t at,
                                     int64_t count, int32_t size) {
-    Load(Place(slot, place), moment.values + at * size, count * size);
+    npu::Load(Place(slot, place), moment.values + at * size, count * size);
     if (moment.exponents != 0) {
-      Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);
+      npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);
     }
   }
   __aicore__ inline void StoreMoment(__gm__ const AdamMoment& moment, int32_t slot, int32_t place, int64_t at,
                                      int64_t count, int32_t size) {
-    Store(moment.values + at * size, Place(slot, place), count * size);
+    npu::Store(moment.values + at * size, Place(slot, place), count * size);
     if (moment.exponents != 0) {
-      Store(moment.exponents + at / kCodeBlock, Half(slot, place), (count + kCodeBlock - 1) / kCodeBlock);
+      npu::Store(moment.exponents + at / kCodeBlock, Half(slot, place), (count + kCodeBlock - 1) / kCodeBlock);
     }
   }
 
   __aicore__ inline void StoreTile(__gm__ const AdamRow* row, int32_t slot, int64_t at, int64_t count) {
     const int32_t master = ItemSize(row->master_dtype);
-    Store(row->master + at * master, Place(slot, 0), count * master);
-    if (row->remainder != 0) Store(row->remainder + at * 2, Remainder(slot), count * 2);
+    npu::Store(row->master + at * master, Place(slot, 0), count * master);
+    if (row->remainder != 0) npu::Store(row->remainder + at * 2, Remainder(slot), count * 2);
     const int32_t moment = ItemSize(row->moment_dtype);
     StoreMoment(row->exp_avg, slot, 1, at, count, moment);
     StoreMoment(row->exp_avg_sq, slot, 2, at, count, moment);
-    if (row->low != 0) Store(row->low + at * 2, Place(slot, 3), count * 2);
+    if (row->low != 0) npu::Store(row->low + at * 2, Place(slot, 3), count * 2);
     if (amsgrad_) StoreMoment(row->max_exp_avg_sq, slot, 4, at, count, moment);
   }
 
@@ -157,7 +157,7 @@ class FlatAdam {
     if (row->grad_dtype == kF32) {
       Muls(g, g, scale_, count);
     } else {
-      Widen(t, Place(slot, 3), row->grad_dtype, count);
+      npu::Widen(t, Place(slot, 3), row->grad_dtype, count);
       PipeBarrier<PIPE_V>();
       Muls(g, t, scale_, count);
     }
@@ -200,7 +200,7 @@ class FlatAdam {
     Sub(p, p, g, count);
     if (row->low != 0) {
       PipeBarrier<PIPE_V>();
-      Round(Place(slot, 3), p, row->low_dtype, count, RoundMode::CAST_ROUND);
+      npu::Round(Place(slot, 3), p, row->low_dtype, count, RoundMode::CAST_ROUND);
     }
     if (row->remainder != 0) {
       Split(slot, count);
@@ -216,9 +216,9 @@ class FlatAdam {
 
   // A place's bf16 to f32, by way of t.
   __aicore__ inline void WidenPlace(int32_t slot, int32_t place, int32_t count) {
-    Widen(scratch_.Get<float>(), Place(slot, place), kBF16, count);
+    npu::Widen(scratch_.Get<float>(), Place(slot, place), kBF16, count);
     PipeBarrier<PIPE_V>();
-    Copy(Place(slot, place), scratch_.Get<uint8_t>(), 4 * count);
+    npu::Copy(Place(slot, place), scratch_.Get<uint8_t>(), 4 * count);
     PipeBarrier<PIPE_V>();
   }
 
@@ -239,9 +239,10 @@ class FlatAdam {
       return;
     }
     PipeBarrier<PIPE_V>();
-    Round(scratch_.Get<uint8_t>(), Place(slot, place).ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
+    npu::Round(scratch_.Get<uint8_t>(), Place(slot, place).ReinterpretCast<float>(), kBF16, count,
+               RoundMode::CAST_ROUND);
     PipeBarrier<PIPE_V>();
-    Copy(Place(slot, place), scratch_.Get<uint8_t>(), 2 * count);
+    npu::Copy(Place(slot, place), scratch_.Get<uint8_t>(), 2 * count);
   }
 
   // or stochastically, by the draws of a stream.
@@ -262,7 +263,7 @@ class FlatAdam {
     const LocalTensor<float> t = scratch_.Get<float>(), rest = other_.Get<float>();
     const LocalTensor<int32_t> p = Place(slot, 0).ReinterpretCast<int32_t>();
     PipeBarrier<PIPE_V>();  // the last tile may still read t and rest
-    Widen(t, Place(slot, 0), kBF16, count);
+    npu::Widen(t, Place(slot, 0), kBF16, count);
     Cast(rest, Remainder(slot).ReinterpretCast<int16_t>(), RoundMode::CAST_NONE, count);
     PipeBarrier<PIPE_V>();
     Cast(rest.ReinterpretCast<int32_t>(), rest, RoundMode::CAST_RINT, count);
@@ -276,17 +277,17 @@ class FlatAdam {
     const LocalTensor<float> p = Place(slot, 0).ReinterpretCast<float>(), rest = other_.Get<float>();
     const LocalTensor<uint8_t> upper = scratch_.Get<uint8_t>(), number = number_.Get<uint8_t>();
     PipeBarrier<PIPE_V>();
-    Round(upper, p, kBF16, count, RoundMode::CAST_ROUND);
+    npu::Round(upper, p, kBF16, count, RoundMode::CAST_ROUND);
     Compare(number, p, p, CMPMODE::EQ, RoundUp(count, kRepeat));
     PipeBarrier<PIPE_V>();
-    Widen(rest, upper, kBF16, count);
+    npu::Widen(rest, upper, kBF16, count);
     PipeBarrier<PIPE_V>();
     Sub(rest.ReinterpretCast<int32_t>(), p.ReinterpretCast<int32_t>(), rest.ReinterpretCast<int32_t>(), count);
     PipeBarrier<PIPE_V>();
     Cast(rest, rest.ReinterpretCast<int32_t>(), RoundMode::CAST_RINT, count);
     PipeBarrier<PIPE_V>();
     Select(rest, number, rest, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, count);
-    Copy(Place(slot, 0), upper, 2 * count);
+    npu::Copy(Place(slot, 0), upper, 2 * count);
     PipeBarrier<PIPE_V>();
     Cast(Remainder(slot).ReinterpretCast<int16_t>(), rest, RoundMode::CAST_RINT, count);
   }
@@ -321,13 +322,14 @@ class FlatAdam {
   bool l2_, amsgrad_;
 };
 
+__aicore__ inline void RunFlatAdam(GM_ADDR table) {
+  // NaN is no zero either: then nothing is written.
+  if (!(ScalarAt(reinterpret_cast<__gm__ const AdamHead*>(table)->skip, 0.0f) == 0.0f)) return;
+  FlatAdam adam(table);
+  adam.Run();
+}
+
 }  // namespace npu
 }  // namespace npuzero
 
-extern "C" __global__ __aicore__ void npuzero_flat_adam(GM_ADDR table) {
-  using npuzero::npu::AdamHead;
-  // NaN is no zero either: then nothing is written.
-  if (!(npuzero::npu::ScalarAt(reinterpret_cast<__gm__ const AdamHead*>(table)->skip, 0.0f) == 0.0f)) return;
-  npuzero::npu::FlatAdam adam(table);
-  adam.Run();
-}
+NPUZERO_KERNEL(npuzero_flat_adam, RunFlatAdam)

@@ -22,7 +22,7 @@ class Launcher {
   virtual void launch(const char* kernel, int cores, uint64_t table, Stream stream) = 0;
 };
 
-// The kernels by name, each `extern "C" __global__ __aicore__ void name(GM_ADDR table)` in <op>.cpp of this folder.
+// The kernels by name, each `NPUZERO_KERNEL(name, ...)` in <op>.cpp of this folder.
 inline constexpr const char* kernel_names[] = {"npuzero_cast", "npuzero_flat_adam", "npuzero_norm",
                                                "npuzero_norm_finish", "npuzero_pack"};
 

@@ -15,20 +15,20 @@ constexpr int32_t kLowest = -448;  // exponent of the lowest digit's unit
 constexpr int32_t kLanes = 8;      // where the tree ends: one 32-byte block
 
 // A sum without error, kept in digits that are not carried until the end, and what is not finite.
-struct Sum {
+struct ExactSum {
   int64_t digits[kDigits];
   int64_t bad;
   int64_t nans;
 };
 
-__aicore__ inline void Clear(Sum& sum) {
+__aicore__ inline void Clear(ExactSum& sum) {
   for (int32_t i = 0; i < kDigits; ++i) sum.digits[i] = 0;
   sum.bad = 0;
   sum.nans = 0;
 }
 
 // sum += the f32 of this pattern * 2^exponent
-__aicore__ inline void AddPattern(Sum& sum, uint32_t pattern, int32_t exponent) {
+__aicore__ inline void AddPattern(ExactSum& sum, uint32_t pattern, int32_t exponent) {
   const int32_t field = static_cast<int32_t>((pattern >> 23) & 0xff);
   const uint64_t mantissa = (pattern & 0x7fffff) | (field == 0 ? 0u : 0x800000u);
   const int32_t place = (field == 0 ? 1 : field) - 150 + exponent - kLowest;
@@ -40,7 +40,7 @@ __aicore__ inline void AddPattern(Sum& sum, uint32_t pattern, int32_t exponent) 
 }
 
 // The float64 pattern of a number that is not negative, rounded to nearest even.
-__aicore__ inline uint64_t DoubleOf(Sum& sum) {
+__aicore__ inline uint64_t DoubleOf(ExactSum& sum) {
   int32_t top = -1;
   for (int32_t i = 0; i < kDigits; ++i) {
     if (i + 1 < kDigits) sum.digits[i + 1] += sum.digits[i] >> 32;
@@ -68,7 +68,7 @@ __aicore__ inline uint64_t DoubleOf(Sum& sum) {
 }
 
 __aicore__ inline uint64_t DoubleOfCount(int64_t count) {
-  Sum sum;
+  ExactSum sum;
   Clear(sum);
   sum.digits[-kLowest / 32] = count & 0xffffffff;
   sum.digits[-kLowest / 32 + 1] = count >> 32;
@@ -79,7 +79,7 @@ __aicore__ inline uint64_t DoubleOfCount(int64_t count) {
 __aicore__ inline void StoreWords(uint64_t to, const LocalTensor<uint8_t>& from, int32_t bytes, TEventID written) {
   SetFlag<HardEvent::S_MTE3>(written);
   WaitFlag<HardEvent::S_MTE3>(written);
-  Store(to, from, bytes);
+  npu::Store(to, from, bytes);
 }
 
 __aicore__ inline void SetLong(const LocalTensor<uint32_t>& words, int32_t index, uint64_t value) {
@@ -91,13 +91,13 @@ __aicore__ inline uint64_t GetLong(const LocalTensor<uint32_t>& words, int32_t i
   return words.GetValue(2 * index) | static_cast<uint64_t>(words.GetValue(2 * index + 1)) << 32;
 }
 
-__aicore__ inline void StoreResult(uint64_t out, Sum& sum, const LocalTensor<uint8_t>& room, TEventID written) {
+__aicore__ inline void StoreResult(uint64_t out, ExactSum& sum, const LocalTensor<uint8_t>& room, TEventID written) {
   const LocalTensor<uint32_t> words = room.ReinterpretCast<uint32_t>();
   const uint64_t bad = DoubleOfCount(sum.bad);
   const uint64_t total = sum.nans != 0 ? 0x7ff8000000000000u : (sum.bad != 0 ? 0x7ff0000000000000u : DoubleOf(sum));
-  SetLong(words, 0, total);
-  SetLong(words, 1, bad);
-  StoreWords(out, room, 16, written);
+  npu::SetLong(words, 0, total);
+  npu::SetLong(words, 1, bad);
+  npu::StoreWords(out, room, 16, written);
 }
 
 class Norm {
@@ -107,6 +107,7 @@ class Norm {
     __gm__ const Share* share = reinterpret_cast<__gm__ const Share*>(table + sizeof(NormHead)) + GetBlockIdx();
     at_ = share->begin;
     end_ = share->end;
+    scale_ = head_->scale;
     pipe_.InitBuffer(in_, 2, 2 * kSlotBytes);
     pipe_.InitBuffer(out_, 2, kSlotBytes);
     pipe_.InitBuffer(room_, 4 * kSlotBytes);
@@ -129,14 +130,14 @@ class Norm {
       Block(at, count);
     }
     if (GetBlockNum() == 1) {
-      StoreResult(head_->out, sum_, words_.Get<uint8_t>(), written_);
+      npu::StoreResult(head_->out, sum_, words_.Get<uint8_t>(), written_);
       return;
     }
     const LocalTensor<uint32_t> words = words_.Get<uint32_t>();
-    for (int32_t i = 0; i < kDigits; ++i) SetLong(words, i, static_cast<uint64_t>(sum_.digits[i]));
-    SetLong(words, kDigits, static_cast<uint64_t>(sum_.bad));
-    SetLong(words, kDigits + 1, static_cast<uint64_t>(sum_.nans));
-    StoreWords(head_->workspace + GetBlockIdx() * kNormBytes, words_.Get<uint8_t>(), 8 * (kDigits + 2), written_);
+    for (int32_t i = 0; i < kDigits; ++i) npu::SetLong(words, i, static_cast<uint64_t>(sum_.digits[i]));
+    npu::SetLong(words, kDigits, static_cast<uint64_t>(sum_.bad));
+    npu::SetLong(words, kDigits + 1, static_cast<uint64_t>(sum_.nans));
+    npu::StoreWords(head_->workspace + GetBlockIdx() * kNormBytes, words_.Get<uint8_t>(), 8 * (kDigits + 2), written_);
   }
 
  private:
@@ -147,10 +148,10 @@ class Norm {
   __aicore__ inline void LoadBlock(int64_t at) {
     LocalTensor<uint8_t> in = in_.AllocTensor<uint8_t>();
     const int32_t size = ItemSize(head_->x_dtype), count = Count(at);
-    Load(in, head_->x + at * size, count * size);
+    npu::Load(in, head_->x + at * size, count * size);
     if (head_->addend != 0) {
       const int32_t other = ItemSize(head_->addend_dtype);
-      Load(in[kSlotBytes], head_->addend + at * other, count * other);
+      npu::Load(in[kSlotBytes], head_->addend + at * other, count * other);
     }
     in_.EnQue(in);
   }
@@ -166,7 +167,7 @@ class Norm {
       Accumulate(x, in[kSlotBytes], at, count);
     } else if (head_->x_dtype != kF32) {
       x = Room(3);
-      Widen(x, in, head_->x_dtype, count);
+      npu::Widen(x, in, head_->x_dtype, count);
       PipeBarrier<PIPE_V>();
     }
     // The tree halves a power of two; what the block does not have is zeros.
@@ -186,20 +187,20 @@ class Norm {
                                     int32_t count) {
     LocalTensor<float> t = Room(3);
     if (head_->addend_dtype == kF32) {
-      Muls(t, addend.ReinterpretCast<float>(), head_->scale, count);
+      Muls(t, addend.ReinterpretCast<float>(), scale_, count);
     } else {
-      Widen(t, addend, head_->addend_dtype, count);
+      npu::Widen(t, addend, head_->addend_dtype, count);
       PipeBarrier<PIPE_V>();
-      Muls(t, t, head_->scale, count);
+      Muls(t, t, scale_, count);
     }
     PipeBarrier<PIPE_V>();
     Add(x, x, t, count);
     PipeBarrier<PIPE_V>();
     LocalTensor<uint8_t> out = out_.AllocTensor<uint8_t>();
-    Copy(out, x.ReinterpretCast<uint8_t>(), 4 * count);
+    npu::Copy(out, x.ReinterpretCast<uint8_t>(), 4 * count);
     out_.EnQue(out);
     LocalTensor<uint8_t> done = out_.DeQue<uint8_t>();
-    Store(head_->x + at * 4, done, count * 4);
+    npu::Store(head_->x + at * 4, done, count * 4);
     out_.FreeTensor(done);
   }
 
@@ -345,25 +346,22 @@ class Norm {
 
   __gm__ const NormHead* head_;
   int64_t at_, end_;
+  float scale_;
   TPipe pipe_;
   TQue<TPosition::VECIN, 2> in_;
   TQue<TPosition::VECOUT, 2> out_;
   TBuf<TPosition::VECCALC> room_, words_;
   TEventID computed_, read_, written_;
-  Sum sum_;
+  ExactSum sum_;
 };
 
-}  // namespace npu
-}  // namespace npuzero
-
-extern "C" __global__ __aicore__ void npuzero_norm(GM_ADDR table) {
-  npuzero::npu::Norm norm(table);
+__aicore__ inline void RunNorm(GM_ADDR table) {
+  Norm norm(table);
   norm.Run();
 }
 
 // Adds what the cores of npuzero_norm left in the workspace; by one core, after them.
-extern "C" __global__ __aicore__ void npuzero_norm_finish(GM_ADDR table) {
-  using namespace npuzero::npu;
+__aicore__ inline void RunNormFinish(GM_ADDR table) {
   __gm__ const NormHead* head = reinterpret_cast<__gm__ const NormHead*>(table);
   TPipe pipe;
   TBuf<TPosition::VECCALC> buffer, words;
@@ -373,17 +371,23 @@ extern "C" __global__ __aicore__ void npuzero_norm_finish(GM_ADDR table) {
   const TEventID loaded = pipe.AllocEventID<HardEvent::MTE2_S>(), written = pipe.AllocEventID<HardEvent::S_MTE3>();
   const LocalTensor<uint32_t> sums = buffer.Get<uint32_t>();
   for (int32_t core = 0; core < cores; ++core) {
-    Load(buffer.Get<uint8_t>()[core * kNormBytes], head->workspace + core * kNormBytes, 8 * (kDigits + 2));
+    npu::Load(buffer.Get<uint8_t>()[core * kNormBytes], head->workspace + core * kNormBytes, 8 * (kDigits + 2));
   }
   SetFlag<HardEvent::MTE2_S>(loaded);
   WaitFlag<HardEvent::MTE2_S>(loaded);
-  Sum total;
+  ExactSum total;
   Clear(total);
   for (int32_t core = 0; core < cores; ++core) {
     const LocalTensor<uint32_t> its = sums[core * kNormBytes / 4];
-    for (int32_t i = 0; i < kDigits; ++i) total.digits[i] += static_cast<int64_t>(GetLong(its, i));
-    total.bad += static_cast<int64_t>(GetLong(its, kDigits));
-    total.nans += static_cast<int64_t>(GetLong(its, kDigits + 1));
+    for (int32_t i = 0; i < kDigits; ++i) total.digits[i] += static_cast<int64_t>(npu::GetLong(its, i));
+    total.bad += static_cast<int64_t>(npu::GetLong(its, kDigits));
+    total.nans += static_cast<int64_t>(npu::GetLong(its, kDigits + 1));
   }
-  StoreResult(head->out, total, words.Get<uint8_t>(), written);
+  npu::StoreResult(head->out, total, words.Get<uint8_t>(), written);
 }
+
+}  // namespace npu
+}  // namespace npuzero
+
+NPUZERO_KERNEL(npuzero_norm, RunNorm)
+NPUZERO_KERNEL(npuzero_norm_finish, RunNormFinish)

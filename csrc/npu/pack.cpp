@@ -29,7 +29,7 @@ class Pack {
       Compute(row, count);
       LocalTensor<uint8_t> out = out_.DeQue<uint8_t>();
       const int32_t size = ItemSize(row->target_dtype);
-      Store(row->target + at * size, out, count * size);
+      npu::Store(row->target + at * size, out, count * size);
       out_.FreeTensor(out);
     }
   }
@@ -38,8 +38,8 @@ class Pack {
   __aicore__ inline void LoadTile() {
     LocalTensor<uint8_t> in = in_.AllocTensor<uint8_t>();
     const int32_t source = ItemSize(tiles_.row->source_dtype), target = ItemSize(tiles_.row->target_dtype);
-    Load(in, tiles_.row->source + tiles_.at * source, tiles_.count * source);
-    if (accumulate_) Load(in[kSlotBytes], tiles_.row->target + tiles_.at * target, tiles_.count * target);
+    npu::Load(in, tiles_.row->source + tiles_.at * source, tiles_.count * source);
+    if (accumulate_) npu::Load(in[kSlotBytes], tiles_.row->target + tiles_.at * target, tiles_.count * target);
     in_.EnQue(in);
   }
 
@@ -50,7 +50,7 @@ class Pack {
     if (scaled_ || accumulate_) {
       Scale(out, in, row->source_dtype, row->target_dtype, count);
     } else {
-      Convert(out, row->target_dtype, in, row->source_dtype, wide_.Get<float>(), count);
+      npu::Convert(out, row->target_dtype, in, row->source_dtype, wide_.Get<float>(), count);
     }
     out_.EnQue(out);
     in_.FreeTensor(in);
@@ -61,7 +61,7 @@ class Pack {
     LocalTensor<float> x = source == kF32 ? in.ReinterpretCast<float>() : wide_.Get<float>();
     LocalTensor<float> result = target == kF32 ? out.ReinterpretCast<float>() : wide_.Get<float>();
     if (source != kF32) {
-      Widen(x, in, source, count);
+      npu::Widen(x, in, source, count);
       PipeBarrier<PIPE_V>();
     }
     Muls(result, x, scale_, count);
@@ -70,13 +70,13 @@ class Pack {
       LocalTensor<float> sum = in[kSlotBytes].ReinterpretCast<float>();
       if (target != kF32) {
         sum = sum_.Get<float>();
-        Widen(sum, in[kSlotBytes], target, count);
+        npu::Widen(sum, in[kSlotBytes], target, count);
         PipeBarrier<PIPE_V>();
       }
       Add(result, sum, result, count);
       PipeBarrier<PIPE_V>();
     }
-    if (target != kF32) Round(out, result, target, count);
+    if (target != kF32) npu::Round(out, result, target, count);
   }
 
   Tiles<PackHead, PackRow> tiles_;
@@ -88,10 +88,12 @@ class Pack {
   bool scaled_, accumulate_;
 };
 
+__aicore__ inline void RunPack(GM_ADDR table) {
+  Pack pack(table);
+  pack.Run();
+}
+
 }  // namespace npu
 }  // namespace npuzero
 
-extern "C" __global__ __aicore__ void npuzero_pack(GM_ADDR table) {
-  npuzero::npu::Pack pack(table);
-  pack.Run();
-}
+NPUZERO_KERNEL(npuzero_pack, RunPack)

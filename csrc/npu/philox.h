@@ -57,7 +57,7 @@ class Draws {
     ShiftRight(pattern, pattern, 16u, count);
     PipeBarrier<PIPE_V>();
     ShiftLeft(pattern, pattern, 16u, count);
-    KeepSpecial(sum.ReinterpretCast<float>(), from, room, mask, count);
+    npu::KeepSpecial(sum.ReinterpretCast<float>(), from, room, mask, count);
     PipeBarrier<PIPE_V>();
     Cast(to.ReinterpretCast<bfloat16_t>(), sum.ReinterpretCast<float>(), RoundMode::CAST_RINT, count);
   }

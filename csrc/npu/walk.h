@@ -1,9 +1,27 @@
 // What every kernel does around its arithmetic: find its share in the table, walk the tiles, move them. Device code:
 // the subset of C++ that the device compiler has.
+//
+// Namespace AscendC has names that we do not know of (Sum, Round, Copy, Select, ..., more with every release), and a
+// call with a tensor looks there too. So all that is ours is in namespace npuzero::npu, and a function of ours that
+// takes something of AscendC's is a member, or is called with its namespace: npu::Load.
 #pragma once
 
 #include "kernel_operator.h"
 #include "npu/table.h"
+
+// The kernel `name`, which is npuzero::npu::run on vector cores alone. That is said, since of a unit with several
+// kernels it is not found out, and on cube cores, or twice as many, they would run past their shares: by __vector__
+// where the compiler launches kernels (bisheng, CANN 9.0 on; CMakeLists.txt says so), before that in the body.
+#ifdef NPUZERO_BISHENG
+#define NPUZERO_KERNEL(name, run) \
+  extern "C" __global__ __vector__ __aicore__ void name(GM_ADDR table) { npuzero::npu::run(table); }
+#else
+#define NPUZERO_KERNEL(name, run)                             \
+  extern "C" __global__ __aicore__ void name(GM_ADDR table) { \
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);           \
+    npuzero::npu::run(table);                                 \
+  }
+#endif
 
 namespace npuzero {
 namespace npu {
@@ -133,15 +151,15 @@ __aicore__ inline void KeepSpecial(const LocalTensor<float>& rounded, const Loca
 __aicore__ inline void Convert(const LocalTensor<uint8_t>& to, int32_t to_dtype, const LocalTensor<uint8_t>& from,
                                int32_t from_dtype, const LocalTensor<float>& wide, int32_t count) {
   if (from_dtype == to_dtype) {
-    Copy(to, from, count * ItemSize(from_dtype));
+    npu::Copy(to, from, count * ItemSize(from_dtype));
   } else if (from_dtype == kF32) {
-    Round(to, from.ReinterpretCast<float>(), to_dtype, count);
+    npu::Round(to, from.ReinterpretCast<float>(), to_dtype, count);
   } else if (to_dtype == kF32) {
-    Widen(to.ReinterpretCast<float>(), from, from_dtype, count);
+    npu::Widen(to.ReinterpretCast<float>(), from, from_dtype, count);
   } else {
-    Widen(wide, from, from_dtype, count);
+    npu::Widen(wide, from, from_dtype, count);
     PipeBarrier<PIPE_V>();
-    Round(to, wide, to_dtype, count);
+    npu::Round(to, wide, to_dtype, count);
   }
 }
 

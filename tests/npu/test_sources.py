@@ -62,9 +62,7 @@ def test_includes_nothing_of_the_host(path: Path) -> None:
 def functions(path: Path) -> Iterator[tuple[str, str, str]]:
     """Of each function that a file defines: what stands before its name, the name, the body."""
     code = code_of(path)
-    heads = re.compile(
-        r"^(?P<head>[^\n;{}#]*?)\b(?P<name>[A-Z]\w+|npuzero_\w+)\([^;{}]*\)\s*(:[^{;]*)?\{", re.MULTILINE
-    )
+    heads = re.compile(r"^(?P<head>[^\n;{}#]*?)\b(?P<name>[A-Z]\w+)\([^;{}]*\)\s*(:[^{;]*)?\{", re.MULTILINE)
     for match in heads.finditer(code):
         if re.search(r"\b(if|while|for|switch|return)\b", match["head"]):
             continue
@@ -95,3 +93,43 @@ def test_no_function_comes_to_call_itself() -> None:
             reached |= called
             new |= called
         assert name not in reached, f"{name} calls itself, by way of {calls[name] & reached}"
+
+
+def functions_of_tensors() -> set[str]:
+    """Those outside of classes that take something of namespace AscendC: by that, a call is looked up there, too."""
+    heads = re.compile(r"^__aicore__ inline [^\n(]*?\b(\w+)\(([^{]*)\) \{", re.MULTILINE)
+    taken = re.compile(r"\b(Local|Global)Tensor\b|\bT[A-Z]\w+|\bRoundMode\b")
+    return {name for path in device_sources() for name, given in heads.findall(code_of(path)) if taken.search(given)}
+
+
+@pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
+def test_no_call_of_ours_meets_a_name_of_ascendc(path: Path) -> None:
+    """The full kernel_operator.h has a Round, a Copy, ... of its own, and the next release may have any other."""
+    names = functions_of_tensors()
+    assert {"Load", "Store", "Round", "Copy", "Convert"} <= names
+    members = {name for head, name, _ in functions(path) if head.startswith("  ")}
+    calls = re.findall(rf"^(?!.*__aicore__).*?(?<![\w.:])({'|'.join(names)})\(", code_of(path), re.MULTILINE)
+    assert not set(calls) - members, "a function of ours is called with its namespace: npu::"
+
+
+@pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
+def test_nothing_of_ours_is_outside_of_our_namespace(path: Path) -> None:
+    """There ours and AscendC's would be equally near: a type Sum of ours and their function Sum."""
+    code = re.sub(r"^#(?:.*\\\n)*.*", "", code_of(path), flags=re.MULTILINE)
+    parts = re.split(r"^namespace npuzero \{\nnamespace npu \{\n|^\} *\n\} *\n", code, flags=re.MULTILINE)
+    before, _, after = parts
+    assert not before.strip()
+    assert not re.sub(r"^NPUZERO_KERNEL\(npuzero_\w+, \w+\)$", "", after, flags=re.MULTILINE).strip()
+    assert "using namespace npuzero" not in code
+
+
+def test_every_kernel_states_its_type() -> None:
+    """By being defined by the one macro that does, either way that there is."""
+    listed = re.search(r"kernel_names\[\] = \{([^}]*)\}", (ROOT / "launch.h").read_text())
+    texts = {path.name: path.read_text() for path in device_sources()}
+    kernels = [name for text in texts.values() for name in re.findall(r"^NPUZERO_KERNEL\((\w+)", text, re.MULTILINE)]
+    assert listed and sorted(kernels) == sorted(re.findall(r"\w+", listed[1]))
+    assert [name for name, text in texts.items() if "__global__" in text] == ["walk.h"]
+    launched, before = re.findall(r"#define NPUZERO_KERNEL(?:.*\\\n)+.*", texts["walk.h"])
+    assert 'extern "C" __global__ __vector__ __aicore__ void' in launched
+    assert re.search(r"\{\s*\\\n\s*KERNEL_TASK_TYPE_DEFAULT\(KERNEL_TYPE_AIV_ONLY\);", before)

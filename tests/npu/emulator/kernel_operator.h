@@ -5,11 +5,18 @@
 
 #include "machine.h"
 
+// What the device's compiler knows by itself; a test has it otherwise.
+#ifndef __gm__
 #define __aicore__
 #define __global__
+#define __vector__
 #define __gm__
+#endif
 
-using GM_ADDR = uint8_t*;
+using GM_ADDR = __gm__ uint8_t*;
+
+enum KernelMetaType { KERNEL_TYPE_AIV_ONLY, KERNEL_TYPE_AIC_ONLY, KERNEL_TYPE_AICORE };
+#define KERNEL_TASK_TYPE_DEFAULT(type) static_assert(type == KERNEL_TYPE_AIV_ONLY, "this is one vector core")
 
 struct half {
   uint16_t bits;
@@ -121,10 +128,11 @@ class GlobalTensor {
   T GetValue(uint64_t offset, SITE) const {
     if (offset >= size) emulator::refuse(HERE, "bounds", "GetValue beyond the global tensor");
     T value;
-    emulator::read_global(HERE, at + offset, &value, sizeof value);
+    emulator::read_global(HERE, address(offset), &value, sizeof value);
     return value;
   }
-  T* at = nullptr;
+  void* address(uint64_t offset = 0) const { return reinterpret_cast<void*>(reinterpret_cast<uint64_t>(at + offset)); }
+  __gm__ T* at = nullptr;
   uint64_t size = 0;
 };
 
@@ -233,14 +241,14 @@ inline void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, cons
   const int64_t bytes = static_cast<int64_t>(count) * sizeof(T);
   detail::check_whole_blocks(HERE, bytes);
   detail::check_inside(HERE, src, bytes);
-  emulator::load(HERE, dst.operand(), src.at, bytes, 0);
+  emulator::load(HERE, dst.operand(), src.address(), bytes, 0);
 }
 template <typename T>
 inline void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const uint32_t count, SITE) {
   const int64_t bytes = static_cast<int64_t>(count) * sizeof(T);
   detail::check_whole_blocks(HERE, bytes);
   detail::check_inside(HERE, dst, bytes);
-  emulator::store(HERE, dst.at, src.operand(), bytes);
+  emulator::store(HERE, dst.address(), src.operand(), bytes);
 }
 template <typename T>
 inline void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& params,
@@ -248,13 +256,13 @@ inline void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, c
   detail::check_one_block(HERE, params);
   detail::check_inside(HERE, src, params.blockLen);
   if (pad.isPad) emulator::refuse(HERE, "dtype", "padding with a value is not emulated");
-  emulator::load(HERE, dst.operand(), src.at, params.blockLen, (32 - params.blockLen % 32) % 32);
+  emulator::load(HERE, dst.operand(), src.address(), params.blockLen, (32 - params.blockLen % 32) % 32);
 }
 template <typename T>
 inline void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& params, SITE) {
   detail::check_one_block(HERE, params);
   detail::check_inside(HERE, dst, params.blockLen);
-  emulator::store(HERE, dst.at, src.operand(), params.blockLen);
+  emulator::store(HERE, dst.address(), src.operand(), params.blockLen);
 }
 
 struct BinaryRepeatParams {
