@@ -8,9 +8,17 @@
 
 namespace npuzero::npu {
 
-void* find(const char* library, const char* name, const char* purpose, const char* remedy) {
+namespace {
+
+void* look_up(const char* library, const char* name) {
   void* handle = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-  void* function = handle ? dlsym(handle, name) : nullptr;
+  return handle ? dlsym(handle, name) : nullptr;
+}
+
+}  // namespace
+
+void* find(const char* library, const char* name, const char* purpose, const char* remedy) {
+  void* function = look_up(library, name);
   if (!function) {
     const char* why = dlerror();
     throw Error(Error::Kind::KernelUnavailable, purpose, std::string(name) + " in " + library,
@@ -22,10 +30,12 @@ void* find(const char* library, const char* name, const char* purpose, const cha
 const AscendCl& ascendcl() {
   static const AscendCl api = [] {
     AscendCl found = {};
-    const auto take = [](auto& function, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(
-          find("libascendcl.so", name, "device npu",
-               "Install CANN 8.1 or later, and source its set_env.sh before starting Python."));
+    const auto assign = [](auto& function, void* at) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(at);
+    };
+    const auto take = [&](auto& function, const char* name) {
+      assign(function, find("libascendcl.so", name, "device npu",
+                            "Install CANN 8.1 or later, and source its set_env.sh before starting Python."));
     };
     take(found.aclrtGetDevice, "aclrtGetDevice");
     take(found.aclGetDeviceCapability, "aclGetDeviceCapability");
@@ -39,6 +49,7 @@ const AscendCl& ascendcl() {
     take(found.aclrtQueryEventStatus, "aclrtQueryEventStatus");
     take(found.aclrtSynchronizeStream, "aclrtSynchronizeStream");
     take(found.aclGetRecentErrMsg, "aclGetRecentErrMsg");
+    assign(found.aclmdlRICaptureGetInfo, look_up("libascendcl.so", "aclmdlRICaptureGetInfo"));
     return found;
   }();
   return api;

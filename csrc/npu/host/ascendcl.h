@@ -23,6 +23,7 @@ struct AscendCl {
   int (*aclrtQueryEventStatus)(void* event, int* status);
   int (*aclrtSynchronizeStream)(void* stream);
   const char* (*aclGetRecentErrMsg)();
+  int (*aclmdlRICaptureGetInfo)(void* stream, int* status, void** graph);  // null where CANN captures no streams
 };
 
 // Error::KernelUnavailable where there is no libascendcl, or one that lacks some of it.

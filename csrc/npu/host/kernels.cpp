@@ -21,6 +21,8 @@ namespace {
 // Numbers of the documented C API.
 constexpr int vector_cores = 1;                       // aclDeviceInfo
 constexpr uint32_t tracks_progress = 2;               // event flag: it is asked for, and no stream waits for it
+constexpr int not_supported = 207000;                 // aclError, by a device that captures no streams
+constexpr int not_capturing = 0;                      // aclmdlRICaptureStatus
 constexpr int complete = 1;                           // aclrtEventRecordedStatus
 constexpr size_t least_slot_bytes = size_t{1} << 13;  // 48 shares and some parts
 constexpr size_t kept_slots = 256;                    // of a device, before one is filled anew
@@ -162,10 +164,26 @@ class AscendLauncher final : public Launcher {
 // Never destroyed: the device may be gone before this process's statics are.
 AscendLauncher* launcher = nullptr;
 
+// A graph keeps the address of a launch's table, and a slot is filled anew for other launches.
+void refuse_capture(const char* op, Stream stream) {
+  const auto ask = ascendcl().aclmdlRICaptureGetInfo;
+  if (!ask) return;
+  int status = not_capturing;
+  void* graph = nullptr;
+  const int result = ask(pointer(stream), &status, &graph);
+  if (result == not_supported) return;
+  check(result, "aclmdlRICaptureGetInfo");
+  if (status == not_capturing) return;
+  throw Error(Error::Kind::State, std::string(op) + " on npu", "a stream that runs what it is given",
+              "one that is captured: the graph would replay the kernel with what later launches leave in its table",
+              "Leave npuzero's calls (and so the forward, backward and step of a model under zero()) out of graphs.");
+}
+
 template <class Args, void (*launch_op)(const Args&, Stream, int, Launcher&)>
 void run(const Args& args, Stream stream) {
   AscendLauncher& mine = *launcher;
   const std::lock_guard<std::mutex> lock(mine.mutex);
+  refuse_capture(Args::op, stream);
   mine.rely_on_kernels(stream);
   launch_op(args, stream, mine.cores(), mine);
 }

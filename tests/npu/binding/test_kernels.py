@@ -14,7 +14,7 @@ import torch
 from npu.binding.test_device import run as in_process
 from npu.fake import libraries
 from npuzero import _native, ops
-from npuzero.errors import KernelUnavailable
+from npuzero.errors import KernelUnavailable, StateError
 from npuzero.ops.flat_adam import Segment
 
 NUMELS = (1, 77, 5000, 100_003)
@@ -103,6 +103,21 @@ def test_many_tables_take_turns():
     for numel in (*range(1, 601), *range(600, 0, -3)):
         ops.cast(source[:numel], target[:numel])
     assert torch.equal(target.cpu()[:600], torch.arange(600.0))
+
+
+def test_a_graph_that_captures_an_op_is_refused():
+    """It would replay the launch with whatever its table's place on the device holds by then."""
+    source, target, low = there(torch.arange(9.0), torch.zeros(9), torch.zeros(9).bfloat16())
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        target.copy_(source)
+        with pytest.raises(StateError, match=r"cast on npu: .* captured"):
+            ops.cast(source, low)
+    graph.replay()
+    torch.npu.synchronize()
+    assert torch.equal(target.cpu(), source.cpu())  # what is not npuzero's is captured as ever
+    ops.cast(source, low)
+    assert torch.equal(low.cpu(), source.cpu().bfloat16())
 
 
 ANOTHER_STREAM = """

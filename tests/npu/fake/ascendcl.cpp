@@ -21,6 +21,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "device.h"
@@ -45,16 +46,26 @@ std::atomic<size_t> used{0};
 std::map<int, int64_t> options;
 std::atomic<int64_t> async_copies{0};
 
+// What a captured stream was given.
+struct Graph {
+  std::vector<std::function<void()>> tasks;
+};
+
 struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> tasks;
+  Graph* capturing = nullptr;
   bool busy = false, ending = false;
   std::string error;
   std::thread worker;
 
   void push(std::function<void()> task) {
     const std::lock_guard<std::mutex> lock(mutex);
+    if (capturing) {
+      capturing->tasks.push_back(std::move(task));
+      return;
+    }
     tasks.push_back(std::move(task));
     if (!worker.joinable()) worker = std::thread([this] { work(); });
     changed.notify_all();
@@ -439,5 +450,36 @@ FAKE_API int aclrtEventElapsedTime(float* ms, void* start, void* end) {
   first->wait();
   last->wait();
   *ms = std::chrono::duration<float, std::milli>(last->at - first->at).count();
+  return success;
+}
+
+// --- graphs ----------------------------------------------------------------------------------------------------------
+
+FAKE_API int aclmdlRICaptureBegin(void* stream, int) {
+  Stream& queue = stream_of(stream);
+  const std::lock_guard<std::mutex> lock(queue.mutex);
+  queue.capturing = new Graph;
+  return success;
+}
+FAKE_API int aclmdlRICaptureGetInfo(void* stream, int* status, void** graph) {
+  Stream& queue = stream_of(stream);
+  const std::lock_guard<std::mutex> lock(queue.mutex);
+  *status = queue.capturing ? 1 : 0;
+  *graph = queue.capturing;
+  return success;
+}
+FAKE_API int aclmdlRICaptureEnd(void* stream, void** graph) {
+  Stream& queue = stream_of(stream);
+  const std::lock_guard<std::mutex> lock(queue.mutex);
+  *graph = std::exchange(queue.capturing, nullptr);
+  return success;
+}
+FAKE_API int aclmdlRICaptureThreadExchangeMode(int*) { return success; }
+FAKE_API int aclmdlRIExecuteAsync(void* graph, void* stream) {
+  for (const auto& task : static_cast<Graph*>(graph)->tasks) fake::enqueue(stream, task);
+  return success;
+}
+FAKE_API int aclmdlRIDestroy(void* graph) {
+  delete static_cast<Graph*>(graph);
   return success;
 }
