@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
-from npuzero import ops
+from npuzero import _native, ops
 from npuzero.ops import storage
 from npuzero.ops.flat_adam import Segment
 from ops import grid
@@ -16,14 +17,45 @@ from ops import grid
 F32, BF16, F16 = grid.FLOATS
 CODES = torch.uint8
 TILE = 4096
+SHARE = 131072  # of norm, for which there is a core each
 LENGTH = 3 * TILE + 21  # three cores, two tiles for one of them, a tail
 ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
 KINDS = (
     ADAMW,
     replace(ADAMW, decoupled=False, step=1),
     replace(ADAMW, amsgrad=True, weight_decay=0.0),
+    # The master as it is, the moments the gradient and its square: what is given as a tie is rounded as one.
+    replace(ADAMW, lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, amsgrad=True),
     replace(ADAMW, decoupled=False, amsgrad=True, maximize=True, eps=0.0),
 )
+ENDS = (5000, 5032, 5500, 6000)  # of the ranges they are for, and the end of everything
+ROW = 2048  # places that share a word of the draws
+PLACES = (2**36 + 2047, 5, 2**45 - 5100, 2**61 + 1, 2**36 + ROW)  # at 2^45 the rows' counter has a carry
+
+# Halves of what bf16, f16 and tf32, and codes drop; and the last that is no infinity of each, with what is next to it
+# on both sides; and denormals of bf16 and f16 about half of one. In patterns of f32.
+_DROPPED = (16, 13, 19)
+_EDGES = (
+    *(0x7F7F7FFF, 0x7F7F8000, 0x7F7FEFFF, 0x7F7FF000, 0x477FEFFF, 0x477FF000, 0x477FE000),
+    *(0x8000, 0x18000, 0x7FFF, 0x8001, 0x7F8000, 0x33000000, 0x33000001, 0x33C00000, 0x387FF000, 0x3FFF),
+)
+# NaN, by payloads that truncation or a carry would make something else.
+_NANS = {F32: (0x7F800001, 0x7FFFFFFF, 0x7F80FFFF, 0x7FC00001), BF16: (0x7F81, 0x7FFF), F16: (0x7C01, 0x7FFF)}
+
+
+def values(n: int, dtype: torch.dtype = F32, *, special: bool = True) -> torch.Tensor:
+    """As grid.values, and of what these hardly have: ties and, with `special`, the edges of ranges, and NaNs."""
+    x = grid.values(n, dtype, special=special)
+    bits = grid.patterns(x)
+    if dtype == F32:
+        for i, dropped in enumerate(_DROPPED):
+            bits[i::7] = bits[i::7] >> dropped << dropped | 1 << dropped - 1
+    if special:
+        odd = torch.tensor([*_NANS[dtype], *_EDGES * (dtype == F32)])
+        odd = torch.cat([odd, odd - (1 << 8 * x.element_size() - 1)]).to(bits.dtype)
+        odd = odd[: len(bits[3::29])]
+        bits[3::29][: len(odd)] = odd
+    return x
 
 
 def cast() -> None:
@@ -31,15 +63,19 @@ def cast() -> None:
         _cast(source, target, "nearest", 2 * LENGTH)
     _cast(F32, F32, "tf32", 2 * LENGTH)
     _cast(F32, BF16, "away", LENGTH)
-    _cast(F32, BF16, "stochastic", LENGTH)
+    _cast(F32, BF16, "stochastic", LENGTH, 2**35 - 9)
+    for offset in (0, 5, ROW - 1, 4 * ROW, 2**45 - ROW - 3, 2**63 - 1 - ROW):
+        _cast(F32, BF16, "stochastic", ROW, offset)
 
 
-def _cast(source: torch.dtype, target: torch.dtype, rounding: str, n: int) -> None:
-    x = grid.Guarded.around(grid.values(n, source), 1).inner
+def _cast(source: torch.dtype, target: torch.dtype, rounding: str, n: int, offset: int = 0) -> None:
+    x = grid.Guarded.around(values(n, source), 1).inner
     actual, expected = (grid.Guarded.around(torch.zeros(n, dtype=target), 3) for _ in range(2))
     _compare(
-        lambda out: ops.cast(x, out[0].inner, rounding=rounding, seed=2**40 + 3, offset=2**35 - 9), [actual], [expected]
+        lambda out: ops.cast(x, out[0].inner, rounding=rounding, seed=2**40 + 3, offset=offset), [actual], [expected]
     )
+    if source == target and rounding == "nearest":
+        assert torch.equal(grid.patterns(actual.inner), grid.patterns(x)), "a copy changes no NaN either"
 
 
 def pack() -> None:
@@ -57,9 +93,9 @@ def pack() -> None:
 
 def _pack(sizes: tuple[int, ...], source: torch.dtype, target: torch.dtype, scaled: bool, accumulate: bool) -> None:
     offsets = [3 + at for at in itertools.accumulate(sizes, initial=0)][:-1]
-    tensors = [grid.values(n, source) for n in sizes]
-    scale = torch.tensor([0.37]) if scaled else None
-    wire = grid.values(sum(sizes) + 9, target)
+    tensors = [values(n, source) for n in sizes]
+    scale = torch.tensor([0.37 if target == F32 else 0.5]) if scaled else None  # half of a tie is one
+    wire = values(sum(sizes) + 9, target)
     actual, expected = (grid.Guarded.around(wire, 1) for _ in range(2))
     _compare(
         lambda out: ops.pack(tensors, offsets, out[0].inner, scale=scale, accumulate=accumulate), [actual], [expected]
@@ -74,19 +110,47 @@ def norm() -> None:
         (2 * TILE + 21, BF16, None, False),
         (3 * TILE + 777, F32, BF16, False),
         (3 * TILE + 777, F32, F32, True),
-        (2 * 131072 + 77, F16, None, True),
-        (2 * 131072 + 77, F32, F16, False),
+        (2 * SHARE + 77, F16, None, True),
+        (2 * SHARE + 77, F32, F16, False),
     ):
-        x = grid.values(n, dtype, special=special)
-        other = None if addend is None else grid.values(n, addend, special=special)
-        actual, expected = grid.Guarded.around(x, 16), grid.Guarded.around(x, 16)
-        sums = [torch.full((2,), -1.0, dtype=torch.float64) for _ in range(2)]
-        ops.norm(actual.inner, sums[0], addend=other, scale=0.37)
-        grid.with_reference(lambda x=expected.inner, out=sums[1], o=other: ops.norm(x, out, addend=o, scale=0.37))
-        grid.assert_same(actual.inner, expected.inner)
-        actual.assert_guards()
-        assert sums[0][1] == sums[1][1]
-        torch.testing.assert_close(*sums, rtol=2**-40, atol=0, equal_nan=True)
+        other = None if addend is None else values(n, addend, special=special)
+        _norm(values(n, dtype, special=special), other)
+    for odd in ({}, {5: torch.inf}, {5: -torch.inf, 5001: torch.inf}, {5: torch.nan}, {5: torch.inf, 6: torch.nan}):
+        _norm(_with(odd, values(2 * TILE, special=False)))
+    # Over several cores: what is in any of their shares.
+    first, last = SHARE // 2, 3 * SHARE - 5
+    for odd in ({last: torch.inf}, {first: -torch.inf, last: torch.inf}, {first: torch.nan}, {last: torch.nan}):
+        _norm(_with(odd, values(3 * SHARE, BF16, special=False)), misaligned=len(odd))
+    _norm(_with({first: torch.inf, last: torch.nan}, values(3 * SHARE, special=False)), misaligned=3)
+    _norm(values(3 * SHARE, special=False), misaligned=1)
+    # Sums of blocks are exact here, and the whole is rounded once, to nearest even.
+    for ones, least in ((2, 0.0), (6, 0.0), (2, 2.0**-30), (1, 0.0), (3, 0.0)):
+        odd = {0: 2.0**27, 2 * SHARE: least} | {SHARE + i: 1.0 for i in range(ones)}
+        exact = sum(Fraction(value) ** 2 for value in odd.values())
+        assert float(_norm(_with(odd, torch.zeros(3 * SHARE)))[0]) == float(exact)
+
+
+def _with(odd: dict[int, float], x: torch.Tensor) -> torch.Tensor:
+    for at, value in odd.items():
+        x[at] = value
+    return x
+
+
+def _norm(x: torch.Tensor, addend: torch.Tensor | None = None, *, misaligned: int = 0) -> torch.Tensor:
+    """What the kernels find, which is what the reference does; the workspace begins so many float64 after a line."""
+    actual, expected = grid.Guarded.around(x, 16), grid.Guarded.around(x, 16)
+    sums = [torch.full((2,), -1.0, dtype=torch.float64) for _ in range(2)]
+    blocks = -(-x.numel() // _native.NORM_BLOCK)
+    room = torch.empty(2 * blocks + 8, dtype=torch.float64)
+    workspace = room[-room.data_ptr() // 8 % 4 + misaligned :][: 2 * blocks]
+    views = [_native.view(tensor) for tensor in (actual.inner, sums[0], workspace)]
+    _native.norm(*views, _native.optional_view(addend), 0.37, 0)
+    grid.with_reference(lambda: ops.norm(expected.inner, sums[1], addend=addend, scale=0.37))
+    grid.assert_same(actual.inner, expected.inner)
+    actual.assert_guards()
+    assert sums[0][1] == sums[1][1]
+    torch.testing.assert_close(*sums, rtol=2**-40, atol=0, equal_nan=True)
+    return sums[0]
 
 
 def flat_adam() -> None:
@@ -98,14 +162,22 @@ def flat_adam() -> None:
     _adam(LENGTH // 2, F32, "fp32", BF16, moments=BF16)
     _adam(LENGTH, BF16, "fp32", BF16, moments=CODES)
     _adam(LENGTH // 2, F32, "none", None, moments=CODES)
+    for skip in (0.0, -0.0, 1.0, -1.0, 0.5, 2.0**-149, torch.inf, torch.nan):
+        _adam(700, F32, "fp32", BF16, skip=skip)
 
 
-def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, moments: torch.dtype = F32) -> None:
+def _adam(
+    n: int,
+    dtype: torch.dtype,
+    masters: str,
+    low: torch.dtype | None,
+    *,
+    moments: torch.dtype = F32,
+    skip: float | None = None,
+) -> None:
     coded = moments == CODES  # one value that is not finite spoils a block of 64
-    grad = grid.values(n, dtype, special=not coded)
-    content = {
-        name: grid.values(n, special=not coded) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    }
+    grad = values(n, dtype, special=not coded)
+    content = {name: values(n, special=not coded) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
     for name in ("exp_avg_sq", "max_exp_avg_sq"):  # the larger of 0.0 and -0.0 is whichever comes first
         content[name].abs_()
     if coded:
@@ -123,14 +195,16 @@ def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, *, 
         if masters == "split":
             content["remainder"] = remainder
     actual, expected = ({name: grid.Guarded.around(value, 5) for name, value in content.items()} for _ in range(2))
-    ends = [5000, 5032, 6000, n]
+    ends = [min(end, n) for end in (*ENDS, n)]
     begins = [-(-end // 64) * 64 if coded else end for end in [0, *ends[:-1]]]
     segments = [
-        replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=2**17 + i, place=8 * i + 2**36)
+        replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=2**17 + i, place=PLACES[i])
         for i, (kind, begin, end) in enumerate(zip(KINDS, begins, ends, strict=True))
     ]
     table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, 9.0]])
-    options = {"grad_scale": torch.tensor([0.3]), "dynamic": table, "seed": 2**63 + 5}
+    options = {"grad_scale": torch.tensor([0.25]), "dynamic": table, "seed": 2**63 + 5}
+    if skip is not None:
+        options["skip"] = torch.tensor([skip])
 
     def update(buffers: list[grid.Guarded]) -> None:
         named = {name: buffer.inner for name, buffer in zip(content, buffers, strict=True)}
