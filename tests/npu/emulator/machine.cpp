@@ -759,24 +759,42 @@ float to_integer(float x, int mode) {
   }
 }
 
-uint16_t to_bf16(float x, int mode) {
-  const uint32_t u = pattern(x);
-  if (x != x) return static_cast<uint16_t>(u >> 16 | 0x40);
-  const uint32_t up = mode == rint ? 0x7fffu + (u >> 16 & 1) : 0x8000u;
-  return static_cast<uint16_t>((u + (mode == trunc ? 0 : up)) >> 16);
-}
-
-uint16_t to_f16(float x) {
-  const auto narrow = static_cast<_Float16>(x);
-  uint16_t u;
-  std::memcpy(&u, &narrow, sizeof u);
-  return u;
-}
-
 float from_f16(uint16_t u) {
   _Float16 narrow;
   std::memcpy(&narrow, &u, sizeof u);
   return static_cast<float>(narrow);
+}
+
+// Whether the neighbour farther from zero is chosen, of one that is `odd`, where `rest` of `whole` is dropped.
+bool goes_up(uint32_t rest, uint32_t whole, bool odd, bool negative, int mode) {
+  const uint32_t half = whole / 2;
+  switch (mode) {
+    case rint: return rest > half || (rest == half && odd);
+    case away: return rest >= half;
+    case floor: return negative && rest;
+    case ceil: return !negative && rest;
+    default: return false;
+  }
+}
+
+uint16_t to_bf16(float x, int mode) {
+  const uint32_t u = pattern(x);
+  if (x != x) return static_cast<uint16_t>(u >> 16 | 0x40);
+  return static_cast<uint16_t>((u >> 16) + goes_up(u & 0xffff, 0x10000, u >> 16 & 1, u >> 31, mode));
+}
+
+uint16_t to_f16(float x, int mode) {
+  const auto nearest = static_cast<_Float16>(x);
+  uint16_t u;
+  std::memcpy(&u, &nearest, sizeof u);
+  if (mode == rint || mode == none || x != x || std::isinf(x)) return u;
+  const float magnitude = std::fabs(x);
+  auto below = static_cast<uint16_t>(u & 0x7fff);
+  if (from_f16(below) > magnitude) below -= 1;
+  const double low = from_f16(below), high = below == 0x7bff ? 65536.0 : from_f16(static_cast<uint16_t>(below + 1));
+  const double rest = magnitude - low, half = (high - low) / 2;
+  const uint32_t quarters = rest == 0 ? 0 : rest < half ? 1 : rest == half ? 2 : 3;
+  return static_cast<uint16_t>((u & 0x8000) | (below + goes_up(quarters, 4, below & 1, std::signbit(x), mode)));
 }
 
 bool is_integer(Type type) { return type == Type::i32 || type == Type::i16; }
@@ -816,9 +834,8 @@ bool knows(const Instruction& i) {
     case Op::cast: {
       const bool rounds = i.mode != none;
       if (source == Type::f32) {
-        if (target == Type::bf16) return i.mode == rint || i.mode == away || i.mode == trunc;
-        if (target == Type::f16) return i.mode == rint;
-        return rounds && (target == Type::f32 || target == Type::i32 || target == Type::i16);
+        return rounds && (target == Type::bf16 || target == Type::f16 || target == Type::f32 || target == Type::i32 ||
+                          target == Type::i16);
       }
       if (target == Type::u8) return rounds && source == Type::f16;
       if (target == Type::f16) return source == Type::u8 && i.mode == none;
@@ -967,7 +984,8 @@ void Core::cast(const Instruction& i) {
     switch (i.target.type) {
       case Type::bf16:
         return each(memory<uint16_t>(i.target), from, [&](float x, int64_t) { return to_bf16(x, i.mode); });
-      case Type::f16: return each(memory<uint16_t>(i.target), from, [](float x, int64_t) { return to_f16(x); });
+      case Type::f16:
+        return each(memory<uint16_t>(i.target), from, [&](float x, int64_t) { return to_f16(x, i.mode); });
       case Type::f32:
         return each(memory<float>(i.target), from, [&](float x, int64_t) { return to_integer(x, i.mode); });
       case Type::i32: return fitting(memory<int32_t>(i.target));
@@ -985,7 +1003,8 @@ void Core::cast(const Instruction& i) {
     });
   }
   if (source.type == Type::u8) {
-    return each(memory<uint16_t>(i.target), memory<uint8_t>(source), [](uint8_t x, int64_t) { return to_f16(x); });
+    return each(memory<uint16_t>(i.target), memory<uint8_t>(source),
+                [](uint8_t x, int64_t) { return to_f16(x, none); });
   }
   float* to = memory<float>(i.target);
   switch (source.type) {
