@@ -14,6 +14,12 @@ constexpr int32_t kDigits = 24;    // of 32 bits each
 constexpr int32_t kLowest = -448;  // exponent of the lowest digit's unit
 constexpr int32_t kLanes = 8;      // where the tree ends: one 32-byte block
 
+// An f32 and its pattern.
+union Bits {
+  uint32_t pattern;
+  float value;
+};
+
 // A sum without error, kept in digits that are not carried until the end, and what is not finite.
 struct ExactSum {
   int64_t digits[kDigits];
@@ -258,11 +264,10 @@ class Norm {
     // The scale is 2^(20 - exponent of the largest), as far as f32 goes.
     int32_t field = 127 + 20 + 127 - (most >> 23);
     if (field > 254) field = 254;
-    const uint32_t pattern = static_cast<uint32_t>(field) << 23;
-    const float scale = *reinterpret_cast<const float*>(&pattern);
+    const Bits scale = {static_cast<uint32_t>(field) << 23};
     LocalTensor<float> low = Room(0), high = Room(1), square = Room(2), rest = Room(3);
     Pad(low, count, width);
-    Muls(low, x, scale, count);
+    Muls(low, x, scale.value, count);
     PipeBarrier<PIPE_V>();
     if (head_->x_dtype != kF32) {  // 8 or 11 bits of mantissa: squares are exact
       Mul(rest, low, low, width);
