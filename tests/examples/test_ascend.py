@@ -1,0 +1,39 @@
+"""The program of docs/ascend.md, as it stands there, on CPU ranks; tests/npu/binding has it on the emulated device."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from examples.pages import programs, run
+
+(PROGRAM,) = programs("ascend.md")
+
+
+def losses(output: str) -> dict[int, float]:
+    """By step, counted from 1."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", output)}
+
+
+@pytest.mark.world
+def test_it_trains_on_two_ranks_and_leaves_what_transformers_loads(tmp_path: Path) -> None:
+    found = losses(run(PROGRAM, 2, tmp_path))
+    assert list(found) == [1, 3, 5] and found[5] < found[3] < found[1]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+
+
+@pytest.mark.slow
+@pytest.mark.world
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    whole = losses(run(PROGRAM, 2, tmp_path))
+    weights = tmp_path / "weights/model.safetensors"
+    expected = weights.read_bytes()
+    shutil.rmtree(tmp_path / "runs/llama/step-00000006")  # as if it had been stopped after five steps
+    assert losses(run(PROGRAM, 2, tmp_path)) == {5: whole[5]}
+    assert weights.read_bytes() == expected
+    shutil.rmtree(tmp_path / "runs/llama/step-00000006")
+    assert list(losses(run(PROGRAM, 1, tmp_path))) == [5], "on another number of ranks"
