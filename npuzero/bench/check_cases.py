@@ -1,0 +1,300 @@
+"""The ops' cases that `npuzero check` compares with their references: a grid over dtypes and options, and probes.
+
+A probe asks for one thing by name that a random value would hardly ask for: a skipped update, ties of a rounding, NaNs
+of every kind, infinities alone, draws whose counters wrap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from npuzero import ops
+from npuzero.ops import storage
+from npuzero.ops.flat_adam import Segment
+from npuzero.optim import MOMENT_DTYPES, dynamic_rows
+from npuzero.plan import MASTERS, MOMENT_BLOCK
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Places a tensor where the op shall find it.
+Put = Callable[[Tensor], Tensor]
+#: Runs an op on `numel` elements; the tensors it has written.
+Case = Callable[[Put, int], list[Tensor]]
+#: `numel` values of a dtype; another seed, others.
+Make = Callable[[int, torch.dtype, int], Tensor]
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_SEVERAL_CORES = 2**18 + 17  # elements that an npu's norm spreads over more than one
+
+
+def short(dtype: torch.dtype) -> str:
+    """``f32``, ``bf16``, ``f16``; others as torch calls them."""
+    return {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype, str(dtype)[6:])
+
+
+def values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = True) -> Tensor:
+    """Values over many magnitudes; with `specials` every seventh is zero, denormal, largest, infinite, NaN or a tie."""
+    generator = torch.Generator().manual_seed(1000 * seed + numel)
+    x = torch.randn(numel, generator=generator)
+    x = (x * torch.exp2(torch.randint(-12, 9, (numel,), generator=generator).float())).to(dtype)
+    if specials:
+        info = torch.finfo(dtype)
+        extremes = [0.0, -0.0, info.tiny * info.eps, info.tiny, info.max, -info.max, torch.inf, -torch.inf, torch.nan]
+        odd = torch.tensor([*extremes, 1 + 2**-8, -1 - 3 * 2**-8, 1 + 2**-11])  # halfway between two of bf16, of f16
+        x[::7] = odd.to(dtype)[torch.randint(len(odd), (len(x[::7]),), generator=generator)]
+    return x
+
+
+def cases(sizes: Sequence[int]) -> Iterator[tuple[str, Case, Sequence[int]]]:
+    """Everything that is compared: name, case, and for which sizes; those given, unless the case needs others."""
+    for name, case in itertools.chain(_grid(), _probes()):
+        yield name, case, sizes
+    far: dict[str, Make] = {"infinities": _infinities, "two infinities": _two, "two infinities and a NaN": _three}
+    for dtype, (what, make) in itertools.product(FLOATS, far.items()):
+        yield f"norm {short(dtype)}: {what}", partial(_norm, dtype, False, make=make), (_SEVERAL_CORES,)
+
+
+def _casts() -> Iterator[tuple[str, torch.dtype, torch.dtype, str]]:
+    for source, target in itertools.product(FLOATS, FLOATS):
+        yield f"cast {short(source)} to {short(target)}", source, target, "nearest"
+    yield "cast away from zero", torch.float32, torch.bfloat16, "away"
+    yield "cast tf32", torch.float32, torch.float32, "tf32"
+    yield "cast stochastic", torch.float32, torch.bfloat16, "stochastic"
+
+
+def _grid() -> Iterator[tuple[str, Case]]:
+    for name, source, target, rounding in _casts():
+        yield name, partial(_cast, source, target, rounding)
+    for source in FLOATS:
+        for target in FLOATS:
+            for accumulate in (False, True):
+                name = f"pack {short(source)} {'added to' if accumulate else 'to'} {short(target)}"
+                yield name, partial(_pack, source, target, accumulate)
+    for dtype in FLOATS:
+        yield f"norm {short(dtype)}", partial(_norm, dtype, False)
+        yield f"norm with {short(dtype)} added", partial(_norm, dtype, True)
+    for grad in FLOATS:
+        for low in (torch.bfloat16, torch.float16, None):
+            yield f"flat_adam {short(grad)} to {short(low) if low else 'nothing'}", partial(_adam, grad, low, {})
+    for name, options in (
+        ("l2", {"decoupled": False}),
+        ("maximize", {"maximize": True}),
+        ("amsgrad", {"amsgrad": True}),
+    ):
+        yield f"flat_adam {name}", partial(_adam, torch.bfloat16, torch.bfloat16, options)
+    for masters, moments in itertools.product(MASTERS, MOMENT_DTYPES):
+        low = torch.bfloat16 if masters == "fp32" else None
+        yield (
+            f"flat_adam with {masters} masters and {moments} moments, amsgrad",
+            partial(_adam, torch.bfloat16, low, {"amsgrad": True}, masters=masters, moments=moments),
+        )
+    yield "flat_adam coefficients of lr and step, in float64", _coefficients
+
+
+def _probes() -> Iterator[tuple[str, Case]]:
+    odd: dict[str, Make] = {"NaNs": _nans, "infinities": _infinities}
+    for name, source, target, rounding in _casts():
+        if rounding in ("tf32", "away") or (torch.float32 != target != source and rounding == "nearest"):
+            yield f"{name}: ties", partial(_cast, source, target, rounding, make=_ties(target))
+        for what, make in odd.items():
+            yield f"{name}: {what}", partial(_cast, source, target, rounding, make=make)
+    for what, place in _PLACES.items():
+        yield f"cast stochastic: draws {what}", partial(_cast, *_F32_TO_BF16, "stochastic", place=place, seed=2**64 - 1)
+    for target in (torch.bfloat16, torch.float16):
+        for what, make in {"ties": _ties(target), **odd}.items():
+            packed = partial(_pack, torch.float32, target, False, make=make, scale=1.0)
+            yield f"pack f32 to {short(target)}: {what}", packed
+    yield "pack f32 added to bf16: infinities", partial(_pack, *_F32_TO_BF16, True, make=_infinities)
+    for what, make in {"ties": _ties(torch.bfloat16), **odd}.items():
+        yield f"flat_adam copies to bf16: {what}", partial(_copy, torch.bfloat16, make)
+        yield f"flat_adam split masters: {what}", partial(_copy, None, make)
+    for what, make in {"ties": _ties(torch.float16), **odd}.items():
+        yield f"flat_adam copies to f16: {what}", partial(_copy, torch.float16, make)
+    for masters, moments in (("fp32", "fp32"), ("split", "bf16"), ("none", "int8")):
+        low = torch.bfloat16 if masters == "fp32" else None
+        stored = partial(_adam, torch.bfloat16, low, {"amsgrad": True}, masters=masters, moments=moments)
+        name = f"flat_adam with {masters} masters and {moments} moments"
+        for skip in (0.0, 1.0, torch.nan):
+            yield f"{name}: skip = {skip:g}", partial(stored, skip=skip)
+        for what, make in odd.items():
+            yield f"{name}: gradients all {what}", partial(stored, make_grad=make)
+        if moments != "fp32":
+            for what, place in _PLACES.items():
+                yield f"{name}: draws {what}", partial(stored, place=place, last=True)
+
+
+_F32_TO_BF16 = (torch.float32, torch.bfloat16)
+# Where draws may go wrong: the sign of 32 bits, their end, the upper word of the rows' counter, the end of places.
+_PLACES: dict[str, Callable[[int], int]] = {
+    **{f"across 2^{bits}": partial(lambda border, numel: border - numel // 2, 2**bits) for bits in (31, 32, 45)},
+    "up to 2^62": lambda numel: 2**62 - 1 - numel,
+}
+
+
+def _ties(target: torch.dtype) -> Make:
+    """Halfway between neighbours of `target` (float32: of tf32), and beside; the largest is where infinity begins."""
+    return lambda numel, dtype, seed: _spread(_tie_pool(target, dtype), numel, seed)
+
+
+@cache
+def _tie_pool(target: torch.dtype, dtype: torch.dtype) -> Tensor:
+    if target == torch.float32:
+        halfway = (torch.arange(0, 0x7F800000 >> 13, 61, dtype=torch.int32) << 13 | 0x1000).view(torch.float32).double()
+    else:
+        grid = torch.arange(0x7FFF, dtype=torch.int16).view(target).double()
+        grid = grid[grid.isfinite()]
+        halfway = torch.cat([(grid[1:] + grid[:-1]) / 2, grid[-1:] + (grid[-1:] - grid[-2:-1]) / 2])
+    exact = halfway.to(dtype)
+    bits = storage.bits(exact[exact.double() == halfway])
+    pool = torch.cat([bits - 1, bits, bits + 1]).view(dtype)
+    return torch.cat([pool, -pool])
+
+
+def _nans(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """With one bit of payload, which is gone where a cast drops it, with all, signalling and quiet, of both signs."""
+    infinity = int(storage.bits(torch.tensor([torch.inf], dtype=dtype)))
+    ones = 2 ** (8 * dtype.itemsize - 1) - 1
+    bits = torch.tensor([infinity + 1, infinity + (ones - infinity + 1) // 2, ones])
+    return _spread(torch.cat([bits, bits - ones - 1]).to(_BITS[dtype.itemsize]).view(dtype), numel, seed)
+
+
+def _infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return _spread(torch.tensor([torch.inf, -torch.inf, torch.inf], dtype=dtype), numel, seed)
+
+
+def _two(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Finite but for the first and the last: an infinity is in the shares of two cores."""
+    x = values(numel, dtype, seed, specials=False)
+    x[0], x[-1] = torch.inf, -torch.inf
+    return x
+
+
+def _three(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    x = _two(numel, dtype, seed)
+    x[numel // 2] = torch.nan
+    return x
+
+
+def _spread(pool: Tensor, numel: int, seed: int) -> Tensor:
+    return pool[(torch.arange(numel) + seed) * 7919 % len(pool)]  # a prime: all of them come
+
+
+def _cast(
+    source: torch.dtype,
+    target: torch.dtype,
+    rounding: str,
+    put: Put,
+    numel: int,
+    *,
+    make: Make = values,
+    seed: int = 2**40 + 7,
+    place: Callable[[int], int] = lambda numel: 3,
+) -> list[Tensor]:
+    src, dst = put(make(numel, source, 0)), put(torch.zeros(numel, dtype=target))
+    ops.cast(src, dst, rounding=rounding, seed=seed, offset=place(numel))
+    return [dst]
+
+
+def _pack(
+    source: torch.dtype,
+    target: torch.dtype,
+    accumulate: bool,
+    put: Put,
+    numel: int,
+    *,
+    make: Make = values,
+    scale: float = 0.37,
+) -> list[Tensor]:
+    parts = [put(make(size, source, seed)) for seed, size in enumerate((numel, 3, numel // 2))]
+    offsets = [0, numel + 5, numel + 8]
+    wire = put((make if accumulate else values)(2 * numel + 11, target, 9))
+    ops.pack(parts, offsets, wire, scale=put(torch.tensor([scale])), accumulate=accumulate)
+    return [wire]
+
+
+_finite = partial(values, specials=False)
+
+
+def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make = _finite) -> list[Tensor]:
+    """Squares are summed in another order than the reference's: what is compared is the sum as float32."""
+    x = put(make(numel, torch.float32 if added else dtype, 0))
+    addend = put(make(numel, dtype, 1)) if added else None
+    out = put(torch.zeros(2, dtype=torch.float64))
+    ops.norm(x, out, addend=addend, scale=0.5)
+    return [out.cpu().float(), *([x] if added else [])]
+
+
+def _adam(
+    grad: torch.dtype,
+    low: torch.dtype | None,
+    options: Mapping[str, bool],
+    put: Put,
+    numel: int,
+    *,
+    masters: str = "fp32",
+    moments: str = "fp32",
+    make_grad: Make | None = None,
+    skip: float | None = None,
+    place: Callable[[int], int] = lambda numel: 0,
+    last: bool = False,
+) -> list[Tensor]:
+    """`last`: of streams, steps and seeds."""
+    flags = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
+    coded = moments == "int8"  # one value that is not finite spoils a block
+    make = _finite if coded else values
+    upper, lower = storage.split(make(numel, torch.float32, 1))
+    master = put(make(numel, torch.float32, 1) if masters == "fp32" else upper)
+    remainder = put(lower) if masters == "split" else None
+    dtype = MOMENT_DTYPES[moments]
+    m, v, top = (put(_stored(make(numel, torch.float32, seed), dtype, signed=seed == 2)) for seed in (2, 3, 4))
+    gradient, scale = put((make_grad or make)(numel, grad, 5)), put(torch.tensor([0.5]))
+    rounded = None if low is None else put(torch.zeros(numel, dtype=low))
+    thirds = [bound // MOMENT_BLOCK * MOMENT_BLOCK if coded else bound for bound in (numel // 3, numel // 2)]
+    segments = []
+    for k, (begin, end) in enumerate(itertools.pairwise([0, *thirds, numel]), 1):
+        step, stream = (2**32 - k, 2**31 - k) if last else (k, k)
+        hyper = (10.0**-k, 0.9, 0.99, 1e-8, 0.1 * k, step)
+        segments.append(Segment(begin, end, *hyper, **flags, stream=stream, place=place(numel) + begin))
+    ops.flat_adam(
+        *(master, m, v, gradient, segments),
+        low=rounded,
+        remainder=remainder,
+        max_exp_avg_sq=top,
+        grad_scale=scale,
+        skip=None if skip is None else put(torch.tensor([skip])),
+        seed=2**64 - 1 if last else 7,
+    )
+    return [tensor for tensor in (master, remainder, m, v, top, rounded) if tensor is not None]
+
+
+def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Tensor]:
+    """An update that moves nothing, so that masters are rounded as they are: to `low`, or (None) in two halves."""
+    p = make(numel, torch.float32, 0)
+    upper, lower = storage.split(p)
+    master = put(upper if low is None else p)
+    remainder = put(lower) if low is None else None
+    rounded = None if low is None else put(torch.zeros(numel, dtype=low))
+    m, v, grad = (put(torch.zeros(numel)) for _ in range(3))
+    segment = Segment(0, numel, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1, decoupled=True, maximize=False, amsgrad=False)
+    ops.flat_adam(master, m, v, grad, [segment], low=rounded, remainder=remainder)
+    return [tensor for tensor in (master, remainder, rounded) if tensor is not None]
+
+
+def _stored(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
+    """A moment as it lies in memory; one without a sign is not negative."""
+    stored = torch.zeros(storage.stored_numel(values.numel(), dtype), dtype=dtype)
+    storage.narrow(values if signed else values.abs(), stored, signed=signed)
+    return stored
+
+
+def _coefficients(put: Put, numel: int) -> list[Tensor]:
+    """Not a kernel's: torch computes them on the device, where the steps are counted that a scaler let through."""
+    steps = put(torch.arange(1.0, 2.0 + min(numel, 5), dtype=torch.float64) ** 4)
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}
+    table = dynamic_rows([options] * steps.numel(), steps.unbind(), steps.device)
+    return [table.flatten()]
