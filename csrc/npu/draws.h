@@ -108,13 +108,13 @@ class Draws {
       words.counter = row / 4;
       words.stream = stream;
       words.step = step;
-      Compute(words);
+      Philox(words);
     }
     return words.word[row % 4];
   }
 
   // Philox4x32-10.
-  __aicore__ inline void Compute(Words& words) {
+  __aicore__ inline void Philox(Words& words) {
     uint32_t c0 = static_cast<uint32_t>(words.counter), c1 = static_cast<uint32_t>(words.counter >> 32);
     uint32_t c2 = words.stream, c3 = words.step;
     uint32_t k0 = static_cast<uint32_t>(seed_), k1 = static_cast<uint32_t>(seed_ >> 32);
