@@ -10,24 +10,29 @@
 #   SUITES       "step comm" or one of them
 #   OUT          folder for the records (runs/cluster)
 #   PYTHON       the interpreter npuzero is installed for (python)
-#   ASCEND_ENV   CANN's set_env.sh (found where it usually is)
+#   ASCEND_ENV   CANN's set_env.sh (of /usr/local/Ascend/cann, else of ascend-toolkit there)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 : "${NODES:=1}" "${NODE_RANK:=0}" "${MASTER_ADDR:=127.0.0.1}" "${MASTER_PORT:=29500}"
 : "${SUITES:=step comm}" "${OUT:=runs/cluster}" "${PYTHON:=python}"
-: "${ASCEND_ENV:=/usr/local/Ascend/ascend-toolkit/set_env.sh}"
 
-if [[ -f $ASCEND_ENV ]]; then
+for folder in cann ascend-toolkit; do
+    path=/usr/local/Ascend/$folder/set_env.sh
+    if [[ -f $path ]]; then : "${ASCEND_ENV:=$path}"; fi
+done
+if [[ -f ${ASCEND_ENV:-} ]]; then
     set +u  # CANN's script reads variables that may be unset
     source "$ASCEND_ENV"
     set -u
-    # The first collective waits for the slowest rank's compilation; the default of 120 s is short on many nodes.
-    export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1200}"
-    # Contenders take turns on one NPU, each a process with communicators: every one needs ports of its own.
-    export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
-    export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
 fi
+# For HCCL, wherever CANN's environment comes from. The first collective waits for the slowest rank's compilation; the
+# default of 120 s is short on many nodes.
+export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1200}"
+# Contenders take turns on one NPU, each a process with communicators: every one needs ports of its own, of the host's
+# (instead of the 16 from HCCL_IF_BASE_PORT on) and of the NPU's (instead of 16666). All ranks must say the same.
+export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
+export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 read -r kind count < <("$PYTHON" -c 'from npuzero import device as d; k = d.choose(0).type; print(k, d.get(k).count())')

@@ -49,6 +49,29 @@ def test_the_job_needs_an_image():
     assert made.returncode != 0 and "IMAGE" in made.stderr and not made.stdout
 
 
+SEEN = ("ASCEND_HOME_PATH", "HCCL_CONNECT_TIMEOUT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
+
+
+def seen_by_python(folder: Path, **variables: str) -> list[str]:
+    """What torchrun.sh gives its first Python in SEEN."""
+    python = folder / "python"
+    values = " ".join(f'"${{{name}:-}}"' for name in SEEN)
+    python.write_text(f"#!/bin/sh\nprintf '%s\\n' {values} > {folder}/seen\nexit 1\n")
+    python.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if name not in SEEN}
+    subprocess.run([CLUSTER / "torchrun.sh"], env=clean | {"PYTHON": str(python)} | variables, capture_output=True)
+    return (folder / "seen").read_text().splitlines()
+
+
+def test_hccl_is_told_with_and_without_a_folder_of_cann(tmp_path):
+    told = ["1200", "auto", "auto"]
+    assert seen_by_python(tmp_path, ASCEND_ENV=str(tmp_path / "none")) == ["", *told]
+    script = tmp_path / "set_env.sh"
+    script.write_text("export ASCEND_HOME_PATH=/some/cann$UNSET\n")
+    assert seen_by_python(tmp_path, ASCEND_ENV=str(script)) == ["/some/cann", *told]
+    assert seen_by_python(tmp_path, ASCEND_ENV="none", HCCL_CONNECT_TIMEOUT="600") == ["", "600", "auto", "auto"]
+
+
 @pytest.mark.slow
 @pytest.mark.world
 def test_torchrun_measures_steps_and_collectives_on_two_ranks(tmp_path):
