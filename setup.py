@@ -10,12 +10,14 @@ csrc/CMakeLists.txt); CMAKE_ARGS and CMAKE_BUILD_PARALLEL_LEVEL mean what they m
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -31,6 +33,14 @@ def find_tool(name: str) -> str:
     if tool is None:
         raise SystemExit(f"npuzero: building needs {name}; `pip install {name}` and build again")
     return tool
+
+
+def load_cann() -> ModuleType:
+    """npuzero/cann.py by itself: importing npuzero needs torch, which an isolated build does not have."""
+    spec = importlib.util.spec_from_file_location("npuzero_cann", ROOT / "npuzero" / "cann.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class CMakeBuild(build_ext):
@@ -61,17 +71,19 @@ class CMakeBuild(build_ext):
         ]
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build)], check=True)
-        if os.environ.get("ASCEND_HOME_PATH"):
-            self.build_npu_kernels(cmake, build / "npu", target.parent / "kernels")
+        if home := os.environ.get("ASCEND_HOME_PATH"):
+            self.build_npu_kernels(cmake, Path(home), target.parent / "kernels")
 
-    def build_npu_kernels(self, cmake: str, build: Path, folder: Path) -> None:
-        """A library of its own, by CANN's compiler; where there is no CANN, `npuzero build-npu` makes it later."""
-        configure = [cmake, "-S", str(ROOT / "csrc" / "npu"), "-B", str(build), f"-DNPUZERO_OUTPUT={folder}"]
+    def build_npu_kernels(self, cmake: str, home: Path, folder: Path) -> None:
+        """A library of its own, by CANN's compiler. Where that cannot be, npuzero is installed without it."""
+        cann = load_cann()
+        library = folder / cann.LIBRARY
         try:
-            subprocess.run(configure, check=True)
-            subprocess.run([cmake, "--build", str(build)], check=True)
-        except subprocess.CalledProcessError as error:
-            raise SystemExit("npuzero: unset ASCEND_HOME_PATH to install without kernels for the NPU") from error
+            cann.build(home, ROOT / "csrc" / "npu", library, cmake)
+        except cann.CannotBuild as error:
+            self.warn(
+                f"{error}\nnpuzero is installed without kernels for the NPU: `npuzero build-npu` compiles them later"
+            )
 
 
 class CopySources(build_py):

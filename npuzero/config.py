@@ -19,11 +19,12 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from npuzero import cann
 from npuzero.errors import ConfigError
 
 _Record = TypeVar("_Record", bound="_Checked")
@@ -305,10 +306,16 @@ def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
     return record.from_dict(values)
 
 
-# Where each toolkit's own scripts say it lies, then where its installer puts it.
-_TOOLKITS = {
-    "cuda": (("CUDA_HOME", "CUDA_PATH"), "/usr/local/cuda", "version.json"),
-    "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), "/usr/local/Ascend/ascend-toolkit/latest", "*/*.info"),
+def _cuda_version(root: Path) -> str | None:
+    path = root / "version.json"
+    match = re.search(r'"version"\s*:\s*"([\w.]+)"', path.read_text(encoding="utf-8")) if path.is_file() else None
+    return match.group(1) if match else None
+
+
+# Where each toolkit's own scripts say it lies, where its installer puts it, and who reads its version there.
+_TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str | None]]] = {
+    "cuda": (("CUDA_HOME", "CUDA_PATH"), ("/usr/local/cuda",), _cuda_version),
+    "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), cann.FOLDERS, cann.version),
 }
 
 
@@ -324,13 +331,10 @@ class Toolkit:
 def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolkit | None:
     """The toolkit ``"cuda"`` or ``"cann"`` of this machine; None where there is none."""
     variables = os.environ if variables is None else variables
-    names, usual, pattern = _TOOLKITS[name]
-    root = Path(next((variables[key] for key in names if variables.get(key)), usual))
-    if not root.is_dir():
-        return None
-    texts = (path.read_text(encoding="utf-8", errors="replace") for path in sorted(root.glob(pattern)))
-    found = (re.search(r'"?version"?\s*[:=]\s*"?([\w.]+)', text) for text in texts)
-    return Toolkit(name, root, next((match.group(1) for match in found if match), None))
+    names, usual, version = _TOOLKITS[name]
+    said = next(((variables[key],) for key in names if variables.get(key)), usual)
+    root = next((Path(place) for place in said if Path(place).is_dir()), None)
+    return None if root is None else Toolkit(name, root, version(root))
 
 
 def cache_folder() -> Path:

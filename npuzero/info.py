@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from npuzero import _native, device
+from npuzero import _native, cann, device
 from npuzero.config import find_toolkit
+from npuzero.device import kernels as npu_kernels
 
 _ADD_KERNELS = {
     "cuda": "docs/adding-a-device.md says how to add kernels.",
@@ -103,10 +104,16 @@ def _missing(
     if len(runtimes) > 1:
         why = f"{len(runtimes)} are in this process, whose threads compete: {', '.join(runtimes)}"
         missing.append({"what": "a single OpenMP runtime", "why": why, "do": _native.ONE_OPENMP})
+    toolkit = find_toolkit("cann")
+    if toolkit and (mismatch := cann.mismatch(toolkit.version, _package("torch_npu"))):
+        missing.append({"what": "the CANN of this torch_npu", **mismatch})
     for kind, facts in devices.items():
         lacking = [op for op, kinds in kernels.items() if not kinds[kind]]
         if lacking:
             why = f"this build has none for {', '.join(lacking)}"
+            failed = npu_kernels.why_none() if kind == "npu" else None
+            if failed:
+                why += f"; building them failed: {failed.splitlines()[0]}"
             missing.append({"what": f"kernels for {kind}", "why": why, "do": _REFERENCE + _ADD_KERNELS.get(kind, "")})
         wanted = collectives[kind]["wanted"]
         if facts["available"] and wanted not in collectives[kind]["backends"]:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Sequence
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from npuzero import cann
 from npuzero.config import Toolkit, find_toolkit
 from npuzero.device import kernels
 from npuzero.errors import ConfigError, KernelUnavailable
 
-_EPILOG = """\
-Needs CANN 8.1 or later (ASCEND_HOME_PATH, which its set_env.sh sets), cmake and make; neither an NPU nor torch_npu. The
-library goes into the user's cache, by release of CANN, architecture and text of the sources, and is found there by the
-next process. Emulated and binding tested; not yet run on NPU hardware."""
+_EPILOG = f"""\
+Needs CANN {cann.OLDEST} or later (ASCEND_HOME_PATH, which its set_env.sh sets), cmake and make; neither an NPU nor
+torch_npu. The library goes into the user's cache, by release of CANN, architecture and text of the sources, and is
+found there by the next process, before one of the installation. One library serves Atlas A2 and A3: --soc rarely needs
+a value. Emulated and binding tested; not yet run on NPU hardware."""
+
+# A2 are Ascend910B1 and so on, A3 Ascend910_9392 and so on; what is called Ascend910 otherwise is older.
+_PROCESSORS = re.compile(r"Ascend910(B[1-9]|_93)[\w-]*")
+_QUOTED_LINES = 30
+# As the extension opens it, in a process that has nothing of CANN yet.
+_LOAD = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW | os.RTLD_LOCAL)"
 
 
 def add_parser(commands: Any) -> None:
@@ -29,9 +38,14 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {kernels.LIBRARY} (the user's cache)")
-    parser.add_argument("--arch", default=kernels.ARCHITECTURE, help=f"of the processor ({kernels.ARCHITECTURE})")
-    parser.add_argument("--soc", default="Ascend910B1", help="its name, for CANN before 9.0 (Ascend910B1)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"for {cann.LIBRARY} (the user's cache)")
+    parser.add_argument("--arch", default=cann.ARCHITECTURE, help=f"of the processor ({cann.ARCHITECTURE})")
+    parser.add_argument(
+        "--soc",
+        default=cann.PROCESSOR,
+        help=f"its name, for CANN before 9.0 ({cann.PROCESSOR}): on A2 Ascend and what `npu-smi info` calls Name; on "
+        "A3 Chip Name, _ and NPU Name of `npu-smi info -t board -i ID -c CHIP`, as Ascend910_9392",
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,44 +55,61 @@ def run(options: argparse.Namespace) -> str:
     if toolkit is None:
         raise ConfigError(
             "npuzero build-npu",
-            expected="CANN 8.1 or later",
+            expected=f"CANN {cann.OLDEST} or later",
             got="none in ASCEND_HOME_PATH, nor where its installer puts it",
             do="Install the CANN toolkit, and source its set_env.sh.",
         )
-    target = options.out / kernels.LIBRARY if options.out else kernels.cached(toolkit, options.arch)
-    if target.is_file() and not options.out:
-        return f"there already: {target}"
-    build(toolkit, target, options.arch, options.soc)
-    return f"{target}\nbuilt with CANN {toolkit.version or '(version unknown)'} in {toolkit.root} for {options.arch}"
+    if not _PROCESSORS.fullmatch(options.soc):
+        raise ConfigError(
+            "npuzero build-npu: --soc",
+            expected="an Atlas A2 or A3, as Ascend910B3 or Ascend910_9392",
+            got=options.soc,
+            do="Leave it out: one library serves them all.",
+        )
+    target = options.out / cann.LIBRARY if options.out else kernels.cached(toolkit, options.arch)
+    there = target.is_file() and not options.out
+    if not there:
+        _build(toolkit, target, options.arch, options.soc)
+    release = toolkit.version or "(version unknown)"
+    lines = [
+        f"there already: {target}" if there else str(target),
+        f"built with CANN {release} in {toolkit.root} for {options.arch}, by {cann.way(toolkit.root, toolkit.version)}",
+        *_warnings(toolkit, target),
+    ]
+    return "\n".join(lines)
 
 
-def build(toolkit: Toolkit, target: Path, architecture: str, soc: str) -> None:
-    """Compiles the library; what is at ``target`` is whole, whatever ends this process.
-
-    Raises:
-        ConfigError: there is no cmake.
-        KernelUnavailable: the compiler refuses.
-    """
+def _build(toolkit: Toolkit, target: Path, architecture: str, processor: str) -> None:
     cmake = shutil.which("cmake")
     if cmake is None:
         raise ConfigError("npuzero build-npu", expected="cmake", got="none in PATH", do="pip install cmake")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        configure = [
-            *(cmake, "-S", str(kernels.sources()), "-B", f"{folder}/build", f"-DASCEND_HOME_PATH={toolkit.root}"),
-            *(f"-DNPUZERO_OUTPUT={folder}", f"-DNPUZERO_NPU_ARCH={architecture}", f"-DNPUZERO_SOC_VERSION={soc}"),
-        ]
-        _call(configure, toolkit)
-        _call([cmake, "--build", f"{folder}/build"], toolkit)
-        (Path(folder) / kernels.LIBRARY).replace(target)
-
-
-def _call(command: Sequence[str], toolkit: Toolkit) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
+    try:
+        cann.build(toolkit.root, kernels.sources(), target, cmake, architecture, processor)
+    except cann.CannotBuild as error:
         raise KernelUnavailable(
             "npuzero build-npu",
-            expected=f"CANN {toolkit.version} in {toolkit.root} to compile the kernels",
-            got=f"`{' '.join(command)}` failed:\n{done.stdout[-3000:]}",
-            do="See the compiler's first error; please report it with CANN's version.",
-        )
+            expected=f"CANN {toolkit.version or '(version unknown)'} in {toolkit.root} to compile the kernels",
+            got=_quote(str(error)),
+            do=f"All that was said is in {cann.reason(target)}; please report it.",
+        ) from error
+
+
+def _quote(text: str) -> str:
+    """The reason, and what was said from the first error on."""
+    head, *lines = text.splitlines()
+    first = next((number for number, line in enumerate(lines) if "error" in line.lower()), -_QUOTED_LINES)
+    return "\n".join([head, *lines[first:][:_QUOTED_LINES]])
+
+
+def _warnings(toolkit: Toolkit, library: Path) -> list[str]:
+    try:
+        package: str | None = metadata.version("torch_npu")
+    except metadata.PackageNotFoundError:
+        package = None
+    loaded = subprocess.run([sys.executable, "-c", _LOAD, str(library)], capture_output=True, text=True)
+    found = []
+    if too_old := cann.mismatch(toolkit.version, package):
+        found.append(f"{too_old['why']}. {too_old['do']}")
+    if loaded.returncode:
+        found.append(f"it cannot be loaded here, as where there is no driver: {loaded.stderr.strip().splitlines()[-1]}")
+    return [f"warning: {text}" for text in found]

@@ -1,7 +1,7 @@
 """The library of npu kernels: what it is built of, where it is looked for.
 
-It is built by CANN, apart from the extension: at installation where CANN is found, or by ``npuzero build-npu``, which
-keeps one for each release of CANN, architecture and text of the sources.
+It is built by CANN, apart from the extension: by ``npuzero build-npu``, which keeps one for each release of CANN,
+architecture and text of the sources, or at installation where CANN is found.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from npuzero import cann
+from npuzero.cann import ARCHITECTURE, LIBRARY
 from npuzero.config import Toolkit, cache_folder, environment, find_toolkit
 from npuzero.errors import ConfigError
-
-#: bisheng's name of Atlas A2 and A3, the architecture that the kernels are written for.
-ARCHITECTURE = "dav-2201"
-LIBRARY = "libnpuzero_kernels.so"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 #: Where an installation that finds CANN leaves the library.
@@ -38,7 +36,7 @@ def cached(toolkit: Toolkit, architecture: str = ARCHITECTURE) -> Path:
 
 
 def find() -> Path | None:
-    """The library to use, or None: NPUZERO_NPU_KERNELS, else the installation's, else the cached one.
+    """The library to use, or None: NPUZERO_NPU_KERNELS, else the one built for this CANN, else the installation's.
 
     Raises:
         ConfigError: NPUZERO_NPU_KERNELS names no file.
@@ -50,6 +48,15 @@ def find() -> Path | None:
                 "NPUZERO_NPU_KERNELS", expected=f"a {LIBRARY}", got=f"no file {named}", do="Run npuzero build-npu."
             )
         return Path(named)
+    return next((path for path in _places() if path.is_file()), None)
+
+
+def why_none() -> str | None:
+    """Why the last attempt to build the library failed, to the compiler's last word; None where none did."""
+    reasons = (cann.reason(path) for path in _places())
+    return next((path.read_text(encoding="utf-8").strip() for path in reasons if path.is_file()), None)
+
+
+def _places() -> list[Path]:
     toolkit = find_toolkit("cann")
-    places = [INSTALLED] if toolkit is None else [INSTALLED, cached(toolkit)]
-    return next((path for path in places if path.is_file()), None)
+    return [INSTALLED] if toolkit is None else [cached(toolkit), INSTALLED]

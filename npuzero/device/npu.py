@@ -58,9 +58,8 @@ class Npu(Accelerator):
     def available(cls) -> Availability:
         """Looks for the package and the driver; imports torch_npu only where both are there."""
         if importlib.util.find_spec("torch_npu") is None:
-            return Availability(
-                False, "torch_npu is not installed", "Install the torch_npu release for this torch: npuzero[npu]."
-            )
+            release = ".".join(torch.__version__.split(".")[:2])
+            return Availability(False, "torch_npu is not installed", f"pip install 'torch_npu=={release}.*'.")
         if not _DRIVER.exists():
             return Availability(False, f"no Ascend driver ({_DRIVER} is missing)", "Install the driver, or map it in.")
         try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuzero import config
+from npuzero import cann, config
 from npuzero.config import Environment, Launch, Settings
 from npuzero.errors import ConfigError
 
@@ -163,8 +163,21 @@ def test_toolkits_are_found_where_their_variables_say(tmp_path):
     found = config.find_toolkit("cuda", {"CUDA_HOME": str(tmp_path)})
     assert found is not None and (found.root, found.version) == (tmp_path, "12.4.1")
     (tmp_path / "aarch64-linux").mkdir()
-    (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text("package_name=x\nversion=8.1.RC1\n")
-    assert config.find_toolkit("cann", {"ASCEND_HOME_PATH": str(tmp_path)}).version == "8.1.RC1"
+    (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text("package_name=x\nversion=8.5.0\n")
+    assert config.find_toolkit("cann", {"ASCEND_HOME_PATH": str(tmp_path)}).version == "8.5.0"
+    (tmp_path / "version.json").unlink()
+    assert config.find_toolkit("cuda", {"CUDA_HOME": str(tmp_path)}).version is None
+
+
+def test_toolkits_are_found_where_their_installers_put_them(tmp_path, monkeypatch):
+    assert cann.FOLDERS == ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+    places = [tmp_path / place.lstrip("/") for place in cann.FOLDERS]
+    monkeypatch.setitem(config._TOOLKITS, "cann", (("ASCEND_HOME_PATH",), tuple(map(str, places)), cann.version))
+    assert config.find_toolkit("cann", {}) is None
+    for place in reversed(places):
+        place.mkdir(parents=True)
+        found = config.find_toolkit("cann", {})
+        assert found is not None and (found.root, found.version) == (place, None)
 
 
 def test_read_json(tmp_path):

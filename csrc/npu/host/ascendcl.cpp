@@ -35,7 +35,7 @@ const AscendCl& ascendcl() {
     };
     const auto take = [&](auto& function, const char* name) {
       assign(function, find("libascendcl.so", name, "device npu",
-                            "Install CANN 8.1 or later, and source its set_env.sh before starting Python."));
+                            "Install CANN 8.3.RC1 or later, and source its set_env.sh before starting Python."));
     };
     take(found.aclrtGetDevice, "aclrtGetDevice");
     take(found.aclGetDeviceCapability, "aclGetDeviceCapability");

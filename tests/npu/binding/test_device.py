@@ -186,7 +186,7 @@ def test_half_an_environment_of_cann_is_a_config_error():
     code = "import npuzero, npuzero.device.npu\ntry: npuzero.device.npu.Npu.module()\n"
     code += "except npuzero.ConfigError as error: print(error)"
     paths = [str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    variables = {**os.environ, "ASCEND_HOME_PATH": str(libraries.HERE / "cann"), "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {**os.environ, "ASCEND_HOME_PATH": str(libraries.CANN), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", f"from npu.fake import libraries; libraries.load()\n{code}"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
     assert "ASCEND_OPP_PATH" in done.stdout and "set_env.sh" in done.stdout, done.stderr

@@ -1,7 +1,9 @@
-# Stands for CANN's: a library of the kernels in the emulator, with the entries that CANN before 9.0 generates.
-file(REAL_PATH "${CMAKE_CURRENT_LIST_DIR}/ascendc.cmake" here)
-cmake_path(GET here PARENT_PATH fake)
-cmake_path(APPEND fake ../../../..)
+# Stands for CANN's: a library of the kernels in the emulator, with the entries that CANN before 9.0 generates. Like the
+# real one it links the library to nothing that these entries call (that is for whoever links the library), and merges
+# objects by a script that wants a build type.
+file(REAL_PATH "${CMAKE_CURRENT_LIST_FILE}" here)
+cmake_path(GET here PARENT_PATH cann)
+cmake_path(GET cann PARENT_PATH fake)
 if(NOT RUN_MODE STREQUAL npu OR NOT SOC_VERSION MATCHES "^Ascend910" OR NOT IS_DIRECTORY "${ASCEND_CANN_PACKAGE_PATH}")
   message(FATAL_ERROR "ascendc.cmake: RUN_MODE, SOC_VERSION or ASCEND_CANN_PACKAGE_PATH is not set")
 endif()
@@ -24,10 +26,16 @@ function(ascendc_library target kind)
   add_library(${target} ${kind} ${files})
   target_compile_options(${target} PRIVATE -std=c++17 -O1 -ffp-contract=off)
   target_include_directories(${target} PRIVATE "${fake}" "${fake}/../emulator")
-  target_link_directories(${target} PRIVATE "${fake}/../../../build/fake-npu")
-  target_link_libraries(${target} PRIVATE ascendcl)
+  target_link_directories(${target} INTERFACE "${ASCEND_CANN_PACKAGE_PATH}/lib64")
+  target_link_libraries(${target} INTERFACE ascendcl runtime profapi error_manager mmpa)
+  add_custom_command(TARGET ${target} PRE_LINK VERBATIM
+    COMMAND sh "${cann}/merge_objects.sh" "${CMAKE_BUILD_TYPE}" "$<TARGET_PROPERTY:${target},DEVICE_OPTIONS>")
 endfunction()
 
 function(ascendc_include_directories target scope)
   target_include_directories(${target} ${scope} ${ARGN})
+endfunction()
+
+function(ascendc_compile_options target scope)
+  set_property(TARGET ${target} APPEND PROPERTY DEVICE_OPTIONS ${ARGN})
 endfunction()

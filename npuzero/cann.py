@@ -1,0 +1,161 @@
+"""CANN, the toolkit of Ascend NPUs: its version, the torch_npu that goes with it, and building the npu kernels with it.
+
+The standard library is all it imports: setup.py, which has neither torch nor npuzero, loads this file by its path.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+#: Where its installer puts it: in the first since CANN 8.5.
+FOLDERS = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
+#: What the oldest torch_npu for torch 2.8, the oldest torch that npuzero runs with, goes with.
+OLDEST = "8.3.RC1"
+#: From here on bisheng itself launches kernels; before, CANN's ascendc.cmake generates what does.
+BISHENG_SINCE = "9.0.0.alpha"
+
+#: The table of versions that torch_npu publishes: from this torch_npu on, this CANN.
+PAIRS = (
+    ("2.8.0", "8.3.RC1"),
+    ("2.8.0.post2", "8.5.0"),
+    ("2.8.0.post4", "9.0.0"),
+    ("2.9.0", "8.5.0"),
+    ("2.9.0.post2", "9.0.0"),
+    ("2.9.0.post6", "9.1.0"),
+    ("2.10.0", "9.0.0"),
+    ("2.10.0.post4", "9.1.0"),
+    ("2.11.0", "9.1.0"),
+)
+
+LIBRARY = "libnpuzero_kernels.so"
+#: bisheng's name of Atlas A2 and A3, the architecture that the kernels are written for.
+ARCHITECTURE = "dav-2201"
+#: A processor of that architecture, which the older way of building asks for.
+PROCESSOR = "Ascend910B1"
+
+_STAGES = {"dev": -4, "alpha": -3, "beta": -2, "rc": -1, "post": 1}
+
+
+class CannotBuild(Exception):
+    """The npu kernels cannot be built; says why, with the compiler's own words where it was asked."""
+
+
+def version(root: Path, machine: str = "") -> str | None:
+    """The release of the CANN in ``root``, as ``8.3.RC1``, ``9.0.0-beta.1`` or ``9.1.0``; None where it does not tell.
+
+    CANN's installation guide says where it stands: in ``<machine>-linux/ascend_toolkit_install.info``, as
+    ``version=``. Where that of this machine (or of ``machine``, as ``aarch64``) is missing, another machine's counts.
+    No other file does: each package of a CANN has files of the kind, with numbers of its own.
+    """
+    own = f"{machine or platform.machine()}-linux"
+    files = root.glob("*-linux/ascend_toolkit_install.info")
+    for path in sorted(files, key=lambda path: (path.parent.name != own, path)):
+        match = re.search(r"^version=\[?([\w.+-]+)", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if match:
+            return match.group(1)
+    return None
+
+
+def order(release: str) -> tuple[tuple[int, ...], ...]:
+    """The key that sorts releases of CANN and of torch_npu: ``8.3.RC1.alpha002 < 8.3.RC1 < 8.3 == 8.3.0 < 8.5.0``."""
+    words = re.findall(r"\d+|[a-z]+", release.lower().partition("+")[0])
+    length = next((index for index, word in enumerate(words) if not word.isdigit()), len(words))
+    numbers = [int(word) for word in words[:length]]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    stages: list[tuple[int, ...]] = []
+    for word in words[length:]:
+        if word.isdigit() and stages:
+            stages[-1] = (stages[-1][0], int(word))
+        elif not word.isdigit():
+            stages.append((_STAGES.get(word, 0), 0))
+    return tuple(numbers), *stages, (0, 0)
+
+
+def pair(torch_npu: str) -> str | None:
+    """The CANN that a ``torch_npu`` was published for, or wants at least, by PAIRS; None where these do not tell."""
+    mine = order(torch_npu)
+    rows = [(order(package), cann) for package, cann in PAIRS if order(package) <= mine]
+    own = [cann for package, cann in rows if package[0] == mine[0] or package == order(PAIRS[-1][0])]
+    return own[-1] if own else None
+
+
+def mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | None:
+    """``why`` a CANN is too old for a torch_npu, and what to ``do``; None where it is not, or where one is unknown."""
+    wanted = pair(torch_npu) if torch_npu else None
+    if release is None or wanted is None or order(release) >= order(wanted):
+        return None
+    return {
+        "why": f"torch_npu {torch_npu} is published for CANN {wanted}, and this is {release}",
+        "do": "Install that CANN, or the torch_npu of this one: docs/npu.md, Versions.",
+    }
+
+
+def way(root: Path, release: str | None) -> str:
+    """How kernels are built with the CANN in ``root``: ``"bisheng"`` or ``"ascendc"``, by its ``release`` if known."""
+    if release is not None:
+        return "bisheng" if order(release) >= order(BISHENG_SINCE) else "ascendc"
+    return "ascendc" if any(root.glob("*/tikcpp/ascendc_kernel_cmake/ascendc.cmake")) else "bisheng"
+
+
+def reason(target: Path) -> Path:
+    """The file that says why there is no library ``target``: beside it, since installers hide what a build says."""
+    return target.with_suffix(".txt")
+
+
+def build(
+    root: Path,
+    sources: Path,
+    target: Path,
+    cmake: str,
+    architecture: str = ARCHITECTURE,
+    processor: str = PROCESSOR,
+) -> None:
+    """Compiles the kernels in the folder ``sources`` into the library ``target``, with the CANN in ``root``.
+
+    What is at ``target`` is whole, whatever ends this process, and is of these sources: an older one goes first.
+
+    Raises:
+        CannotBuild: ``root`` is no CANN, or too old a one, or its compiler refuses. The file ``reason(target)`` says
+            why, to the compiler's last word, until a build succeeds.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    try:
+        _build(root, sources, target, cmake, architecture, processor)
+    except (CannotBuild, OSError) as error:
+        reason(target).write_text(f"{error}\n", encoding="utf-8")
+        raise CannotBuild(str(error)) from error
+    reason(target).unlink(missing_ok=True)
+
+
+def _build(root: Path, sources: Path, target: Path, cmake: str, architecture: str, processor: str) -> None:
+    if not root.is_dir():
+        raise CannotBuild(f"there is no CANN in {root}, where ASCEND_HOME_PATH says")
+    release = version(root)
+    if release is not None and order(release) < order(OLDEST):
+        raise CannotBuild(f"the npu kernels need CANN {OLDEST} or later; found {release} in {root}")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        facts = {
+            "ASCEND_HOME_PATH": root,
+            "NPUZERO_CANN_VERSION": release or "unknown",
+            "NPUZERO_NPU_WAY": way(root, release),
+            "NPUZERO_NPU_ARCH": architecture,
+            "NPUZERO_SOC_VERSION": processor,
+            "NPUZERO_OUTPUT": folder,
+        }
+        settings = [f"-D{name}={value}" for name, value in facts.items()]
+        for command in (
+            [cmake, "-S", str(sources), "-B", f"{folder}/build", *settings],
+            [cmake, "--build", f"{folder}/build"],
+        ):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["nothing said"]
+                first = next((line for line in lines if "error" in line.lower()), lines[-1])
+                raise CannotBuild(f"the build failed: {first}\n{' '.join(command)}\n{done.stdout}")
+        (Path(folder) / LIBRARY).replace(target)
