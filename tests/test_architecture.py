@@ -256,12 +256,26 @@ def test_no_file_names_a_machine():
     assert not wrong, wrong
 
 
+def anchors(text: str) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_documents_lead_somewhere():
     wrong = []
     for path in (path for path in project_texts() if path.suffix == ".md"):
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8")):
-            if "://" not in target and not (path.parent / target).exists():
+        text = path.read_text("utf-8")
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            file, _, anchor = target.partition("#")
+            there = path.parent / file if file else path
+            found = there.exists() and (not anchor or anchor in anchors(there.read_text("utf-8")))
+            if "://" not in target and not found:
                 wrong.append(f"{path.relative_to(ROOT)} → {target}")
+        named, defined = (
+            set(re.findall(what, text, re.MULTILINE)) for what in (r"\]\[(\w+)\]", r"^\[(\w+)\]: https://")
+        )
+        wrong += [f"{path.relative_to(ROOT)} → [{name}]" for name in named ^ defined]
     assert not wrong, wrong
 
 

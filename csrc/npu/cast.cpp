@@ -1,5 +1,5 @@
 // The contract is in ops/cast.h.
-#include "npu/philox.h"
+#include "npu/draws.h"
 #include "npu/walk.h"
 
 namespace npuzero {
@@ -14,13 +14,13 @@ class CastKernel {
   __aicore__ inline explicit CastKernel(GM_ADDR table) : tiles_(table) {
     __gm__ const CastHead* head = reinterpret_cast<__gm__ const CastHead*>(table);
     rounding_ = head->rounding;
-    seed_ = head->seed_low | static_cast<uint64_t>(head->seed_high) << 32;
+    const uint64_t seed = head->seed_low | static_cast<uint64_t>(head->seed_high) << 32;
     offset_ = head->offset;
     pipe_.InitBuffer(in_, 2, kSlotBytes);
+    pipe_.InitBuffer(mask_, kSlotBytes / 32 + kSkew);  // so that what follows is out of step with `in`
     pipe_.InitBuffer(out_, 2, kSlotBytes);
-    pipe_.InitBuffer(wide_, 2 * kSlotBytes);
-    pipe_.InitBuffer(mask_, kSlotBytes / 32);
-    if (rounding_ == kStochastic) draws_.Init(pipe_, kSlotBytes / 4);
+    pipe_.InitBuffer(wide_, 2 * kSlotBytes + kSkew);
+    if (rounding_ == kStochastic) draws_.Init(pipe_, table, head->head.columns, seed);
   }
 
   __aicore__ inline void Run() {
@@ -55,8 +55,9 @@ class CastKernel {
     if (rounding_ == kTf32) {
       RoundTf32(out.ReinterpretCast<float>(), in.ReinterpretCast<float>(), count);
     } else if (rounding_ == kStochastic) {
-      draws_.Make(seed_, offset_ + static_cast<uint64_t>(at), 0, 0, count);
-      draws_.Round(out, in.ReinterpretCast<float>(), wide_.Get<float>(), mask_.Get<uint8_t>(), count);
+      const LocalTensor<int32_t> bits = wide_.Get<int32_t>(), room = bits[(kSlotBytes + kSkew) / 4];
+      draws_.Make(bits, room, offset_ + static_cast<uint64_t>(at), 0, 0, count);
+      draws_.Round(out, in.ReinterpretCast<float>(), bits, room.ReinterpretCast<float>(), mask_.Get<uint8_t>(), count);
     } else if (rounding_ == kAway) {
       npu::Round(out, in.ReinterpretCast<float>(), kBF16, count, RoundMode::CAST_ROUND);
     } else {
@@ -70,12 +71,17 @@ class CastKernel {
   // some NaNs alone, where it is not chosen.
   __aicore__ inline void RoundTf32(const LocalTensor<float>& out, const LocalTensor<float>& in, int32_t count) {
     const LocalTensor<uint32_t> pattern = out.ReinterpretCast<uint32_t>();
+    const LocalTensor<float> magnitude = wide_.Get<float>();
+    const LocalTensor<uint8_t> finite = mask_.Get<uint8_t>();
     Adds(out.ReinterpretCast<int32_t>(), in.ReinterpretCast<int32_t>(), 0x1000, count);
+    Abs(magnitude, in, count);
     PipeBarrier<PIPE_V>();
     ShiftRight(pattern, pattern, 13u, count);
+    CompareScalar(finite, magnitude, kLargest, CMPMODE::LE, RoundUp(count, kRepeat));
     PipeBarrier<PIPE_V>();
     ShiftLeft(pattern, pattern, 13u, count);
-    npu::KeepSpecial(out, in, wide_.Get<float>(), mask_.Get<uint8_t>(), count);
+    PipeBarrier<PIPE_V>();
+    Select(out, finite, out, in, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
   }
 
   Tiles<CastHead, PackRow> tiles_;
@@ -85,7 +91,7 @@ class CastKernel {
   TBuf<TPosition::VECCALC> wide_, mask_;
   Draws draws_;
   int32_t rounding_;
-  uint64_t seed_, offset_;
+  uint64_t offset_;
 };
 
 __aicore__ inline void RunCast(GM_ADDR table) {

@@ -77,13 +77,13 @@ class Codes {
     Encode(place, exponents, t, rest, with_sign, count);
   }
 
-  // or stochastically, by 16 bits for each element, which it uses up.
+  // or stochastically, by the draws of its elements that are in `rest`.
   __aicore__ inline void RoundByChance(const LocalTensor<uint8_t>& place, const LocalTensor<uint8_t>& exponents,
-                                       const LocalTensor<float>& t, const LocalTensor<float>& rest,
-                                       const LocalTensor<int32_t>& bits, int32_t count) {
+                                       const LocalTensor<float>& t, const LocalTensor<float>& rest, int32_t count) {
+    const LocalTensor<int32_t> bits = rest.ReinterpretCast<int32_t>();
     ShiftLeft(bits, bits, kDropped - 16, count);
     Magnitudes(place.ReinterpretCast<float>(), t, false, count);
-    Add(rest.ReinterpretCast<int32_t>(), t.ReinterpretCast<int32_t>(), bits, count);
+    Add(bits, t.ReinterpretCast<int32_t>(), bits, count);
     Encode(place, exponents, t, rest, false, count);
   }
 

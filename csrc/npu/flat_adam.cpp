@@ -2,7 +2,7 @@
 // it lies, and is stored from there, while the other slot is loaded or stored; flags of our own order the three pipes,
 // since queues would want every tile twice. One operation of the formula is one vector instruction.
 #include "npu/codes.h"
-#include "npu/philox.h"
+#include "npu/draws.h"
 #include "npu/walk.h"
 
 namespace npuzero {
@@ -15,19 +15,19 @@ class FlatAdam {
   __aicore__ inline explicit FlatAdam(GM_ADDR table) : tiles_(table) {
     __gm__ const AdamHead* head = reinterpret_cast<__gm__ const AdamHead*>(table);
     dynamic_ = head->dynamic;
-    seed_ = head->seed;
     grad_scale_ = ScalarAt(head->grad_scale, 1.0f);
     __gm__ const AdamRow* rows = RowsOf<AdamHead, AdamRow>(table);
     groups_ = reinterpret_cast<__gm__ const AdamGroup*>(rows + head->head.parts);
     place_bytes_ = head->tile * 4;
     places_ = head->amsgrad != 0 ? 5 : 4;
-    pipe_.InitBuffer(slots_, kSlots * places_ * place_bytes_);
-    pipe_.InitBuffer(scratch_, place_bytes_);
+    slot_bytes_ = places_ * place_bytes_ + 2 * kSkew;
+    pipe_.InitBuffer(slots_, kSlots * slot_bytes_);
+    pipe_.InitBuffer(scratch_, place_bytes_ + kSkew);
     if (head->narrow != 0) pipe_.InitBuffer(other_, place_bytes_);
     pipe_.InitBuffer(divisor_, kBlockBytes);
     pipe_.InitBuffer(larger_, head->tile / 8);
     pipe_.InitBuffer(number_, head->tile / 8);
-    if (head->drawn != 0) draws_.Init(pipe_, head->tile);
+    if (head->head.columns != 0) draws_.Init(pipe_, table, head->head.columns, head->seed);
     if (head->coded != 0) codes_.Init(pipe_, head->tile);
     for (int32_t i = 0; i < kSlots; ++i) {
       loaded_[i] = pipe_.AllocEventID<HardEvent::MTE2_V>();
@@ -66,9 +66,11 @@ class FlatAdam {
  private:
   // A slot's places: master, first and second moment, gradient (then the low copy), greatest second moment. What is
   // bf16 or codes in memory lies in the first half of its place, a master's remainder or the codes' exponents in the
-  // second; it is f32 in between.
+  // second; it is f32 in between. What one instruction takes from two of them, or from one and scratch or other, is out
+  // of step: moments, gradient and other with master, greatest second moment and scratch.
   __aicore__ inline LocalTensor<uint8_t> Place(int32_t slot, int32_t place) {
-    return slots_.Get<uint8_t>()[(slot * places_ + place) * place_bytes_];
+    const int32_t skew = place == 0 ? 0 : (place == 4 ? 2 * kSkew : kSkew);
+    return slots_.Get<uint8_t>()[slot * slot_bytes_ + place * place_bytes_ + skew];
   }
   __aicore__ inline LocalTensor<uint8_t> Half(int32_t slot, int32_t place) {
     return Place(slot, place)[place_bytes_ / 2];
@@ -184,7 +186,7 @@ class FlatAdam {
     Muls(g, m, step_size_, count);
     if (amsgrad_) {
       const LocalTensor<float> top = Place(slot, 4).ReinterpretCast<float>();
-      TakeLarger(top, v, t, count);
+      TakeLarger(top, v, count);
       Sqrt(t, top, count);
     } else {
       Sqrt(t, v, count);
@@ -212,6 +214,8 @@ class FlatAdam {
       if (amsgrad_) NarrowAway(slot, 4, row->moment_dtype, count);
       NarrowByChance(slot, 2, row->moment_dtype, row, at, row->stream + 0x80000000u, count);
     }
+    // The next tile uses t and rest at once.
+    if (row->master_dtype != kF32 || row->moment_dtype != kF32) PipeBarrier<PIPE_V>();
   }
 
   // A place's bf16 to f32, by way of t.
@@ -248,21 +252,25 @@ class FlatAdam {
   // or stochastically, by the draws of a stream.
   __aicore__ inline void NarrowByChance(int32_t slot, int32_t place, int32_t dtype, __gm__ const AdamRow* row,
                                         int64_t at, uint32_t stream, int32_t count) {
-    const LocalTensor<int32_t> bits = draws_.Make(seed_, row->place + static_cast<uint64_t>(at), stream, step_, count);
+    const LocalTensor<float> t = scratch_.Get<float>(), rest = other_.Get<float>();
+    // Out of step with what they are added to.
+    const bool in_rest = place == 0 || dtype == kU8;
+    const LocalTensor<float> bits = in_rest ? rest : t, room = in_rest ? t : rest;
+    PipeBarrier<PIPE_V>();
+    draws_.Make(bits.ReinterpretCast<int32_t>(), room.ReinterpretCast<int32_t>(),
+                row->place + static_cast<uint64_t>(at), stream, step_, count);
     if (dtype == kU8) {
-      codes_.RoundByChance(Place(slot, place), Half(slot, place), scratch_.Get<float>(), other_.Get<float>(), bits,
-                           count);
-      return;
+      codes_.RoundByChance(Place(slot, place), Half(slot, place), t, rest, count);
+    } else {
+      draws_.Round(Place(slot, place), Place(slot, place).ReinterpretCast<float>(), bits.ReinterpretCast<int32_t>(),
+                   room, number_.Get<uint8_t>(), count);
     }
-    draws_.Round(Place(slot, place), Place(slot, place).ReinterpretCast<float>(), other_.Get<float>(),
-                 number_.Get<uint8_t>(), count);
   }
 
   // The master's f32 from its halves: the bits of the bf16, widened, + the remainder.
   __aicore__ inline void Join(int32_t slot, int32_t count) {
     const LocalTensor<float> t = scratch_.Get<float>(), rest = other_.Get<float>();
     const LocalTensor<int32_t> p = Place(slot, 0).ReinterpretCast<int32_t>();
-    PipeBarrier<PIPE_V>();  // the last tile may still read t and rest
     npu::Widen(t, Place(slot, 0), kBF16, count);
     Cast(rest, Remainder(slot).ReinterpretCast<int16_t>(), RoundMode::CAST_NONE, count);
     PipeBarrier<PIPE_V>();
@@ -293,15 +301,16 @@ class FlatAdam {
   }
 
   // top = max(top, v), NaN if either is: Max does not say what it does with one.
-  __aicore__ inline void TakeLarger(const LocalTensor<float>& top, const LocalTensor<float>& v,
-                                    const LocalTensor<float>& t, int32_t count) {
+  __aicore__ inline void TakeLarger(const LocalTensor<float>& top, const LocalTensor<float>& v, int32_t count) {
     const LocalTensor<uint8_t> larger = larger_.Get<uint8_t>(), number = number_.Get<uint8_t>();
-    Compare(larger, top, v, CMPMODE::GT, RoundUp(count, kRepeat));
-    Compare(number, top, top, CMPMODE::EQ, RoundUp(count, kRepeat));
+    const int32_t lanes = RoundUp(count, kRepeat);
+    Compare(larger, top, v, CMPMODE::GT, lanes);
+    Compare(number, top, top, CMPMODE::NE, lanes);
     PipeBarrier<PIPE_V>();
-    Select(t, larger, top, v, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
+    Or(larger.ReinterpretCast<uint16_t>(), larger.ReinterpretCast<uint16_t>(), number.ReinterpretCast<uint16_t>(),
+       lanes / 16);
     PipeBarrier<PIPE_V>();
-    Select(top, number, t, top, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
+    Select(top, larger, top, v, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
     PipeBarrier<PIPE_V>();
   }
 
@@ -313,8 +322,8 @@ class FlatAdam {
   TEventID loaded_[kSlots], updated_[kSlots], stored_[kSlots];
   bool used_[kSlots];
   __gm__ const AdamGroup* groups_;
-  uint64_t dynamic_, seed_;
-  int32_t place_bytes_, places_;
+  uint64_t dynamic_;
+  int32_t place_bytes_, slot_bytes_, places_;
   uint32_t step_;
   int32_t group_ = -1;
   float grad_scale_, scale_, beta1_, one_minus_beta1_, beta2_, one_minus_beta2_, eps_, weight_decay_, decay_,

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/random.h"
 #include "npu/tiling.h"
 
 namespace npuzero::npu {
@@ -19,10 +20,33 @@ void append(std::vector<char>& bytes, const T* items, size_t count) {
   bytes.insert(bytes.end(), from, from + count * sizeof(T));
 }
 
-// One launch: a head, a share for each core, a row for each part, groups.
+// The columns of draws under a seed, as table.h has them; kept, since many launches have one seed.
+const std::vector<int32_t>* columns_of(uint64_t seed) {
+  static_assert(kDrawColumns == draw_columns);
+  thread_local std::vector<int32_t> columns;
+  thread_local uint64_t made_of = 0;
+  if (columns.empty() || made_of != seed) {
+    columns.assign(2 * kDrawTable, 0);
+    int32_t* factors = &columns[kDrawTable - kDrawColumns];
+    for (int32_t i = 0; i < kDrawColumns; i += 4) {
+      uint32_t words[4];
+      column_words(i / 4, seed, words);
+      for (int32_t k = 0; k < 4; ++k) {
+        const DrawShare share = DrawShare::of_column(words[k]);
+        factors[i + k] = share.squared;
+        factors[i + k + kDrawTable] = draw(share, {});
+      }
+    }
+    made_of = seed;
+  }
+  return &columns;
+}
+
+// One launch: a head, a share for each core, a row for each part, groups, columns where anything is drawn.
 template <class TableHead, class Row, class Group = char>
 void launch(const char* kernel, TableHead head, const std::vector<LinePart>& parts, std::vector<Row> rows, int cores,
-            Stream stream, Launcher& launcher, const std::vector<Group>& groups = {}) {
+            Stream stream, Launcher& launcher, const std::vector<int32_t>* columns = nullptr,
+            const std::vector<Group>& groups = {}) {
   if (parts.empty()) return;
   const int64_t total = parts.back().line + parts.back().count;
   int64_t tile = rows[0].piece.tile;
@@ -33,12 +57,16 @@ void launch(const char* kernel, TableHead head, const std::vector<LinePart>& par
     tile = std::min<int64_t>(tile, rows[i].piece.tile);
   }
   const std::vector<Share> shares = cut(parts, total, cores, tile);
-  head.head = {static_cast<int32_t>(shares.size()), static_cast<int32_t>(parts.size())};
+  const size_t before =
+      sizeof head + shares.size() * sizeof(Share) + rows.size() * sizeof(Row) + groups.size() * sizeof(Group);
+  head.head = {static_cast<int32_t>(shares.size()), static_cast<int32_t>(parts.size()),
+               columns ? static_cast<int64_t>(before) : 0};
   std::vector<char> table;
   append(table, &head, 1);
   append(table, shares.data(), shares.size());
   append(table, rows.data(), rows.size());
   append(table, groups.data(), groups.size());
+  if (columns) append(table, columns->data(), columns->size());
   const uint64_t at = launcher.table(table.data(), static_cast<int64_t>(table.size()), stream);
   launcher.launch(kernel, static_cast<int>(shares.size()), at, stream);
 }
@@ -85,7 +113,7 @@ void launch_cast(const CastArgs& args, Stream stream, int cores, Launcher& launc
   head.rounding = static_cast<int32_t>(args.rounding);
   const std::vector<PackRow> rows = {row_of(args.source.data, args.source.dtype, args.target.data, args.target.dtype)};
   launch("npuzero_cast", head, {part_of(args.source.count, 0, args.target.data, args.target.dtype)}, rows, cores,
-         stream, launcher);
+         stream, launcher, args.rounding == Rounding::stochastic ? columns_of(args.seed) : nullptr);
 }
 
 void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launcher& launcher) {
@@ -97,16 +125,17 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
   head.dynamic = address(args.dynamic);
   head.seed = args.seed;
   int64_t last_group = -1;
+  bool drawn = false;
   for (const int64_t i : order) {
     const FlatAdamPart& part = args.parts[i];
     last_group = std::max(last_group, part.group);
     head.amsgrad |= args.groups[part.group].amsgrad;
     const bool moments = part.moment_dtype != Dtype::f32, master = part.master_dtype != Dtype::f32;
     head.narrow |= moments || master;
-    head.drawn |= moments || (master && !part.remainder);
+    drawn |= moments || (master && !part.remainder);
     head.coded |= part.moment_dtype == Dtype::u8;
   }
-  head.tile = adam_tile(head.amsgrad, head.narrow, head.drawn, head.coded);
+  head.tile = adam_tile(head.amsgrad, head.narrow, drawn, head.coded);
   std::vector<AdamGroup> groups;
   for (int64_t i = 0; i <= last_group; ++i) {
     const FlatAdamGroup& group = args.groups[i];
@@ -153,7 +182,8 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
     parts.push_back(range);
     line += part.count;
   }
-  launch("npuzero_flat_adam", head, parts, rows, cores, stream, launcher, groups);
+  launch("npuzero_flat_adam", head, parts, rows, cores, stream, launcher, drawn ? columns_of(args.seed) : nullptr,
+         groups);
 }
 
 void launch_norm(const NormArgs& args, Stream stream, int cores, Launcher& launcher) {
@@ -169,7 +199,7 @@ void launch_norm(const NormArgs& args, Stream stream, int cores, Launcher& launc
     head.scale = args.scale;
   }
   const std::vector<Share> shares = cut_norm(args.x.count, args.addend && head.x % line_bytes != 0 ? 1 : cores);
-  head.head = {static_cast<int32_t>(shares.size()), 1};
+  head.head = {static_cast<int32_t>(shares.size()), 1, 0};
   std::vector<char> table;
   append(table, &head, 1);
   append(table, shares.data(), shares.size());

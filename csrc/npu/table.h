@@ -26,10 +26,15 @@ struct Share {
   int64_t begin, end, part;
 };
 
-// Every table begins with this. The shares follow the head, the parts the shares, groups (of flat_adam) the parts.
+// Every table begins with this. The shares follow the head, the parts the shares, groups (of flat_adam) the parts, and
+// the columns of draws all of it, `columns` bytes from the table's begin, where anything is rounded stochastically: two
+// arrays of kDrawTable integers (draws.h), a and C + a * a, each behind a spare block. 0: there are none.
 struct Head {
   int32_t cores, parts;
+  int64_t columns;
 };
+constexpr int32_t kDrawColumns = 2048;
+constexpr int32_t kDrawTable = kDrawColumns + 8;
 
 // What all parts have. lead: elements before the first one at which everything written lies on a 512-byte boundary.
 struct Piece {
@@ -92,12 +97,12 @@ struct AdamRow {
   uint32_t stream;
 };
 
-// tile: of all rows, by which UB is laid out. narrow: whether any master or moment is not kF32; drawn: whether any is
-// rounded stochastically; coded: whether any moment is kU8.
+// tile: of all rows, by which UB is laid out. narrow: whether any master or moment is not kF32; coded: whether any
+// moment is kU8.
 struct AdamHead {
   Head head;
   uint64_t grad_scale, skip, dynamic, seed;
-  int32_t tile, amsgrad, narrow, drawn, coded, reserved;
+  int32_t tile, amsgrad, narrow, coded;
 };
 
 }  // namespace npu

@@ -59,12 +59,13 @@ inline int32_t tile_of(int64_t widest_itemsize) { return static_cast<int32_t>(kS
 // The elements of a tile of flat_adam: of all that a launch needs in UB, two slots of places and scratch, 4 bytes an
 // element each, what fits; not above what moves kSlotBytes.
 inline int32_t adam_tile(bool amsgrad, bool narrow, bool drawn, bool coded) {
-  constexpr int64_t usable = 188160, fixed = 4096;  // fixed: masks, the divisor, rounding up
-  constexpr int64_t draws = 26 * 4 / 8 + 4 + 4;     // bytes an element: philox.h's arrays, places and bits
-  constexpr int64_t codes = 2;                      // codes.h's lanes and what is spread of them
+  constexpr int64_t usable = 188160, fixed = 4096;  // fixed: masks, what lies out of step, the divisor, rounding up
+  constexpr int64_t draws = 2 * 4 * kDrawTable;     // draws.h's columns
+  constexpr int64_t codes = 2;                      // bytes an element: codes.h's lanes and what is spread of them
   const int64_t places = amsgrad ? 5 : 4, scratch = narrow ? 2 : 1;
-  const int64_t element = 4 * (2 * places + scratch) + (drawn ? draws : 0) + (coded ? codes : 0);
-  return static_cast<int32_t>(std::min<int64_t>(kSlotBytes / 4, (usable - fixed) / element / kGrain * kGrain));
+  const int64_t element = 4 * (2 * places + scratch) + (coded ? codes : 0);
+  const int64_t room = usable - fixed - (drawn ? draws : 0);
+  return static_cast<int32_t>(std::min<int64_t>(kSlotBytes / 4, room / element / kGrain * kGrain));
 }
 
 // Ranges of the line in which no cut may lie, both ends included, sorted and apart: a buffer's end shares its 32-byte

@@ -29,6 +29,9 @@ namespace npu {
 using namespace AscendC;
 
 constexpr int32_t kBlockBytes = 32;  // of UB
+// An instruction of two sources takes two cycles for a repeat where they meet in a group of UB's banks: 16 groups of
+// 32-byte rows. Sources that many bytes out of step (of 512) do not meet, as a repeat takes 256 bytes of each.
+constexpr int32_t kSkew = 256;
 constexpr float kLargest = 3.4028234663852886e38f;
 constexpr int32_t kInfinity = 0x7f800000;  // its pattern
 constexpr int32_t kRepeat = 64;            // f32 lanes of one repeat; Compare takes whole repeats alone
@@ -134,17 +137,6 @@ __aicore__ inline void Round(const LocalTensor<uint8_t>& to, const LocalTensor<f
 // Bytes of UB, an even number of them.
 __aicore__ inline void Copy(const LocalTensor<uint8_t>& to, const LocalTensor<uint8_t>& from, int32_t bytes) {
   And(to.ReinterpretCast<uint16_t>(), from.ReinterpretCast<uint16_t>(), from.ReinterpretCast<uint16_t>(), bytes / 2);
-}
-
-// Where `in` is infinite or NaN, `rounded` is to be `in`; magnitude and finite are room.
-__aicore__ inline void KeepSpecial(const LocalTensor<float>& rounded, const LocalTensor<float>& in,
-                                   const LocalTensor<float>& magnitude, const LocalTensor<uint8_t>& finite,
-                                   int32_t count) {
-  Abs(magnitude, in, count);
-  PipeBarrier<PIPE_V>();
-  CompareScalar(finite, magnitude, kLargest, CMPMODE::LE, RoundUp(count, kRepeat));
-  PipeBarrier<PIPE_V>();
-  Select(rounded, finite, rounded, in, SELMODE::VSEL_TENSOR_TENSOR_MODE, count);
 }
 
 // to = round(f32(from)); equal dtypes copy the bits. `wide` is room for count floats, used between bf16 and f16.

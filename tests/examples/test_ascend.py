@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples.pages import programs, run
+import npuzero
+from examples.pages import ROOT, programs, run
 
+PAGE = (ROOT / "docs/ascend.md").read_text("utf-8")
 (PROGRAM,) = programs("ascend.md")
 
 
@@ -37,3 +40,16 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert weights.read_bytes() == expected
     shutil.rmtree(tmp_path / "runs/llama/step-00000006")
     assert list(losses(run(PROGRAM, 1, tmp_path))) == [5], "on another number of ranks"
+
+
+def test_what_the_page_names_is_there() -> None:
+    """Presets, precisions, settings and functions; and its plan of two levels keeps the law."""
+    assert set(re.findall(r'plan="([^"]+)"', PAGE)) <= set(npuzero.PRESETS)
+    assert set(re.findall(r'precision="([^"]+)"', PAGE)) <= set(npuzero.PRECISIONS)
+    assert set(re.findall(r"Settings\((\w+)=", PAGE)) <= set(npuzero.Settings.names())
+    for path in set(re.findall(r"\bnpuzero\.([\w.]*\w)", PAGE)) | set(re.findall(r"`((?:comm|observe)\.\w+)", PAGE)):
+        functools.reduce(getattr, path.split("."), npuzero)
+    near, wide = npuzero.Placement(("local",)), npuzero.Placement(("local", "node"))
+    assert '`near, wide = Placement(("local",)), Placement(("local", "node"))`' in PAGE
+    assert "`Plan(near, near, near, wide, local_size=n)`" in PAGE
+    npuzero.Plan(near, near, near, wide, local_size=8)

@@ -63,7 +63,7 @@ def cast() -> None:
         _cast(source, target, "nearest", 2 * LENGTH)
     _cast(F32, F32, "tf32", 2 * LENGTH)
     _cast(F32, BF16, "away", LENGTH)
-    _cast(F32, BF16, "stochastic", LENGTH, 2**35 - 9)
+    _cast(F32, BF16, "stochastic", LENGTH + TILE, 2**35 - 9)
     for offset in (0, 5, ROW - 1, 4 * ROW, 2**45 - ROW - 3, 2**63 - 1 - ROW):
         _cast(F32, BF16, "stochastic", ROW, offset)
 
@@ -159,7 +159,7 @@ def flat_adam() -> None:
     _adam(LENGTH, BF16, "split", None)
     _adam(LENGTH // 2, BF16, "none", None)
     _adam(LENGTH // 2, F32, "split", None, moments=BF16)
-    _adam(LENGTH // 2, F32, "fp32", BF16, moments=BF16)
+    _adam(LENGTH, F32, "fp32", BF16, moments=BF16)
     _adam(LENGTH, BF16, "fp32", BF16, moments=CODES)
     _adam(LENGTH // 2, F32, "none", None, moments=CODES)
     for skip in (0.0, -0.0, 1.0, -1.0, 0.5, 2.0**-149, torch.inf, torch.nan):

@@ -26,7 +26,6 @@ def measured(name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@TO_COME
 def test_rounding_by_chance_and_codes_take_at_most_twice_the_ordinary_update(name: str) -> None:
     assert measured(name)["ms"] <= 2 * measured(REFERENCE)["ms"]
 
@@ -37,7 +36,6 @@ def test_norm_takes_little_more_than_its_bytes(name: str) -> None:
     assert measured(name)["share_of_hbm"] >= 0.6
 
 
-@TO_COME
 def test_the_update_reads_no_two_sources_from_one_group_of_banks() -> None:
     """But for the division by one block, which meets every other repeat."""
     assert measured(REFERENCE)["conflicts"] <= 0.5 / 64

@@ -126,27 +126,35 @@ MUTANTS = (
         "race",
     ),
     Mutant(
-        "a carry before its sum",
+        "columns of draws are read before they are loaded",
         "cast",
-        "philox.h",
-        "ShiftRight(t, At(to + i), 16, lanes_);\n      PipeBarrier<PIPE_V>();",
-        "ShiftRight(t, At(to + i), 16, lanes_);",
-        "race",
-    ),
-    Mutant(
-        "an index begins before vectors are done with its place",
-        "cast",
-        "philox.h",
-        "SetFlag<HardEvent::V_S>(read_);\n    WaitFlag<HardEvent::V_S>(read_);",
+        "draws.h",
+        "SetFlag<HardEvent::MTE2_V>(loaded_);\n    WaitFlag<HardEvent::MTE2_V>(loaded_);",
         "",
         "race",
     ),
     Mutant(
-        "an index is read before the scalar unit has begun it",
-        "cast",
-        "philox.h",
-        "SetFlag<HardEvent::S_V>(begun_);\n    WaitFlag<HardEvent::S_V>(begun_);",
+        "columns of draws are loaded while they are read",
+        "flat_adam",
+        "draws.h",
+        "SetFlag<HardEvent::V_MTE2>(used_);\n    WaitFlag<HardEvent::V_MTE2>(used_);",
         "",
+        "race",
+    ),
+    Mutant(
+        "rows of draws that meet in a block, in any order",
+        "flat_adam",
+        "draws.h",
+        "if (lead_ != 0) PipeBarrier<PIPE_V>();",
+        "",
+        "race",
+    ),
+    Mutant(
+        "an index that begins with the scalar unit's stores, and no flag",
+        "cast",
+        "draws.h",
+        "Duplicate(Half(0), 0xffff, kLanes);",
+        "CreateVecIndex(Half(0), 0xffff, kLanes);",
         "race",
     ),
     # queues
@@ -269,10 +277,9 @@ MUTANTS = (
     Mutant(
         "And of 32-bit integers",
         "cast",
-        "philox.h",
-        "And(At(to).ReinterpretCast<uint16_t>(), At(from).ReinterpretCast<uint16_t>(),\n"
-        "        At(pattern).ReinterpretCast<uint16_t>(), 2 * lanes_);",
-        "And(At(to), At(from), At(pattern), lanes_);",
+        "draws.h",
+        "And(halves, halves, Half(upper).ReinterpretCast<uint16_t>(), static_cast<uint64_t>(2 * kRepeat), repeats,",
+        "And(lanes, lanes, Half(upper), static_cast<uint64_t>(kRepeat), repeats,",
         "dtype",
     ),
     Mutant(
@@ -286,7 +293,7 @@ MUTANTS = (
     Mutant(
         "Compare without its tail",
         "cast",
-        "walk.h",
+        "draws.h",
         "CMPMODE::LE, RoundUp(count, kRepeat)",
         "CMPMODE::LE, count",
         "repeat",
@@ -310,9 +317,9 @@ MUTANTS = (
     Mutant(
         "a product that overflows",
         "cast",
-        "philox.h",
-        "Muls(s0, low, b0, lanes_);",
-        "Muls(s0, low, static_cast<int32_t>(factor >> 8), lanes_);",
+        "draws.h",
+        "static_cast<int32_t>(2 * x), lanes",
+        "static_cast<int32_t>(32 * x), lanes",
         "poison",
     ),
     Mutant(
@@ -332,9 +339,7 @@ MUTANTS = (
         "Muls(t, g, one_minus_beta1_, count);",
         "values",
     ),
-    Mutant(
-        "the next key of the other word", "cast", "philox.h", "key += 0x9E3779B9u;", "key += 0xBB67AE85u;", "values"
-    ),
+    Mutant("the next key of the other word", "cast", "draws.h", "k0 += 0x9E3779B9u;", "k0 += 0xBB67AE85u;", "values"),
     Mutant(
         "squares without their low halves",
         "norm",
@@ -345,11 +350,19 @@ MUTANTS = (
     ),
     Mutant(
         "no 64-bit places",
-        "cast",
-        "philox.h",
-        "Carry(4, 7, static_cast<int32_t>((first >> 32) & 0xffff));",
-        "Carry(4, 7, 0);",
+        "flat_adam",
+        "draws.h",
+        "static_cast<uint32_t>(words.counter >> 32)",
+        "0",
         "values",
+    ),
+    Mutant(
+        "columns that begin where the row does not",
+        "cast",
+        "draws.h",
+        "(i * kDrawTable + kLanes - lead) * 4",
+        "(i * kDrawTable + kLanes) * 4",
+        "bounds",
     ),
     # codes of 8 bits
     Mutant(
@@ -366,7 +379,7 @@ MUTANTS = (
         "codes.h",
         "if (count % kCodeBlock != 0) {",
         "if (count % kCodeBlock == 1) {",
-        "poison",
+        "values",
     ),
     Mutant(
         "the largest of NaN",

@@ -116,9 +116,9 @@ def test_a_tile_of_flat_adam_fits(amsgrad: int, narrow: int, drawn: int, coded: 
     tile = ctypes.CDLL(str(build())).adam_tile(amsgrad, narrow, drawn, coded)
     assert 2048 <= tile <= TILE and tile % 256 == 0
     assert tile == TILE or narrow or drawn or coded  # moves of 16 KB wherever nothing is rounded on the way
-    used = 4 * tile * (2 * (4 + amsgrad) + 1 + narrow) + 32 + 2 * (tile // 8)
+    used = 4 * tile * (2 * (4 + amsgrad) + 1 + narrow) + 32 + 2 * (tile // 8) + 5 * 256  # what is out of step
     if drawn:
-        used += 26 * 4 * (tile // 8 + 8) + 2 * 4 * tile  # philox.h
+        used += 2 * 4 * (2048 + 8) + 2 * 32  # draws.h
     if coded:
         used += 4 * (4 + 32) * -(-tile // 64 // 8) * 8  # codes.h
     assert used <= 188_160

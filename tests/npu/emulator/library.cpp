@@ -42,7 +42,9 @@ class Emulated final : public npu::Launcher {
   uint64_t table(const void* content, int64_t bytes, Stream) override {
     copy_.assign((bytes + 7) / 8, 0);
     std::memcpy(copy_.data(), content, bytes);
-    return reinterpret_cast<uint64_t>(copy_.data());
+    const auto at = reinterpret_cast<uint64_t>(copy_.data());
+    setting.extents[at] = {at + bytes, false};
+    return at;
   }
 
   void launch(const char* kernel, int cores, uint64_t table, Stream) override {

@@ -673,8 +673,19 @@ class Core {
         if (!fine) lanes_[n] = 0;
       }
     }
+    const std::vector<uint8_t> bits = defined_bits(i);
     run_op(i);
     mark(i);
+    std::copy(bits.begin(), bits.end(), shadow_.begin() + i.target.span.at);
+  }
+
+  // Of masks put together, every bit is its own: which ones are defined.
+  std::vector<uint8_t> defined_bits(const Instruction& i) const {
+    std::vector<uint8_t> bits;
+    if ((i.op != Op::bit_and && i.op != Op::bit_or) || i.block_step != dense) return bits;
+    const auto *one = &shadow_[i.sources[0].span.at], *other = &shadow_[i.sources[1].span.at];
+    for (int64_t n = 0; n < write_bytes(i); ++n) bits.push_back(one[n] & other[n]);
+    return bits;
   }
 
   void mark(const Instruction& i) {
