@@ -49,7 +49,10 @@ def test_the_job_needs_an_image():
     assert made.returncode != 0 and "IMAGE" in made.stderr and not made.stdout
 
 
-SEEN = ("ASCEND_HOME_PATH", "HCCL_CONNECT_TIMEOUT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
+SEEN = (
+    *("ASCEND_HOME_PATH", "HCCL_CONNECT_TIMEOUT", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"),
+    "NPUZERO_TIMEOUT_S",
+)
 
 
 def seen_by_python(folder: Path, **variables: str) -> list[str]:
@@ -64,12 +67,12 @@ def seen_by_python(folder: Path, **variables: str) -> list[str]:
 
 
 def test_hccl_is_told_with_and_without_a_folder_of_cann(tmp_path):
-    told = ["1200", "auto", "auto"]
+    told = ["1200", "auto", "auto", "1300"]
     assert seen_by_python(tmp_path, ASCEND_ENV=str(tmp_path / "none")) == ["", *told]
     script = tmp_path / "set_env.sh"
     script.write_text("export ASCEND_HOME_PATH=/some/cann$UNSET\n")
     assert seen_by_python(tmp_path, ASCEND_ENV=str(script)) == ["/some/cann", *told]
-    assert seen_by_python(tmp_path, ASCEND_ENV="none", HCCL_CONNECT_TIMEOUT="600") == ["", "600", "auto", "auto"]
+    assert seen_by_python(tmp_path, ASCEND_ENV="none", HCCL_CONNECT_TIMEOUT="600") == ["", "600", "auto", "auto", "700"]
 
 
 @pytest.mark.slow
