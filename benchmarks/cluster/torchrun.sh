@@ -32,7 +32,7 @@ export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-1200}"
 # npuzero waits a little longer than that (600 s if not told): HCCL's error says more.
 export NPUZERO_TIMEOUT_S="${NPUZERO_TIMEOUT_S:-$((HCCL_CONNECT_TIMEOUT + 100))}"
 # Contenders take turns on one NPU, each a process with communicators: every one needs ports of its own, of the host's
-# (instead of the 16 from HCCL_IF_BASE_PORT on) and of the NPU's (instead of 16666). All ranks must say the same.
+# (in place of those from HCCL_IF_BASE_PORT on) and of the NPU's (in place of 16666). All ranks must say the same.
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 export HCCL_NPU_SOCKET_PORT_RANGE="${HCCL_NPU_SOCKET_PORT_RANGE:-auto}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -107,6 +107,14 @@ def test_the_oldest_is_that_of_the_oldest_torch():
     assert requirement and cann.pair(requirement.group(1)) == cann.OLDEST
 
 
+def test_the_extra_is_for_the_torch_that_is_tested():
+    pinned = re.search(
+        r'^npu = \["torch==([\d.]+)\*", "torch_npu==([\d.]+)\*"\]', (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    tested = re.search(r"^TORCH \?= torch==(\S+)", (ROOT / "Makefile").read_text(), re.M)
+    assert pinned and tested and pinned[1] == pinned[2] and tested[1].startswith(pinned[1])
+
+
 def test_the_documented_table_is_this_one():
     rows = re.findall(
         r"^\| ([\d.]+) \| ([\w.]+) \| ([\w.]+) \| (\w+) \|", (ROOT / "docs/npu.md").read_text(), re.MULTILINE

@@ -205,6 +205,19 @@ def test_kernels_that_do_not_run_are_refused_at_first_use(tmp_path, functions, t
     assert target.cpu().eq(1).all()
 
 
+def test_kernels_that_cann_did_not_register_are_refused(monkeypatch):
+    """As the launch functions say it that CANN generates: by a line on stdout, and success."""
+    monkeypatch.setenv("FAKE_CANN_UNREGISTERED", "1")
+    _native._C.use_npu_kernels(str(libraries.kernels()))
+    source, target = there(torch.ones(3), torch.zeros(3))
+    with pytest.raises(KernelUnavailable, match="cast wrote nothing; pack wrote nothing; norm wrote nothing"):
+        ops.cast(source, target)
+    monkeypatch.delenv("FAKE_CANN_UNREGISTERED")
+    _native._C.use_npu_kernels(str(libraries.kernels()))
+    ops.cast(source, target)
+    assert target.cpu().eq(1).all()
+
+
 def test_a_library_that_cannot_be_loaded_is_an_error(tmp_path):
     broken = tmp_path / "libnpuzero_kernels.so"
     broken.write_text("no library")

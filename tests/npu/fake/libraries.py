@@ -55,7 +55,6 @@ DECOYS = {
     "opp_kernel/ascend_kernels_install.info": "package_name=Ascend-cann-kernels-910b\nversion=7.7.0.1.238\n",
     f"{MACHINE}/ascend_ops_install.info": "version=7.6.0.1.220\n",
     f"{MACHINE}/runtime_version.info": "version=7.7.0.1.238\n",
-    "zlib/version.info": "version=1.3.1\n",
 }
 
 
