@@ -22,7 +22,7 @@ RUN python3 -m pip install --no-cache-dir ${TORCH} \
 # CANN's environment, where its installers put it since 8.5 and before, or where ASCEND_ENV says
 ARG ASCEND_ENV
 RUN for path in "${ASCEND_ENV}" /usr/local/Ascend/{cann,ascend-toolkit}/set_env.sh; do \
-        [[ -f $path ]] && echo "source $path" > /opt/cann.sh && exit; \
+        [[ -f $path ]] && printf 'source %q\n' "$path" > /opt/cann.sh && exit; \
     done; echo "no CANN in this image" >&2; exit 1
 
 # pip goes on where the npu kernels cannot be compiled, and leaves a file that says why; an image without them is none
