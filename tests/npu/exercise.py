@@ -30,13 +30,16 @@ KINDS = (
 )
 ENDS = (5000, 5032, 5500, 6000)  # of the ranges they are for, and the end of everything
 ROW = 2048  # places that share a word of the draws
-PLACES = (2**36 + 2047, 5, 2**45 - 5100, 2**61 + 1, 2**36 + ROW)  # at 2^45 the rows' counter has a carry
+# Of the ranges: at 2^45 the rows' counter has a carry. Neighbours have the same four rows, and two of them the same
+# stream or the same step.
+PLACES = (2**45 - 3000, 2**45 + 5, 2**36 + ROW - 1, 2**36 + 2 * ROW - 7, 2**61 + 1)
+STREAMS = (2**17, 2**17, 0, 2**31 - 1, 5)
 
 # Halves of what bf16, f16 and tf32, and codes drop; and the last that is no infinity of each, with what is next to it
 # on both sides; and denormals of bf16 and f16 about half of one. In patterns of f32.
 _DROPPED = (16, 13, 19)
 _EDGES = (
-    *(0x7F7F7FFF, 0x7F7F8000, 0x7F7FEFFF, 0x7F7FF000, 0x477FEFFF, 0x477FF000, 0x477FE000),
+    *(0x7F7FFFFF, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FEFFF, 0x7F7FF000, 0x477FEFFF, 0x477FF000, 0x477FE000),
     *(0x8000, 0x18000, 0x7FFF, 0x8001, 0x7F8000, 0x33000000, 0x33000001, 0x33C00000, 0x387FF000, 0x3FFF),
 )
 # NaN, by payloads that truncation or a carry would make something else.
@@ -49,12 +52,12 @@ def values(n: int, dtype: torch.dtype = F32, *, special: bool = True) -> torch.T
     bits = grid.patterns(x)
     if dtype == F32:
         for i, dropped in enumerate(_DROPPED):
-            bits[i::7] = bits[i::7] >> dropped << dropped | 1 << dropped - 1
+            bits[i::11] = bits[i::11] >> dropped << dropped | 1 << dropped - 1
     if special:
         odd = torch.tensor([*_NANS[dtype], *_EDGES * (dtype == F32)])
         odd = torch.cat([odd, odd - (1 << 8 * x.element_size() - 1)]).to(bits.dtype)
-        odd = odd[: len(bits[3::29])]
-        bits[3::29][: len(odd)] = odd
+        places = bits[int(torch.randint(29, ())) :: 29][: len(odd)]
+        places.copy_(odd[: len(places)])
     return x
 
 
@@ -64,7 +67,7 @@ def cast() -> None:
     _cast(F32, F32, "tf32", 2 * LENGTH)
     _cast(F32, BF16, "away", LENGTH)
     _cast(F32, BF16, "stochastic", LENGTH + TILE, 2**35 - 9)
-    for offset in (0, 5, ROW - 1, 4 * ROW, 2**45 - ROW - 3, 2**63 - 1 - ROW):
+    for offset in (0, 1, 5, ROW - 1, 4 * ROW, 2**45 - ROW - 3, 2**63 - 1 - ROW):
         _cast(F32, BF16, "stochastic", ROW, offset)
 
 
@@ -72,7 +75,9 @@ def _cast(source: torch.dtype, target: torch.dtype, rounding: str, n: int, offse
     x = grid.Guarded.around(values(n, source), 1).inner
     actual, expected = (grid.Guarded.around(torch.zeros(n, dtype=target), 3) for _ in range(2))
     _compare(
-        lambda out: ops.cast(x, out[0].inner, rounding=rounding, seed=2**40 + 3, offset=offset), [actual], [expected]
+        lambda out: ops.cast(x, out[0].inner, rounding=rounding, seed=2**40 + 3 + offset % 2, offset=offset),
+        [actual],
+        [expected],
     )
     if source == target and rounding == "nearest":
         assert torch.equal(grid.patterns(actual.inner), grid.patterns(x)), "a copy changes no NaN either"
@@ -112,9 +117,11 @@ def norm() -> None:
         (3 * TILE + 777, F32, F32, True),
         (2 * SHARE + 77, F16, None, True),
         (2 * SHARE + 77, F32, F16, False),
+        (SHARE - 5000, F32, None, False),  # one core's, though three would have a workspace of as many blocks
     ):
         other = None if addend is None else values(n, addend, special=special)
         _norm(values(n, dtype, special=special), other)
+    _norm(values(2 * SHARE + 77, special=False), values(2 * SHARE + 77, BF16), offset=3)
     for odd in ({}, {5: torch.inf}, {5: -torch.inf, 5001: torch.inf}, {5: torch.nan}, {5: torch.inf, 6: torch.nan}):
         _norm(_with(odd, values(2 * TILE, special=False)))
     # Over several cores: what is in any of their shares.
@@ -136,9 +143,11 @@ def _with(odd: dict[int, float], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _norm(x: torch.Tensor, addend: torch.Tensor | None = None, *, misaligned: int = 0) -> torch.Tensor:
+def _norm(
+    x: torch.Tensor, addend: torch.Tensor | None = None, *, offset: int = 16, misaligned: int = 0
+) -> torch.Tensor:
     """What the kernels find, which is what the reference does; the workspace begins so many float64 after a line."""
-    actual, expected = grid.Guarded.around(x, 16), grid.Guarded.around(x, 16)
+    actual, expected = grid.Guarded.around(x, offset), grid.Guarded.around(x, offset)
     sums = [torch.full((2,), -1.0, dtype=torch.float64) for _ in range(2)]
     blocks = -(-x.numel() // _native.NORM_BLOCK)
     room = torch.empty(2 * blocks + 8, dtype=torch.float64)
@@ -198,10 +207,10 @@ def _adam(
     ends = [min(end, n) for end in (*ENDS, n)]
     begins = [-(-end // 64) * 64 if coded else end for end in [0, *ends[:-1]]]
     segments = [
-        replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=2**17 + i, place=PLACES[i])
+        replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=STREAMS[i], place=PLACES[i])
         for i, (kind, begin, end) in enumerate(zip(KINDS, begins, ends, strict=True))
     ]
-    table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, 9.0]])
+    table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, ADAMW.step]])
     options = {"grad_scale": torch.tensor([0.25]), "dynamic": table, "seed": 2**63 + 5}
     if skip is not None:
         options["skip"] = torch.tensor([skip])
@@ -220,6 +229,8 @@ def _make_special(grad: torch.Tensor, *states: torch.Tensor) -> None:
         x[200], x[300], x[330:340], x[640:1280] = torch.inf, 3.4e38, -0.0, 0.0
         x[400:464] = torch.arange(64) * 2.0**-149
         x[470:480] = x[448:512].abs().max() * 2.0 ** -torch.arange(4.0, 14)  # about the least that are no zero
+    grad[5568:5696] = 1.0  # and largest ones that are about half a unit below the next exponent
+    grad[5570], grad[5650] = 1.9375 + 2.0**-23, 1.9375
     grad[330:340], grad[400:464], grad[640:1280] = 0.0, 0.0, 0.0
 
 
