@@ -281,6 +281,7 @@ PYBIND11_MODULE(_C, m) {
       "use_npu_kernels", &npu::use_kernels, py::arg("library"),
       "Take the npu kernels from a library that `npuzero build-npu` made, loaded at the first launch; \"\" for none.");
   m.def("npu_kernels", &npu::kernels_in_use, "The library that the npu kernels are taken from, or \"\".");
+  m.def("npu_launches", &npu::largest_launches, "Vector cores of each npu kernel's largest launch in this process.");
   m.def("norm_block", [] { return norm_block; });
   m.def("cast", &cast);
   m.def("flat_adam", &flat_adam);

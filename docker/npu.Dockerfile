@@ -1,8 +1,9 @@
 # npuzero on Ascend (Atlas A2 and A3; aarch64 and x86-64), on an image that has CANN:
 #   docker build -f docker/npu.Dockerfile --build-arg CANN=<an image with CANN 9.1 and Python> -t npuzero-npu .
 #   docker run --rm --device /dev/davinci0 --device /dev/davinci1 --device /dev/davinci_manager --device /dev/devmm_svm \
-#       --device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro npuzero-npu
-# Building needs no NPU. Without further arguments the image runs `npuzero check --device npu`: send its report back.
+#       --device /dev/hisi_hdc -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v "$PWD":/report npuzero-npu
+# Building needs no NPU. Without further arguments the image runs `npuzero check --device npu` and leaves report.json in
+# the folder it was started from: send it back.
 # Binding tested with the real torch_npu over a fake CANN; not yet run on NPU hardware.
 ARG CANN
 FROM ${CANN}
@@ -31,4 +32,4 @@ RUN source /opt/cann.sh && python3 -m pip install --no-cache-dir . \
     && { ls "$kernels"/*.so || { cat "$kernels"/*.txt; exit 1; }; }
 
 ENTRYPOINT ["/bin/bash", "-c", "source /opt/cann.sh && exec \"$@\"", "npuzero"]
-CMD ["npuzero", "check", "--device", "npu"]
+CMD ["npuzero", "check", "--device", "npu", "--out", "/report"]

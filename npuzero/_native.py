@@ -50,7 +50,7 @@ kernels, isa, built_isas, supported_isas, use_isa = (
     _C.supported_isas,
     _C.use_isa,
 )
-npu_library = _C.npu_kernels
+npu_library, npu_launches = _C.npu_kernels, _C.npu_launches
 NORM_BLOCK: int = _C.norm_block()
 # Collectives between the ranks of one host; npuzero.comm.shared_memory is their Python side.
 comm: Any = _C.comm

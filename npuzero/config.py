@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import json
 import os
 import re
@@ -240,6 +241,22 @@ def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
     """Whether torchrun's agent keeps the ranks' store, not rank 0."""
     variables = os.environ if variables is None else variables
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+# What decides how devices compute and ranks talk, beside NPUZERO_*; a trailing * is any ending.
+_TOLD = (
+    "HCCL_*", "ASCEND_LAUNCH_BLOCKING", "ASCEND_RT_VISIBLE_DEVICES", "INF_NAN_MODE_*", "PYTORCH_NPU_ALLOC_CONF",
+    "TASK_QUEUE_ENABLE", "TORCH_DEVICE_BACKEND_AUTOLOAD", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "NCCL_*",
+    "PYTORCH_CUDA_ALLOC_CONF", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def told_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that a report may tell, sorted; no others, since it is sent around. An address is "(set)"."""
+    variables = os.environ if variables is None else variables
+    patterns = (*_TOLD, VARIABLE_PREFIX + "*")
+    told = sorted(name for name in variables if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
+    return {name: "(set)" if name.endswith("_IP") else variables[name] for name in told}
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch.distributed
 from npuzero import _native, cann, device
 from npuzero.config import find_toolkit
 from npuzero.device import kernels as npu_kernels
+from npuzero.device import npu
 
 _ADD_KERNELS = {
     "cuda": "docs/adding-a-device.md says how to add kernels.",
@@ -57,6 +58,7 @@ def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {name: _package(name) for name in ("npuzero", "torch", "torch_npu")}
     found["python"] = platform.python_version()
     found["torch's cuda"] = torch.version.cuda
+    found |= {f"npu {part}": version for part, version in npu.driver_versions().items()}
     for name, toolkit in toolkits.items():
         found[f"{name} toolkit"] = f"{toolkit.version or 'version unknown'} in {toolkit.root}" if toolkit else None
     return found

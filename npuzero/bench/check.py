@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,15 @@ from npuzero.bench.spread import median
 from npuzero.bench.team import Team, python_worker
 from npuzero.comm import process_world
 from npuzero.errors import NpuZeroError
+from npuzero.ops import storage
 from npuzero.ops.flat_adam import Segment
-from npuzero.plan import ring_bytes
+from npuzero.plan import MOMENT_BLOCK, ring_bytes
 
 QUICK_SIZES = (0, 1, 17, 4099)
 SIZES = (0, 1, 15, 16, 17, 1023, 1025, 4096, 4097, 65_543, 1_000_003)
 OFFSETS = (0, 1, 3)
+
+COPY = "torch's copy"  # the bandwidth that others are held against
 
 _GUARD = 64  # elements before and after each buffer, which no op may touch
 _PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -217,27 +221,42 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.to(wide) for part in parts]).sum(0).to(dtype)
 
 
-def bandwidths(device: torch.device, quick: bool = False) -> dict[str, float]:
-    """GB/s (bytes read and written) of copies and kernels on large buffers."""
+def bandwidths(device: torch.device, quick: bool = False) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Names of copies and ops on large buffers, and what measures each: GB/s, of bytes read and written."""
     n = 1 << 16 if quick else 1 << 26
-    x, y = torch.ones(n, device=device), torch.empty(n, device=device)
-    low = torch.empty(n, dtype=torch.bfloat16, device=device)
-    m, v = torch.zeros(n, device=device), torch.ones(n, device=device)
-    out = torch.zeros(2, dtype=torch.float64, device=device)
+    repeats = 3 if quick else 9
+    with torch.device(device):
+        x, y, m, v = torch.ones(n), torch.empty(n), torch.zeros(n), torch.ones(n)
+        grad, low = torch.ones(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
+        remainder, out = torch.zeros(n, dtype=torch.int16), torch.zeros(2, dtype=torch.float64)
+        codes = [torch.zeros(storage.stored_numel(n, torch.uint8), dtype=torch.uint8) for _ in range(2)]
     segment = Segment(0, n, 1e-3, 0.9, 0.99, 1e-8, 0.1, 1, decoupled=True, maximize=False, amsgrad=False)
-    host, rounded = torch.ones(n), torch.empty(n, dtype=torch.bfloat16, device=device)
-    calls: dict[str, tuple[Callable[[], Any], int]] = {
-        "torch's copy": (lambda: y.copy_(x), 8),
+    host = torch.ones(n) if device.type == "cpu" else torch.ones(n).pin_memory()
+    calls: dict[str, tuple[Callable[[], Any], float]] = {
+        COPY: (lambda: y.copy_(x), 8),
         "cast to bf16": (lambda: ops.cast(x, low), 6),
+        "cast to bf16, stochastic": (lambda: ops.cast(x, low, rounding="stochastic"), 6),
+        "pack to bf16, scaled": (lambda: ops.pack([x], [0], low, scale=0.5), 6),
+        "pack bf16, added to f32": (lambda: ops.pack([grad], [0], x, scale=1e-9, accumulate=True), 10),
         "norm": (lambda: ops.norm(x, out), 4),
-        "flat_adam, bf16 in and out": (lambda: ops.flat_adam(x, m, v, low, [segment], low=rounded), 28),
+        "norm, bf16 added": (lambda: ops.norm(x, out, addend=grad, scale=1e-9), 10),
+        "flat_adam, bf16 in and out": (lambda: ops.flat_adam(x, m, v, grad, [segment], low=low), 28),
+        "flat_adam, split masters": (lambda: ops.flat_adam(low, m, v, grad, [segment], remainder=remainder), 26),
+        "flat_adam, bf16 masters": (lambda: ops.flat_adam(low, m, v, grad, [segment]), 22),
+        "flat_adam, 8-bit moments": (
+            lambda: ops.flat_adam(x, codes[0], codes[1], grad, [segment], low=low),
+            16 + 4 / MOMENT_BLOCK,
+        ),
     }
     if device.type != "cpu":
-        host = host.pin_memory()
         calls["host to device"] = (lambda: x.copy_(host, non_blocking=True), 4)
         calls["device to host"] = (lambda: host.copy_(x, non_blocking=True), 4)
-    repeats = 3 if quick else 9
-    return {name: nbytes * n / _seconds(call, device, repeats) / 1e9 for name, (call, nbytes) in calls.items()}
+    for name, (call, nbytes) in calls.items():
+        yield name, partial(_speed, call, nbytes * n, device, repeats)
+
+
+def _speed(call: Callable[[], Any], nbytes: float, device: torch.device, repeats: int) -> float:
+    return nbytes / _seconds(call, device, repeats) / 1e9
 
 
 def _seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:

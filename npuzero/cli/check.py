@@ -1,4 +1,4 @@
-"""``npuzero check``: does this installation compute what it should on this device? One report to send back."""
+"""``npuzero check``: does this installation compute what it should on this device? One file to send back."""
 
 from __future__ import annotations
 
@@ -14,31 +14,41 @@ from typing import Any
 import torch
 
 from npuzero import device as devices
+from npuzero._native import npu_launches
 from npuzero.bench import check, fingerprint
+from npuzero.bench.check_setup import check_setup, kernel_library
+from npuzero.bench.check_training import check_training
 from npuzero.cli.table import table
-from npuzero.errors import BenchmarkError, NpuZeroError
+from npuzero.config import told_variables
+from npuzero.errors import BenchmarkError
 from npuzero.info import info
 
 _EPILOG = """\
 examples:
-  npuzero check --device npu             some minutes; leaves runs/check/report.json and report.txt
+  npuzero check --device npu             some minutes; leaves runs/check/report.json
   npuzero check --device cpu --quick     seconds
 
-On an NPU: source CANN's set_env.sh and run `npuzero build-npu` first. Send both files back, whatever they say. The
-status is 0 where everything was right, 2 where something was not or could not be done."""
+On an NPU: source CANN's set_env.sh and run `npuzero build-npu` first. Send the file back, whatever it says: it is
+written as the checks go on, so it is there as well where one of them crashes or hangs. The status is 0 where everything
+was right, 2 where something was not or could not be done."""
+
+#: Parts of the report that are made of findings.
+PARTS = ("setup", "ops", "collectives", "training")
 
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
     parser = commands.add_parser(
         "check",
-        help="ops, collectives and bandwidths of a device against their references: a report to send back",
-        description="Runs every op on a grid against its reference, collectives between ranks, and bandwidths.",
+        help="ops, collectives, training and bandwidths of a device against their references: a report to send back",
+        description="Every op against its reference, collectives and training between ranks, and bandwidths.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cpu", choices=list(devices.KINDS), help="the kind of device (cpu)")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes for the collectives (2; 0: none)")
+    parser.add_argument(
+        "--ranks", type=int, default=2, metavar="N", help="processes that talk and train (2; 1: no talk)"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes: that the command works")
     parser.add_argument("--out", type=Path, default=Path("runs/check"), metavar="FOLDER", help="(runs/check)")
     parser.set_defaults(run=run)
@@ -50,50 +60,102 @@ def run(options: argparse.Namespace) -> str:
     Raises:
         BenchmarkError: something was wrong.
     """
-    device = _device(options.device)
-    report: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": f"npuzero check --device {options.device} --ranks {options.ranks}{' --quick' * options.quick}",
-        "quick": options.quick,
-        "machine": fingerprint(device),
-        "installation": info(),
-        "ops": [],
-        "collectives": [],
-        "bandwidths": {},
-    }
-    for finding in check.check_ops(device, options.quick):
-        _say(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
-        report["ops"].append(vars(finding))
-    if options.ranks > 1:
-        with _told(report["collectives"], f"{options.ranks} ranks"):
-            findings, speeds = check.check_collectives(options.device, options.ranks, options.quick)
-            report["collectives"] = [vars(finding) for finding in findings]
-            report["bandwidths"] |= {f"{verb}, {options.ranks} ranks": speed for verb, speed in speeds.items()}
-    with _told(report["ops"], "bandwidths"):
-        report["bandwidths"] |= check.bandwidths(device, options.quick)
-    text = render(report)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    (options.out / "report.txt").write_text(text + "\n", encoding="utf-8")
-    wrong = [entry for part in ("ops", "collectives") for entry in report[part] if entry["wrong"]]
+    report = Report(options.out, f"--device {options.device} --ranks {options.ranks}{' --quick' * options.quick}")
+    with report.part("setup", "installation"):
+        report.facts["installation"] = info()
+    with report.part("setup", f"device {options.device}"):
+        device = _device(options.device)
+        report.facts |= {"machine": fingerprint(device), "device": devices.get(device).facts()}
+        _check(report, device, options)
+    text = report.finish()
+    wrong = [entry for part in PARTS for entry in report.facts[part] if entry["wrong"]]
     if wrong:
         _say(text)
         raise BenchmarkError(
-            f"npuzero check on {device}",
+            f"npuzero check on {options.device}",
             expected="every case right",
             got=f"{sum(entry['wrong'] for entry in wrong)} wrong, first {wrong[0]['name']}: {wrong[0]['first'][0]}",
-            do=f"Please send {options.out}/report.json and report.txt back.",
+            do=f"Please send {report.path} back.",
         )
-    return f"{text}\n\nwritten to {options.out}/report.json and report.txt"
+    return f"{text}\n\nwritten to {report.path}"
 
 
-@contextmanager
-def _told(findings: list[dict[str, Any]], name: str) -> Iterator[None]:
-    """What cannot be done at all is a finding, and the report goes on."""
-    try:
-        yield
-    except (NpuZeroError, RuntimeError) as error:
-        findings.append(vars(check.Finding(name, 1, 1, [f"{type(error).__name__}: {error}"])))
+def _check(report: Report, device: torch.device, options: argparse.Namespace) -> None:
+    quick, ranks, kind = options.quick, options.ranks, options.device
+    for finding in check_setup(device):
+        report.add("setup", finding)
+    with report.part("ops", "ops"):
+        for finding in check.check_ops(device, quick):
+            report.add("ops", finding)
+    if ranks > 1:
+        with report.part("collectives", f"{ranks} ranks"):
+            findings, speeds = check.check_collectives(kind, ranks, quick)
+            for finding in findings:
+                report.add("collectives", finding)
+            report.facts["bandwidths"] += [
+                {"name": f"{verb}, {ranks} ranks", "gbs": gbs} for verb, gbs in speeds.items()
+            ]
+    with report.part("training", "training"):
+        for finding, losses in check_training(kind, max(ranks, 1)):
+            report.facts["losses"] |= losses
+            report.add("training", finding)
+    with report.part("ops", "bandwidths"):
+        for name, measure in check.bandwidths(device, quick):
+            with report.part("ops", f"bandwidth of {name}"):
+                report.facts["bandwidths"].append({"name": name, "gbs": measure()})
+    report.facts["kernels"]["blocks"] = npu_launches()
+
+
+class Report:
+    """The report of one run, in the folder `out`: written anew with each finding, so that a crash leaves it."""
+
+    def __init__(self, out: Path, arguments: str) -> None:
+        self.path = out / "report.json"
+        out.mkdir(parents=True, exist_ok=True)
+        self.facts: dict[str, Any] = {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": f"npuzero check {arguments}",
+            "quick": "--quick" in arguments,
+            "complete": False,
+            "machine": fingerprint(),
+            "device": {},
+            "variables": told_variables(),
+            "kernels": kernel_library(),
+            "installation": {},
+            **{part: [] for part in PARTS},
+            "losses": {},
+            "bandwidths": [],
+        }
+
+    def add(self, part: str, finding: check.Finding) -> None:
+        """Tells of it, and writes what there is so far."""
+        _say(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
+        self.facts[part].append(vars(finding))
+        self._write()
+
+    @contextmanager
+    def part(self, part: str, name: str) -> Iterator[None]:
+        """What cannot be done at all is a finding of `part`, and the report goes on."""
+        try:
+            yield
+        except Exception as error:
+            self.add(part, check.Finding(name, 1, 1, [f"{type(error).__name__}: {error}"]))
+
+    def finish(self) -> str:
+        """Writes all of it; returns it as text."""
+        speeds = {entry["name"]: entry["gbs"] for entry in self.facts["bandwidths"]}
+        nominal = self.facts["device"].get("nominal_gbs")
+        for entry in self.facts["bandwidths"]:
+            if "ranks" not in entry["name"] and "host" not in entry["name"] and check.COPY in speeds:
+                entry["of_copy"] = entry["gbs"] / speeds[check.COPY]
+                entry["of_nominal"] = entry["gbs"] / nominal if nominal else None
+        self.facts["complete"] = True
+        self._write()
+        return render(self.facts)
+
+    def _write(self) -> None:
+        text = json.dumps(self.facts, indent=1).replace(str(Path.home()), "~")
+        self.path.write_text(text, encoding="utf-8")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -102,16 +164,36 @@ def render(report: dict[str, Any]) -> str:
     parts = [
         f"npuzero check, {report['date']}{', quick: the bandwidths mean nothing' * report['quick']}",
         f"{machine['device']}; torch {machine['torch']}, npuzero {machine['npuzero']} {machine['commit'] or ''}",
+        _pairs(report["device"] | report["installation"].get("versions", {}) | report["variables"]),
+        _pairs(report["kernels"]),
     ]
-    for title in ("ops", "collectives"):
-        entries = report[title]
-        rows = [[entry["name"], str(entry["cases"]), str(entry["wrong"] or "-")] for entry in entries]
-        told = [f"{entry['name']}: {problem}" for entry in entries for problem in entry["first"]]
-        if rows:
-            parts.append("\n".join([table([title, "cases", "wrong"], rows), *told]))
-    rows = [[name, f"{speed:.1f}"] for name, speed in report["bandwidths"].items()]
-    parts.append(table(["bandwidth", "GB/s"], rows))
-    return "\n\n".join(parts)
+    for title in PARTS:
+        wrong = [entry for entry in report[title] if entry["wrong"]]
+        parts.append(f"{title}: {len(report[title]) - len(wrong)} of {len(report[title])} checks right")
+        if wrong:
+            parts.append(
+                table(["wrong", "cases", "wrong"], [[str(e[key]) for key in ("name", "cases", "wrong")] for e in wrong])
+            )
+            parts.append("\n".join(f"{entry['name']}: {problem}" for entry in wrong for problem in entry["first"]))
+    rows = [[name, *(f"{loss:.6g}" for loss in losses)] for name, losses in report["losses"].items()]
+    if rows:
+        parts.append(table(["losses of rank 0", *map(str, range(len(rows[0]) - 1))], rows))
+    rows = [
+        [entry["name"], f"{entry['gbs']:.1f}", *(_percent(entry.get(of)) for of in ("of_copy", "of_nominal"))]
+        for entry in report["bandwidths"]
+    ]
+    if rows:
+        parts.append(table(["bandwidth", "GB/s", "of the copy's", "of nominal"], rows))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def _pairs(facts: dict[str, Any]) -> str:
+    told = {name: value for name, value in facts.items() if value not in (None, {})}
+    return "\n".join(f"{name:24} {value}" for name, value in told.items())
 
 
 def _device(kind: str) -> torch.device:

@@ -74,6 +74,10 @@ class Device(ABC):
     def capability(self) -> str:
         """What it is, in words: the model, its generation, its cores."""
 
+    def facts(self) -> dict[str, Any]:
+        """What a report tells of it, by name; ready for JSON. ``nominal_gbs``, where known: its memory's bandwidth."""
+        return {"capability": self.capability(), "memory_bytes": self.memory().total}
+
     @abstractmethod
     def current_stream_int(self) -> int:
         """The current stream as an integer. Ask before every launch: it may change, and asking has effects on npu."""

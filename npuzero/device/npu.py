@@ -24,8 +24,34 @@ from npuzero.errors import ConfigError
 # The kernel driver's node, the same for every card; a process cannot reach an NPU without it.
 _DRIVER = Path("/dev/davinci_manager")
 
+# Where the driver and the firmware say what they are: in the folder that their installers name, or the usual one.
+_INSTALLED = Path("/etc/ascend_install.info")
+_USUAL = Path("/usr/local/Ascend")
+
+# GB/s of HBM, by the beginning of the processor's name.
+_NOMINAL_GBS = {"Ascend910B1": 1600, "Ascend910B2": 1600, "Ascend910B3": 1600}
+
 # Formats whose elements lie in memory as a contiguous tensor's do; the others are tiled for the cube unit.
 _PLAIN = ("ND", "NCHW", "NHWC", "NCDHW", "NCL")
+
+
+def driver_versions() -> dict[str, str | None]:
+    """Versions of ``driver`` and ``firmware``, in their own words; None where they do not tell."""
+    return {part: _installed_version(part) for part in ("driver", "firmware")}
+
+
+def _installed_version(part: str) -> str | None:
+    named = _value(_INSTALLED, f"{part.capitalize()}_Install_Path_Param")
+    return _value((Path(named) if named else _USUAL) / part / "version.info", "Version")
+
+
+def _value(path: Path, key: str) -> str | None:
+    """Of ``key=value`` in a file of such lines."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition("=")[2].strip() for line in lines if line.startswith(f"{key}=")), None)
 
 
 class Npu(Accelerator):
@@ -73,6 +99,21 @@ class Npu(Accelerator):
     def capability(self) -> str:
         facts: Any = self.module().get_device_properties(self.device)
         return f"{facts.name}, {facts.vector_core_num} vector cores, {facts.cube_core_num} cube cores"
+
+    def facts(self) -> dict[str, Any]:
+        torch_npu: Any = importlib.import_module("torch_npu")
+        facts: Any = self.module().get_device_properties(self.device)
+        return {
+            **super().facts(),
+            **driver_versions(),
+            "soc": facts.name,
+            "soc_version": int(torch_npu.npu.get_soc_version()),
+            "vector_cores": facts.vector_core_num,
+            "cube_cores": facts.cube_core_num,
+            "inf_and_nan": bool(torch_npu.npu.utils.is_support_inf_nan()),
+            "hf32": bool(self.module().matmul.allow_hf32),
+            "nominal_gbs": next((gbs for name, gbs in _NOMINAL_GBS.items() if facts.name.startswith(name)), None),
+        }
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Plain formats, now and later, and overflows that show.

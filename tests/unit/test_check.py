@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,30 +15,135 @@ import pytest
 import torch
 
 from npuzero import _native
-from npuzero.bench import check, check_cases
+from npuzero import device as devices
+from npuzero.bench import check, check_cases, check_setup, check_training
 from npuzero.cli import main
+from npuzero.cli.check import PARTS
+from npuzero.comm import SingleWorld
+from npuzero.device import npu
 
 CPU = torch.device("cpu")
 
 
+def read(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return report
+
+
+def wrong_in(report: dict[str, Any]) -> dict[str, list[str]]:
+    return {entry["name"]: entry["first"] for part in PARTS for entry in report[part] if entry["wrong"]}
+
+
 @pytest.mark.world
-def test_the_report_of_a_machine_that_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_machine_that_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("HCCL_IF_IP", "1.2.3.4"), ("HCCL_BUFFSIZE", "200"), ("PASSWORD", "xyzzy")):
+        monkeypatch.setenv(name, value)
     assert main(["check", "--quick", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert not any(entry["wrong"] for part in ("ops", "collectives") for entry in report[part])
+    report = read(tmp_path)
+    assert wrong_in(report) == {} and report["complete"]
     assert {entry["name"].split()[0] for entry in report["ops"]} == {"cast", "pack", "norm", "flat_adam"}
-    assert len(report["collectives"]) == 27 and all(speed > 0 for speed in report["bandwidths"].values())
-    assert report["machine"]["device"] in (tmp_path / "report.txt").read_text()
+    assert len(report["collectives"]) == 27 and len(report["setup"]) == 2
+    assert [entry["cases"] for entry in report["training"]] == [2 * check_training.STEPS] * len(check_training.RUNS)
+    assert len(report["losses"]) == 2 * len(check_training.RUNS)
+    copy = {entry["name"]: entry for entry in report["bandwidths"]}[check.COPY]
+    assert all(entry["gbs"] > 0 for entry in report["bandwidths"]) and copy["of_copy"] == 1
+    assert report["variables"]["HCCL_IF_IP"] == "(set)" and report["variables"]["HCCL_BUFFSIZE"] == "200"
+    said = capsys.readouterr().out
+    assert report["machine"]["device"] in said and "zero3, cpu" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "report.json"]  # one file to send
+    everything = (tmp_path / "report.json").read_text() + said
+    assert "xyzzy" not in everything and "1.2.3.4" not in everything and str(Path.home()) + "/" not in everything
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No ops, no training."""
+    monkeypatch.setattr(check, "cases", lambda sizes: [])
+    monkeypatch.setattr("npuzero.cli.check.check_training", lambda *_: [])
+
+
+def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_npu = devices.KINDS["npu"].available().ok
+    if with_npu:
+        pytest.skip("there is one")
+    assert main(["check", "--device", "npu", "--out", str(tmp_path)]) == 2
+    report = read(tmp_path)
+    assert "ConfigError" in wrong_in(report)["device npu"][0] and report["installation"]["versions"]["torch"]
+    assert devices.KINDS["npu"].available().reason in capsys.readouterr().err
+
+
+def test_what_cannot_be_measured_is_a_finding_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: None
+) -> None:
+    def fails(*_: object) -> None:
+        raise ArithmeticError("of whatever kind")
+
+    monkeypatch.setattr(_native, "norm", fails)
+    assert main(["check", "--quick", "--ranks", "1", "--out", str(tmp_path)]) == 2
+    report = read(tmp_path)
+    assert wrong_in(report) == {
+        f"bandwidth of {name}": ["ArithmeticError: of whatever kind"] for name in ("norm", "norm, bf16 added")
+    }
+    assert "flat_adam, 8-bit moments" in {entry["name"] for entry in report["bandwidths"]} and report["complete"]
+
+
+def test_a_crash_leaves_what_was_found_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: None) -> None:
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "check_ops", dies)
+    with pytest.raises(KeyboardInterrupt):
+        main(["check", "--quick", "--ranks", "1", "--out", str(tmp_path)])
+    report = read(tmp_path)
+    assert [entry["name"] for entry in report["setup"]] == ["settings of the device", "first use of the kernels"]
+    assert not report["complete"]
+
+
+def test_kernels_that_do_nothing_are_found_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "cast", lambda *_: None)
+    _, first_use = check_setup.check_setup(CPU)
+    assert first_use.wrong == 1 and "cast gave [0.0" in first_use.first[0]
+
+
+@pytest.mark.parametrize("run", list(check_training.RUNS))
+def test_training_without_updates_is_found(monkeypatch: pytest.MonkeyPatch, run: str) -> None:
+    rank = check_training.Rank.__new__(check_training.Rank)
+    rank.world = SingleWorld()
+    assert not check_training.compare(run, [rank.train(run)]).wrong
+    monkeypatch.setattr(_native, "flat_adam", lambda *_: None)
+    assert check_training.compare(run, [rank.train(run)]).wrong == check_training.STEPS - 1
+
+
+def test_ranks_that_cannot_train_are_a_finding_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_training, "python_worker", lambda module: [sys.executable, "-c", "1 / 0"])
+    found = [finding for finding, _ in check_training.check_training("cpu", 2)]
+    assert [finding.name for finding in found] == list(check_training.RUNS)
+    assert all("ZeroDivisionError" in finding.first[0] for finding in found)
+
+
+def test_versions_of_driver_and_firmware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_INSTALLED", "_USUAL"):
+        monkeypatch.setattr(npu, name, tmp_path / name)
+    assert npu.driver_versions() == {"driver": None, "firmware": None}
+    for place, version in (("_USUAL/driver", "24.1.0"), ("_USUAL/firmware", "7.5"), ("moved/driver", "25.2.0")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "version.info").write_text(f"package_version=0\nVersion={version}\nascendhal_version=1\n")
+    assert npu.driver_versions() == {"driver": "24.1.0", "firmware": "7.5"}
+    (tmp_path / "_INSTALLED").write_text(f"UserName=x\nDriver_Install_Path_Param={tmp_path}/moved\n")
+    assert npu.driver_versions() == {"driver": "25.2.0", "firmware": "7.5"}
+
+
+@pytest.mark.world
 def test_a_wrong_result_is_told_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = _native.cast
     monkeypatch.setattr(_native, "cast", lambda source, target, rounding, *rest: right(source, target, 0, *rest))
-    assert main(["check", "--quick", "--ranks", "0", "--out", str(tmp_path)]) == 2
+    assert main(["check", "--quick", "--ranks", "1", "--out", str(tmp_path)]) == 2
     assert "send" in capsys.readouterr().err
-    wrong = {entry["name"] for entry in json.loads((tmp_path / "report.json").read_text())["ops"] if entry["wrong"]}
+    wrong = set(wrong_in(read(tmp_path)))
     assert {"cast tf32", "cast away from zero", "cast stochastic"} <= wrong
     assert all(name.startswith(("cast tf32", "cast away from zero", "cast stochastic")) for name in wrong)
 

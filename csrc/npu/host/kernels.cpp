@@ -1,6 +1,7 @@
 // The Launcher over libascendcl, and the slots that use it.
 #include "npu/host/kernels.h"
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -82,6 +83,8 @@ class AscendLauncher final : public Launcher {
     const auto result = entry(kernel)(static_cast<uint32_t>(cores), pointer(stream), pointer(table));
     check(static_cast<int>(result), kernel);
     record(stream);
+    int& largest = largest_[kernel];
+    largest = std::max(largest, cores);
   }
 
   // Vector cores of the thread's device.
@@ -103,6 +106,8 @@ class AscendLauncher final : public Launcher {
     check_first_use(library, stream, cores(), *this);
     relied_on_.insert(current_device());
   }
+
+  const std::map<std::string, int>& largest_launches() const { return largest_; }
 
   const std::string library;
   std::mutex mutex;  // held over an op: its table and its launches belong together
@@ -154,6 +159,7 @@ class AscendLauncher final : public Launcher {
   }
 
   std::map<std::string, Entry> entries_;
+  std::map<std::string, int> largest_;
   std::map<int32_t, int> cores_;
   std::set<int32_t> relied_on_;
   std::map<int32_t, std::vector<Slot>> slots_;  // never given back: kept_slots, or more that are under way at once
@@ -197,6 +203,12 @@ void use_kernels(const std::string& library) {
   set_kernel<FlatAdamArgs>(Device::npu, any ? &run<FlatAdamArgs, &launch_flat_adam> : nullptr);
   set_kernel<NormArgs>(Device::npu, any ? &run<NormArgs, &launch_norm> : nullptr);
   set_kernel<PackArgs>(Device::npu, any ? &run<PackArgs, &launch_pack> : nullptr);
+}
+
+std::map<std::string, int> largest_launches() {
+  if (!launcher) return {};
+  const std::lock_guard<std::mutex> lock(launcher->mutex);
+  return launcher->largest_launches();
 }
 
 std::string kernels_in_use() { return launcher ? launcher->library : ""; }

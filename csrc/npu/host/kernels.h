@@ -1,6 +1,7 @@
 // The npu slots of the kernel table.
 #pragma once
 
+#include <map>
 #include <string>
 
 namespace npuzero::npu {
@@ -12,5 +13,8 @@ void use_kernels(const std::string& library);
 
 // The library in use; empty where there is none.
 std::string kernels_in_use();
+
+// Each kernel's largest launch so far, in vector cores.
+std::map<std::string, int> largest_launches();
 
 }  // namespace npuzero::npu
