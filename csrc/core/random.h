@@ -22,7 +22,20 @@ NPUZERO_INLINE void philox(uint64_t counter, uint32_t c2, uint32_t c3, uint64_t 
   words[0] = c0, words[1] = c1, words[2] = c2, words[3] = c3;
 }
 
-constexpr int64_t draw_columns = 2048;  // elements of a row of draws
+constexpr int draw_columns = 2048;  // elements of a row of draws
+
+// The words of columns 4 * i to 4 * i + 3.
+NPUZERO_INLINE void column_words(uint32_t i, uint64_t seed, uint32_t* words) {
+  philox(static_cast<uint64_t>(i) | 0xffffffff00000000u, 0, 0, seed, words);
+}
+
+NPUZERO_INLINE uint32_t row_word(uint64_t row, uint32_t stream, uint32_t step, uint64_t seed) {
+  uint32_t words[4];
+  philox(row / 4, stream, step, seed, words);
+  const uint32_t first = row % 2 ? words[1] : words[0],
+                 second = row % 2 ? words[3] : words[2];  // no address: registers
+  return row % 4 < 2 ? first : second;
+}
 
 // What a column's or a row's word brings to its draws: 16 bits that are added, and others that are added and squared.
 struct DrawShare {
@@ -31,18 +44,10 @@ struct DrawShare {
   NPUZERO_INLINE static DrawShare of_column(uint32_t word) {
     return {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 17)};
   }
-  NPUZERO_INLINE static DrawShare of_row(uint64_t row, uint32_t stream, uint32_t step, uint64_t seed) {
-    uint32_t words[4];
-    philox(row / 4, stream, step, seed, words);
-    const uint32_t word = words[row % 4];
+  NPUZERO_INLINE static DrawShare of_row(uint32_t word) {
     return {static_cast<uint16_t>(word), static_cast<uint16_t>(word >> 19)};
   }
 };
-
-// The words of columns 4 * i to 4 * i + 3.
-NPUZERO_INLINE void column_words(uint32_t i, uint64_t seed, uint32_t* words) {
-  philox(static_cast<uint64_t>(i) | 0xffffffff00000000u, 0, 0, seed, words);
-}
 
 NPUZERO_INLINE uint16_t draw(DrawShare column, DrawShare row) {
   const uint16_t sum = static_cast<uint16_t>(column.squared + row.squared);  // less than 40960

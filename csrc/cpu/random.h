@@ -18,8 +18,8 @@ struct Columns {
   explicit Columns(uint64_t seed) : seed(seed) {
     uint32_t words[draw_columns];
 #pragma omp simd
-    for (int64_t i = 0; i < draw_columns / 4; ++i) column_words(static_cast<uint32_t>(i), seed, words + 4 * i);
-    for (int64_t i = 0; i < draw_columns; ++i) {
+    for (int i = 0; i < draw_columns / 4; ++i) column_words(static_cast<uint32_t>(i), seed, words + 4 * i);
+    for (int i = 0; i < draw_columns; ++i) {
       const DrawShare share = DrawShare::of_column(words[i]);
       added[i] = share.added, squared[i] = share.squared;
     }
@@ -43,7 +43,7 @@ struct Draws {
   void make(uint64_t place, uint16_t* __restrict draws, int64_t n) const {
     const Columns& columns = Columns::of(seed);
     for (int64_t i = 0; i < n;) {
-      const DrawShare row = DrawShare::of_row((place + i) / draw_columns, stream, step, seed);
+      const DrawShare row = DrawShare::of_row(row_word((place + i) / draw_columns, stream, step, seed));
       const int64_t first = static_cast<int64_t>((place + i) % draw_columns);
       const int64_t count = std::min(n - i, draw_columns - first);
       const uint16_t* __restrict added = columns.added + first;

@@ -7,9 +7,11 @@
 namespace npuzero::cuda {
 namespace {
 
-// The other roundings, of a thread's groups in a chunk, the first of them from element `first` on.
+// The other roundings, of a thread's groups in a chunk, the first of them from element `first` on. `prepare` is called
+// once before.
 struct Tf32 {
   using Bits = float;
+  __device__ void prepare() {}
   __device__ void operator()(const Group<float> (&x)[rows], Group<Bits> (&y)[rows], int64_t) const {
 #pragma unroll
     for (int u = 0; u < rows; ++u) {
@@ -21,6 +23,7 @@ struct Tf32 {
 
 struct Away {
   using Bits = uint16_t;
+  __device__ void prepare() {}
   __device__ void operator()(const Group<float> (&x)[rows], Group<Bits> (&y)[rows], int64_t) const {
 #pragma unroll
     for (int u = 0; u < rows; ++u) y[u] = rounded<UpperHalf>(x[u]);
@@ -30,14 +33,13 @@ struct Away {
 struct Stochastic {
   using Bits = uint16_t;
   uint64_t seed, offset;
+  const uint32_t* columns = nullptr;
+  __device__ void prepare() { columns = shared_columns(seed); }
   __device__ void operator()(const Group<float> (&x)[rows], Group<Bits> (&y)[rows], int64_t first) const {
+    const int at = static_cast<int>(first % chunk);
+    const Drawing draw(columns, offset + first - at, 0, 0, seed);
 #pragma unroll
-    for (int u = 0; u < rows; u += pair) {
-      Draws draws[pair];
-      draw(draws, offset + first + u * row, 0, 0, seed);
-#pragma unroll
-      for (int v = 0; v < pair; ++v) y[u + v] = rounded(x[u + v], draws[v]);
-    }
+    for (int u = 0; u < rows; ++u) y[u] = rounded(x[u], draw(at + u * row));
   }
 };
 
@@ -45,6 +47,7 @@ struct Stochastic {
 template <class Rounding>
 __global__ void __launch_bounds__(threads)
     round_all(const float* source, typename Rounding::Bits* target, int64_t n, bool accessible, Rounding rounding) {
+  rounding.prepare();
   for (int64_t begin = blockIdx.x * chunk; begin < n; begin += gridDim.x * chunk) {
     const bool whole = accessible && begin + chunk <= n;
     const int64_t first = begin + threadIdx.x * group;

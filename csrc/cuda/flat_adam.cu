@@ -143,7 +143,7 @@ struct Moment {
     const bool finite = exponent != Code<with_sign>::not_finite;
 #pragma unroll
     for (int k = 0; k < group; ++k) {
-      const uint32_t add = draws ? static_cast<uint32_t>((*draws)[k]) << 3 : 0x40000u;
+      const uint32_t add = draws ? static_cast<uint32_t>(draws->at[k]) << 3 : 0x40000u;
       bits.at[k] = finite ? Code<with_sign>::round(from.at[k], exponent, add) : 0;
     }
   }
@@ -188,15 +188,10 @@ struct Held {
   }
 };
 
-// What is drawn for the rows of a pair, where something is rounded by it.
-struct Drawn {
-  Draws of_master[pair], of_v[pair];
-};
-
-// A block's row of a part, from `start.first` on in this thread; `odd` where it is the second of its pair.
+// A block's row of a part, from `start.first` on in this thread.
 template <Masters masters, Dtype moments>
-__device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, float scale, uint64_t seed, Span start,
-                       bool whole, Drawn& drawn, bool odd) {
+__device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, float scale, Span start, bool whole,
+                       const Drawing& drawing) {
   using Held = Held<masters, moments>;
   uint8_t *m_exponents = nullptr, *v_exponents = nullptr, *max_v_exponents = nullptr;
   if constexpr (moments == Dtype::u8) {
@@ -216,13 +211,6 @@ __device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, floa
     held.v.template load<access.value>(part.exp_avg_sq, v_exponents, start);
     if (k.amsgrad) held.max_v.template load<access.value>(part.max_exp_avg_sq, max_v_exponents, start);
   });
-  const uint64_t index = part.place + start.first;
-  if constexpr (masters == Masters::none) {
-    if (!odd) draw(drawn.of_master, index, part.stream, k.step, seed);
-  }
-  if constexpr (moments != Dtype::f32) {
-    if (!odd) draw(drawn.of_v, index, part.stream + 0x80000000u, k.step, seed);
-  }
   widen(grad, grad_dtype);
   Group<float> p = held.value(), m = held.m.template widened<true>(), v = held.v.template widened<false>();
   Group<float> max_v;
@@ -238,7 +226,10 @@ __device__ void update(const PartOf<moments>& part, const FlatAdamGroup& k, floa
     if (k.amsgrad) x = max_v.at[i] = max_or_nan(max_v.at[i], x);
     p.at[i] = decayed - (k.step_size * m.at[i]) / (sqrtf(x) / k.bias2_sqrt + k.eps);
   }
-  const Draws of_master = odd ? drawn.of_master[1] : drawn.of_master[0], of_v = odd ? drawn.of_v[1] : drawn.of_v[0];
+  const int at = static_cast<int>(start.first % chunk);
+  Draws of_master = {}, of_v = {};
+  if constexpr (masters == Masters::none) of_master = drawing(at);
+  if constexpr (moments != Dtype::f32) of_v = drawing(at, true);
   held.round(p, static_cast<Dtype>(part.low_dtype), of_master);
   held.m.template round<true>(m, start, nullptr);
   held.v.template round<false>(v, start, moments == Dtype::f32 ? nullptr : &of_v);
@@ -267,15 +258,17 @@ __global__ void __launch_bounds__(threads, least_blocks<masters, moments>)
     update_parts(const __grid_constant__ Sent<moments> sent) {
   if (sent.skip && *sent.skip != 0.0f) return;
   const float grad_scale = sent.grad_scale ? *sent.grad_scale : 1.0f;
+  const uint32_t* columns = nullptr;
+  if constexpr (!alone<masters, moments>) columns = shared_columns(sent.seed);
   for_chunks(sent.table, [&](const PartOf<moments>& part, int64_t begin) {
     const FlatAdamGroup group = sent.groups[part.group].with_row(sent.dynamic);
     const float scale = group.maximize ? -grad_scale : grad_scale;
     const bool whole = part.in_accesses && begin + chunk <= part.count;
     Span span = whole || !alone<masters, moments> ? together(begin, part.count) : side_by_side(begin, part.count);
-    Drawn drawn;
+    const Drawing drawing(columns, part.place + begin, part.stream, group.step, sent.seed);
 #pragma unroll 1
     for (int u = 0; u < rows; ++u, span.first += row) {
-      update<masters, moments>(part, group, scale, sent.seed, span, whole, drawn, u % pair);
+      update<masters, moments>(part, group, scale, span, whole, drawing);
     }
   });
 }

@@ -32,12 +32,12 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
-    """Sixteen random bits for each element by its place in the whole, of its column's word and its row's; int64 in and
-    out."""
+    """Sixteen random bits for each element by its place in the whole, from a word of its row and one of its column;
+    int64 in and out."""
     columns = torch.arange(_COLUMNS, device=place.device)
-    column = _word(columns % 4, philox(columns // 4 - 2**32, seed))[
-        place % _COLUMNS
-    ]  # the counter's word 1 is 2^32 - 1
+    high = _LOW32 - 2**32  # the counter's upper half: 2^32 - 1, as an int64 has it
+    words = _word(columns % 4, philox((high << 32) + columns // 4, seed))
+    column = words[place % _COLUMNS]
     rows, of_place = torch.unique(place // _COLUMNS, return_inverse=True)
     row = _word(rows % 4, philox(rows // 4, seed, stream, step))[of_place]
     line = (column >> 17) + (row >> 19)
@@ -45,7 +45,7 @@ def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> tor
 
 
 def _word(which: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
-    """Of each block's four words one."""
+    """Of the four words of each draw of Philox that which `which` names."""
     return torch.stack(words).gather(0, which.unsqueeze(0)).squeeze(0)
 
 

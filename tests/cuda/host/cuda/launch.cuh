@@ -62,18 +62,19 @@ class Block {
   static double& shown(unsigned thread) { return current_->shown_[thread]; }
 
  private:
-  static constexpr size_t stack_bytes = 64 << 10;
+  static constexpr size_t stack_bytes = 256 << 10;
   struct Fiber {
     ucontext_t context;
-    std::unique_ptr<char[]> stack{new char[stack_bytes]};
     bool done = false;
   };
 
   Block(unsigned threads, const std::function<void()>& body)
       : body_(body), fibers_(threads), shown_(threads), left_(threads) {
-    for (Fiber& fiber : fibers_) {
+    while (stacks_.size() < threads) stacks_.emplace_back(new char[stack_bytes]);
+    for (unsigned i = 0; i < threads; ++i) {
+      Fiber& fiber = fibers_[i];
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
+      fiber.context.uc_stack.ss_sp = stacks_[i].get();
       fiber.context.uc_stack.ss_size = stack_bytes;
       fiber.context.uc_link = &outside_;
       makecontext(&fiber.context, &Block::begin, 0);
@@ -88,6 +89,7 @@ class Block {
   }
 
   static inline Block* current_ = nullptr;
+  static inline std::vector<std::unique_ptr<char[]>> stacks_;  // for one block after another
   const std::function<void()>& body_;
   std::vector<Fiber> fibers_;
   std::vector<double> shown_;
