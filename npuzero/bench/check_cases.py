@@ -115,6 +115,7 @@ def _probes() -> Iterator[tuple[str, Case]]:
         yield f"flat_adam split masters: {what}", partial(_copy, None, make)
     for what, make in {"ties": _ties(torch.float16), **odd}.items():
         yield f"flat_adam copies to f16: {what}", partial(_copy, torch.float16, make)
+    yield "flat_adam of many tensors by one launch", _many
     for masters, moments in (("fp32", "fp32"), ("split", "bf16"), ("none", "int8")):
         low = torch.bfloat16 if masters == "fp32" else None
         stored = partial(_adam, torch.bfloat16, low, {"amsgrad": True}, masters=masters, moments=moments)
@@ -123,6 +124,7 @@ def _probes() -> Iterator[tuple[str, Case]]:
             yield f"{name}: skip = {skip:g}", partial(stored, skip=skip)
         for what, make in odd.items():
             yield f"{name}: gradients all {what}", partial(stored, make_grad=make)
+        yield f"{name}: coefficients on the device", partial(stored, dynamic=True)
         if moments != "fp32":
             for what, place in _PLACES.items():
                 yield f"{name}: draws {what}", partial(stored, place=place, last=True)
@@ -242,8 +244,9 @@ def _adam(
     skip: float | None = None,
     place: Callable[[int], int] = lambda numel: 0,
     last: bool = False,
+    dynamic: bool = False,
 ) -> list[Tensor]:
-    """`last`: of streams, steps and seeds."""
+    """`last`: of streams, steps and seeds. `dynamic`: what depends on lr and step lies on the device."""
     flags = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
     coded = moments == "int8"  # one value that is not finite spoils a block
     make = _finite if coded else values
@@ -259,7 +262,9 @@ def _adam(
     for k, (begin, end) in enumerate(itertools.pairwise([0, *thirds, numel]), 1):
         step, stream = (2**32 - k, 2**31 - k) if last else (k, k)
         hyper = (10.0**-k, 0.9, 0.99, 1e-8, 0.1 * k, step)
-        segments.append(Segment(begin, end, *hyper, **flags, stream=stream, place=place(numel) + begin))
+        row = k - 1 if dynamic else None
+        segments.append(Segment(begin, end, *hyper, **flags, row=row, stream=stream, place=place(numel) + begin))
+    table = torch.tensor([[1e-1, 0.5, 0.99, 1], [1e-2, 0.75, 0.9, 70_000], [1e-3, 1, 1, 2**24]])
     ops.flat_adam(
         *(master, m, v, gradient, segments),
         low=rounded,
@@ -267,9 +272,28 @@ def _adam(
         max_exp_avg_sq=top,
         grad_scale=scale,
         skip=None if skip is None else put(torch.tensor([skip])),
+        dynamic=put(table.flatten()).view(table.shape) if dynamic else None,
         seed=2**64 - 1 if last else 7,
     )
     return [tensor for tensor in (master, remainder, m, v, top, rounded) if tensor is not None]
+
+
+def _many(put: Put, numel: int) -> list[Tensor]:
+    """As an optimizer's over plain parameters: tensors of any length and gradients of any dtype."""
+    numels = (numel, 1, 63, 0, 4097, numel // 3, 512)
+    p, m, v = ([put(_finite(n, torch.float32, 10 * i + k)) for k, n in enumerate(numels)] for i in range(3))
+    for tensor in v:
+        tensor.copy_(tensor.abs())
+    grads = [put(_finite(n, FLOATS[k % 3], 30 + k)) for k, n in enumerate(numels)]
+    lows = [put(torch.zeros(n, dtype=torch.bfloat16)) if k % 2 else None for k, n in enumerate(numels)]
+    bounds = [0, *itertools.accumulate(numels)]
+    flags = {"decoupled": True, "maximize": False, "amsgrad": False}
+    segments = [
+        Segment(begin, end, 10.0**-k, 0.9, 0.99, 1e-8, 0.1, k, **flags)
+        for k, (begin, end) in enumerate(itertools.pairwise(bounds), 1)
+    ]
+    ops.flat_adam(p, m, v, grads, segments, low=lows)
+    return [*p, *m, *v, *(low for low in lows if low is not None)]
 
 
 def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Tensor]:

@@ -180,6 +180,14 @@ def with_places_of(bits: int, op: Op, line: Any, ranges: Any, *rest: Any) -> Non
     op(line, [(*fields, place % 2**bits) for *fields, place in ranges], *rest)
 
 
+def with_the_first_row(op: Op, line: Any, ranges: Any, groups: Any, *rest: Any) -> None:
+    op(line, ranges, [(*fields, min(row, 0)) for *fields, row in groups], *rest)
+
+
+def with_the_first_tensor(op: Op, line: Any, ranges: Any, *rest: Any) -> None:
+    op(line, [fields for fields in ranges if fields[1] <= line[0][7]], *rest)
+
+
 def with_half_away(op: Op, source: Any, target: Any, rounding: int, *rest: Any) -> None:
     op(source, target, 3 if (source.dtype, target.dtype, rounding) == (0, 1, 0) else rounding, *rest)
 
@@ -210,6 +218,8 @@ def with_nan_for_infinity(op: Op, x: Any, out: Any, *rest: Any) -> None:
         ("cast", partial(with_offsets_of, 45), ": draws", {"across 2^45", "up to 2^62"}),
         ("flat_adam", partial(with_places_of, 32), ": draws", {"across 2^32", "across 2^45", "up to 2^62"}),
         ("flat_adam", partial(with_places_of, 45), ": draws", {"across 2^45", "up to 2^62"}),
+        ("flat_adam", with_the_first_row, ": coefficients", {"coefficients on the device"}),
+        ("flat_adam", with_the_first_tensor, "flat_adam ", {"flat_adam of many tensors by one launch"}),
         ("cast", with_half_away, "cast f32 to bf16:", {"ties"}),
         ("cast", without_a_look_for_nan, "cast f32 to bf16:", {"NaNs"}),
         ("norm", with_nan_for_infinity, "norm bf16:", {"infinities", "two infinities"}),
@@ -222,7 +232,7 @@ def test_a_probe_names_what_is_wrong(
     monkeypatch.setattr(check, "cases", lambda sizes: some)
     assert not any(finding.wrong for finding in check.check_ops(CPU))
     monkeypatch.setattr(_native, op, partial(mutant, getattr(_native, op)))
-    wrong = {finding.name.split(": ")[1].removeprefix("draws ") for finding in check.check_ops(CPU) if finding.wrong}
+    wrong = {finding.name.split(": ")[-1].removeprefix("draws ") for finding in check.check_ops(CPU) if finding.wrong}
     assert wrong == told
 
 
