@@ -238,8 +238,12 @@ class FlatAdam {
   // And back: to nearest, ties away from zero,
   __aicore__ inline void NarrowAway(int32_t slot, int32_t place, int32_t dtype, int32_t count) {
     if (dtype == kU8) {
-      codes_.RoundAway(Place(slot, place), Half(slot, place), scratch_.Get<float>(), other_.Get<float>(), place == 1,
-                       count);
+      const LocalTensor<float> t = scratch_.Get<float>(), rest = other_.Get<float>();
+      if (place == 1) {
+        codes_.RoundSigned(Place(slot, place), Half(slot, place), t, rest, count);
+      } else {
+        codes_.RoundAway(Place(slot, place), Half(slot, place), t, rest, count);
+      }
       return;
     }
     PipeBarrier<PIPE_V>();

@@ -56,16 +56,22 @@ inline int32_t lead(const LinePart& part) { return static_cast<int32_t>(boundari
 // Of the widest dtype that a turn moves, kSlotBytes.
 inline int32_t tile_of(int64_t widest_itemsize) { return static_cast<int32_t>(kSlotBytes / widest_itemsize); }
 
-// The elements of a tile of flat_adam: of all that a launch needs in UB, two slots of places and scratch, 4 bytes an
-// element each, what fits; not above what moves kSlotBytes.
+// The bytes of UB that flat_adam has for a tile: two slots of places and scratch, 4 bytes an element each, and what
+// lies between them; two masks and the divisor; draws.h's columns and masks; codes.h's lanes, what is spread of them,
+// masks.
+inline int64_t adam_bytes(int64_t tile, bool amsgrad, bool narrow, bool drawn, bool coded) {
+  const int64_t places = 2 * (amsgrad ? 5 : 4) + (narrow ? 2 : 1), blocks = (tile / kCodeBlock + 7) / 8 * 8;
+  return 4 * tile * places + 5 * (burst_bytes / 2) + 2 * (tile / 8) + line_bytes +
+         (drawn ? 2 * 4 * kDrawTable + 2 * line_bytes : 0) +
+         (coded ? blocks * (3 * 4 + 2 * line_bytes) + 2 * line_bytes : 0);
+}
+
+// The elements of a tile of flat_adam: what fits, not above what moves kSlotBytes.
 inline int32_t adam_tile(bool amsgrad, bool narrow, bool drawn, bool coded) {
-  constexpr int64_t usable = 188160, fixed = 4096;  // fixed: masks, what lies out of step, the divisor, rounding up
-  constexpr int64_t draws = 2 * 4 * kDrawTable;     // draws.h's columns
-  constexpr int64_t codes = 2;                      // bytes an element: codes.h's lanes and what is spread of them
-  const int64_t places = amsgrad ? 5 : 4, scratch = narrow ? 2 : 1;
-  const int64_t element = 4 * (2 * places + scratch) + (coded ? codes : 0);
-  const int64_t room = usable - fixed - (drawn ? draws : 0);
-  return static_cast<int32_t>(std::min<int64_t>(kSlotBytes / 4, room / element / kGrain * kGrain));
+  constexpr int64_t usable = 188160;
+  int32_t tile = kSlotBytes / 4;
+  while (adam_bytes(tile, amsgrad, narrow, drawn, coded) > usable) tile -= kGrain;
+  return tile;
 }
 
 // Ranges of the line in which no cut may lie, both ends included, sorted and apart: a buffer's end shares its 32-byte

@@ -62,5 +62,5 @@ def test_every_synchronization_is_needed(op: str, install: Install) -> None:
                 if not caught(exercise.ALL[op]):
                     survived.append((place, name, how))
     needed = [one for one in survived if one[2] == 1 or (one[0].partition(":")[0], one[1]) not in _UNNEEDED_ORDER]
-    assert needed == []
+    assert needed == [], needed
     assert len(survived) <= 2

@@ -319,8 +319,9 @@ class Core {
       inside(instruction.site, operand.span, bytes);
       ub_ranges_.touch("UB", operand.span.at, operand.span.at + bytes, writes, pipe, sequence, clock, instruction.site);
     };
-    for (const auto& [operand, bytes] : reads(instruction)) touch(operand, bytes, false);
+    // What it writes first: where it works in place, its own read would hide an earlier one.
     touch(instruction.target, write_bytes(instruction), true);
+    for (const auto& [operand, bytes] : reads(instruction)) touch(operand, bytes, false);
     if (instruction.global) {
       const auto begin = reinterpret_cast<uint64_t>(instruction.global);
       const bool stores = instruction.op == Op::store;
@@ -849,7 +850,8 @@ bool knows(const Instruction& i) {
                           target == Type::i16);
       }
       if (target == Type::u8) return rounds && source == Type::f16;
-      if (target == Type::f16) return source == Type::u8 && i.mode == none;
+      if (target == Type::f16) return source == Type::i16 || (source == Type::u8 && i.mode == none);
+      if (target == Type::i16) return source == Type::i32 ? i.mode == none : rounds && source == Type::f16;
       if (target == Type::f32) {
         return source == Type::i32
                    ? i.mode == rint
@@ -977,10 +979,10 @@ void Core::cast(const Instruction& i) {
   const auto each = [&](auto* to, const auto* from, const auto& f) {
     for (int64_t k = 0; k < i.count; ++k) to[k] = f(from[k], k);
   };
-  const auto fitting = [&](auto* to) {
+  const auto fitting = [&](auto* to, const auto* from, const auto& read) {
     using T = std::remove_pointer_t<decltype(to)>;
-    each(to, memory<float>(i.sources[0]), [&](float x, int64_t k) {
-      const float whole = to_integer(x, i.mode);
+    each(to, from, [&](auto x, int64_t k) {
+      const float whole = to_integer(read(x), i.mode);
       const double bound = std::ldexp(1.0, 8 * sizeof(T) - 1);
       if (!(whole >= -bound && whole < bound)) {
         lanes_[k] = 0;
@@ -990,6 +992,7 @@ void Core::cast(const Instruction& i) {
     });
   };
   const Operand& source = i.sources[0];
+  const auto same = [](auto x) { return static_cast<float>(x); };
   if (source.type == Type::f32) {
     const float* from = memory<float>(source);
     switch (i.target.type) {
@@ -999,8 +1002,8 @@ void Core::cast(const Instruction& i) {
         return each(memory<uint16_t>(i.target), from, [&](float x, int64_t) { return to_f16(x, i.mode); });
       case Type::f32:
         return each(memory<float>(i.target), from, [&](float x, int64_t) { return to_integer(x, i.mode); });
-      case Type::i32: return fitting(memory<int32_t>(i.target));
-      default: return fitting(memory<int16_t>(i.target));
+      case Type::i32: return fitting(memory<int32_t>(i.target), from, same);
+      default: return fitting(memory<int16_t>(i.target), from, same);
     }
   }
   if (i.target.type == Type::u8) {
@@ -1012,6 +1015,15 @@ void Core::cast(const Instruction& i) {
       }
       return static_cast<uint8_t>(whole);
     });
+  }
+  if (i.target.type == Type::i16) {
+    int16_t* to = memory<int16_t>(i.target);
+    return source.type == Type::i32 ? fitting(to, memory<int32_t>(source), same)
+                                    : fitting(to, memory<uint16_t>(source), from_f16);
+  }
+  if (i.target.type == Type::f16 && source.type == Type::i16) {
+    return each(memory<uint16_t>(i.target), memory<int16_t>(source),
+                [&](int16_t x, int64_t) { return to_f16(x, i.mode); });
   }
   if (source.type == Type::u8) {
     return each(memory<uint16_t>(i.target), memory<uint8_t>(source),
