@@ -171,6 +171,7 @@ def flat_adam() -> None:
     _adam(LENGTH, F32, "fp32", BF16, moments=BF16)
     _adam(LENGTH, BF16, "fp32", BF16, moments=CODES)
     _adam(LENGTH // 2, F32, "none", None, moments=CODES)
+    _adam(700, F32, "fp32", None, moments=CODES)  # a core that begins with a tile that is no whole number of blocks
     for skip in (0.0, -0.0, 1.0, -1.0, 0.5, 2.0**-149, torch.inf, torch.nan):
         _adam(700, F32, "fp32", BF16, skip=skip)
 
@@ -189,13 +190,15 @@ def _adam(
     content = {name: values(n, special=not coded) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
     for name in ("exp_avg_sq", "max_exp_avg_sq"):  # the larger of 0.0 and -0.0 is whichever comes first
         content[name].abs_()
-    if coded:
+    if coded and n > ENDS[0]:
         _make_special(grad, *content.values())
     for name in tuple(content)[1:]:
         moment = torch.zeros(storage.stored_numel(n, moments), dtype=moments)
         storage.narrow(content[name], moment, signed=name == "exp_avg")
         if coded:
             moment[5120:5248] = moment[n + 80 : n + 82] = 0  # as before the first step
+            if name == "exp_avg":
+                moment[n + 85 : n + 86] = 255  # lost, whatever its codes are
         content[name] = moment
     if low is not None:
         content["low"] = torch.zeros(n, dtype=low)
@@ -205,7 +208,7 @@ def _adam(
             content["remainder"] = remainder
     actual, expected = ({name: grid.Guarded.around(value, 5) for name, value in content.items()} for _ in range(2))
     ends = [min(end, n) for end in (*ENDS, n)]
-    begins = [-(-end // 64) * 64 if coded else end for end in [0, *ends[:-1]]]
+    begins = [min(-(-end // 64) * 64, n) if coded else end for end in [0, *ends[:-1]]]
     segments = [
         replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=STREAMS[i], place=PLACES[i])
         for i, (kind, begin, end) in enumerate(zip(KINDS, begins, ends, strict=True))
