@@ -28,7 +28,7 @@ KINDS = (
     replace(ADAMW, lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, amsgrad=True),
     replace(ADAMW, decoupled=False, amsgrad=True, maximize=True, eps=0.0),
 )
-ENDS = (5000, 5032, 5500, 6000)  # of the ranges they are for, and the end of everything
+ENDS = (5000, 5032, 5505, 6016)  # of their ranges, and the end of everything; of codes, one block and a bit, and whole
 ROW = 2048  # places that share a word of the draws
 # Of the ranges: at 2^45 the rows' counter has a carry. Neighbours have the same four rows, and two of them the same
 # stream or the same step.
@@ -214,9 +214,8 @@ def _adam(
         for i, (kind, begin, end) in enumerate(zip(KINDS, begins, ends, strict=True))
     ]
     table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, ADAMW.step]])
-    options = {"grad_scale": torch.tensor([0.25]), "dynamic": table, "seed": 2**63 + 5}
-    if skip is not None:
-        options["skip"] = torch.tensor([skip])
+    options = {"dynamic": table, "seed": 2**63 + 5}
+    options |= {"grad_scale": torch.tensor([0.25])} if skip is None else {"skip": torch.tensor([skip])}
 
     def update(buffers: list[grid.Guarded]) -> None:
         named = {name: buffer.inner for name, buffer in zip(content, buffers, strict=True)}
@@ -227,6 +226,8 @@ def _adam(
 
 def _make_special(grad: torch.Tensor, *states: torch.Tensor) -> None:
     """What few blocks have: not finite, almost so, denormal, zeros of both signs, nothing but zeros."""
+    for x in (grad, *states):  # the last block is less than what it is filled up with could be
+        x[len(x) // 64 * 64 :] *= 2.0**-40
     grad[70], grad[140], grad[5300] = torch.inf, torch.nan, -torch.inf
     for x in states:
         x[200], x[300], x[330:340], x[640:1280] = torch.inf, 3.4e38, -0.0, 0.0

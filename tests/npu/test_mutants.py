@@ -380,7 +380,7 @@ MUTANTS = (
         "codes.h",
         "if (count % kCodeBlock != 0) {",
         "if (count % kCodeBlock == 1) {",
-        "poison",
+        "values",
     ),
     Mutant(
         "the largest of NaN",
@@ -529,6 +529,14 @@ MEANINGS = {
             "values",
         ),
         Mutant("skip is not handed over", "flat_adam", "launch.cpp", "head.skip = address(args.skip);", "", "values"),
+        Mutant(
+            "no scale is another one",
+            "flat_adam",
+            "flat_adam.cpp",
+            "grad_scale_ = ScalarAt(head->grad_scale, 1.0f);",
+            "grad_scale_ = ScalarAt(head->grad_scale, 2.0f);",
+            "values",
+        ),
     ),
     "not finite": (
         Mutant(
@@ -1040,6 +1048,40 @@ MEANINGS = {
             "((word + x * x) & 0xffff)",
             "(word & 0xffff)",
             "values",
+        ),
+    ),
+    "tails of codes": (
+        Mutant(
+            "a tail is filled up with what may be largest",
+            "flat_adam",
+            "codes.h",
+            "Duplicate(t[count / kCodeBlock * kCodeBlock], 0.0f, kCodeBlock);",
+            "Duplicate(t[count / kCodeBlock * kCodeBlock], 1.0f, kCodeBlock);",
+            "values",
+        ),
+        Mutant(
+            "a block of one element is left out",
+            "flat_adam",
+            "codes.h",
+            "{ return (count + kCodeBlock - 1) / kCodeBlock; }",
+            "{ return (count + kCodeBlock - 2) / kCodeBlock; }",
+            "poison",
+        ),
+        Mutant(
+            "the exponent of one element is not loaded",
+            "flat_adam",
+            "flat_adam.cpp",
+            "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);",
+            "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 2) / kCodeBlock);",
+            "poison",
+        ),
+        Mutant(
+            "an exponent is loaded beyond the last",
+            "flat_adam",
+            "flat_adam.cpp",
+            "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);",
+            "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, count / kCodeBlock + 1);",
+            "bounds",
         ),
     ),
 }
