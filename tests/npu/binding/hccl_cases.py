@@ -163,6 +163,7 @@ def axes(world: World) -> None:
 def a_rank_that_does_not_connect(world: World) -> str | None:
     """The hint to HCCL_CONNECT_TIMEOUT comes with the first group, not in the middle of a step."""
     if world.rank == 1:
+        world._group(range(world.size), "hccl", "gather")  # it comes to the meeting, and then not to hccl's
         time.sleep(4)
         return None
     return _error(lambda: world.communicator(range(world.size), "gather"))
