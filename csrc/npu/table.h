@@ -72,7 +72,7 @@ struct NormHead {
 };
 
 // What is summed together before the sums are added exactly; it decides where float32 pairs round, so it is not free.
-constexpr int32_t kNormBlock = 4096;
+constexpr int32_t kNormBlock = 65536;
 constexpr int32_t kNormBytes = 256;  // of the workspace, that one core leaves its sums in
 
 struct AdamGroup {
