@@ -124,6 +124,8 @@ def norm() -> None:
     _norm(values(2 * SHARE + 77, special=False), values(2 * SHARE + 77, BF16), offset=3)
     for odd in ({}, {5: torch.inf}, {5: -torch.inf, 5001: torch.inf}, {5: torch.nan}, {5: torch.inf, 6: torch.nan}):
         _norm(_with(odd, values(2 * TILE, special=False)))
+    for factor in (2.0**-100, 2.0**100):  # squares that float32 does not have
+        _norm(values(2 * TILE + 5, special=False) * factor)
     # Over several cores: what is in any of their shares.
     first, last = SHARE // 2, 3 * SHARE - 5
     for odd in ({last: torch.inf}, {first: -torch.inf, last: torch.inf}, {first: torch.nan}, {last: torch.nan}):

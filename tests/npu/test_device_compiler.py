@@ -141,7 +141,7 @@ MUTANTS = {
     "a number in GM for a template's const T&": (
         "norm",
         "norm.cpp",
-        "Muls(t, t, scale_, count);",
+        "Muls(t, t, addend_scale_, count);",
         "Muls(t, t, head_->scale, count);",
         "no matching function for call to 'Muls'",
     ),

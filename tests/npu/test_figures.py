@@ -17,7 +17,6 @@ DRAWN = (
     "flat_adam 8-bit moments, bf16 masters",
 )
 NORMS = ("norm of f32", "norm of bf16", "norm of f32 + bf16")
-TO_COME = pytest.mark.xfail(strict=True, reason="the kernels are on their way")
 
 
 @functools.cache
@@ -31,7 +30,6 @@ def test_rounding_by_chance_and_codes_take_at_most_twice_the_ordinary_update(nam
 
 
 @pytest.mark.parametrize("name", NORMS)
-@TO_COME
 def test_norm_takes_little_more_than_its_bytes(name: str) -> None:
     assert measured(name)["share_of_hbm"] >= 0.6
 
