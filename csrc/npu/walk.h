@@ -136,7 +136,7 @@ __aicore__ inline void Round(const LocalTensor<uint8_t>& to, const LocalTensor<f
 
 // Bytes of UB, an even number of them.
 __aicore__ inline void Copy(const LocalTensor<uint8_t>& to, const LocalTensor<uint8_t>& from, int32_t bytes) {
-  And(to.ReinterpretCast<uint16_t>(), from.ReinterpretCast<uint16_t>(), from.ReinterpretCast<uint16_t>(), bytes / 2);
+  Adds(to.ReinterpretCast<int16_t>(), from.ReinterpretCast<int16_t>(), static_cast<int16_t>(0), bytes / 2);
 }
 
 // to = round(f32(from)); equal dtypes copy the bits. `wide` is room for count floats, used between bf16 and f16.

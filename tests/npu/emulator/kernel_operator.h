@@ -393,13 +393,6 @@ inline void Select(const LocalTensor<T>& dst, const LocalTensor<U>& selMask, con
   emulator::vector(emulator::Op::select_scalar, HERE, dst.operand(), src0.operand(), {}, selMask.operand(), count,
                    static_cast<double>(src1), 0);
 }
-// dst[i] = the element of src at srcBaseAddr + srcOffset[i] bytes
-template <typename T>
-inline void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<uint32_t>& srcOffset,
-                   const uint32_t srcBaseAddr, const uint32_t count, SITE) {
-  emulator::vector(emulator::Op::gather, HERE, dst.operand(), src.operand(), srcOffset.operand(), {}, count, 0,
-                   static_cast<int>(srcBaseAddr));
-}
 
 struct BrcbRepeatParams {
   BrcbRepeatParams(uint16_t dstBlkStrideIn, uint16_t dstRepStrideIn)

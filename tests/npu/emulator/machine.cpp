@@ -544,7 +544,6 @@ class Core {
       case Op::duplicate: return {};
       case Op::index: return {{i.sources[0], block}};
       case Op::store: return {{i.sources[0], i.bytes}};
-      case Op::gather: return {{i.sources[0], i.sources[0].span.bytes}, whole(1)};
       case Op::broadcast: return {{i.sources[0], i.count * bytes_of(i.target.type) / block * bytes_of(i.target.type)}};
       case Op::reduce_max: return {{i.sources[0], i.count * repeat}};
       case Op::select: return {whole(0), whole(1), {i.sources[2], (i.count + 7) / 8}};
@@ -659,8 +658,8 @@ class Core {
     for (size_t k = 0; k < touched.size(); ++k) {
       const Operand& operand = touched[k].first;
       const bool chooses = i.op == Op::select || i.op == Op::select_scalar;
-      const bool mask = chooses && k + 1 == touched.size(), table = i.op == Op::gather && k == 0;
-      if (table || all_defined(operand.span.at, touched[k].second)) continue;
+      const bool mask = chooses && k + 1 == touched.size();
+      if (all_defined(operand.span.at, touched[k].second)) continue;
       for (int64_t n = 0; n < i.count; ++n) {
         const auto [first, size] = mask ? std::pair<int64_t, int64_t>{n / 8, 1} : lane_of(i, k, n);
         const uint8_t* shadow = &shadow_[operand.span.at + first];
@@ -721,8 +720,6 @@ class Core {
   template <class T>
   void compare(const Instruction& i);
   void cast(const Instruction& i);
-  template <class T>
-  void gather(const Instruction& i);
 
   const Setting& setting_;
   Counts& counts_;
@@ -840,7 +837,6 @@ bool knows(const Instruction& i) {
       return target == Type::u8 && (source == Type::f32 || (source == Type::i32 && i.mode == 2));  // EQ
     case Op::select:
     case Op::select_scalar: return same && target == Type::f32 && i.sources[2].type == Type::u8;
-    case Op::gather: return same && target != Type::u8 && i.sources[1].type == Type::u32;
     case Op::broadcast: return same && bytes_of(target) == 4;
     case Op::reduce_max: return same && target == Type::f32;
     case Op::cast: {
@@ -960,21 +956,6 @@ void Core::compare(const Instruction& i) {
   }
 }
 
-template <class T>
-void Core::gather(const Instruction& i) {
-  T* to = memory<T>(i.target);
-  const auto* offsets = memory<uint32_t>(i.sources[1]);
-  for (int64_t k = 0; k < i.count; ++k) {
-    if (!lanes_[k]) continue;
-    const int64_t from = int64_t{i.mode} + offsets[k];
-    if (from % static_cast<int64_t>(sizeof(T)) || from + static_cast<int64_t>(sizeof(T)) > i.sources[0].span.bytes) {
-      refuse(i.site, "bounds", "Gather from outside its source");
-    }
-    std::memcpy(to + k, &ub_[i.sources[0].span.at + from], sizeof(T));
-    for (size_t b = 0; b < sizeof(T); ++b) lanes_[k] &= shadow_[i.sources[0].span.at + from + b];
-  }
-}
-
 void Core::cast(const Instruction& i) {
   const auto each = [&](auto* to, const auto* from, const auto& f) {
     for (int64_t k = 0; k < i.count; ++k) to[k] = f(from[k], k);
@@ -1054,7 +1035,6 @@ void Core::run_op(const Instruction& i) {
                                  : shift<uint16_t>(i);
     case Op::compare:
     case Op::compare_scalar: return type == Type::f32 ? compare<float>(i) : compare<int32_t>(i);
-    case Op::gather: return bytes_of(type) == 4 ? gather<uint32_t>(i) : gather<uint16_t>(i);
     case Op::select:
     case Op::select_scalar: {
       auto* to = memory<uint32_t>(i.target);

@@ -39,7 +39,6 @@ enum class Op : int {
   compare_scalar,
   select,
   select_scalar,
-  gather,
   broadcast,
   reduce_max,
   load,
