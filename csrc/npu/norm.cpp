@@ -16,7 +16,7 @@ namespace npu {
 constexpr int32_t kDigits = 24;    // of 32 bits each
 constexpr int32_t kLowest = -448;  // exponent of the lowest digit's unit
 constexpr int32_t kLanes = 1024;   // of a row
-constexpr int32_t kRows = 4;       // that are added as a tree before they are added to the sum
+constexpr int32_t kRows = 4;       // of a chunk
 constexpr int32_t kChunk = kRows * kLanes;
 constexpr int32_t kFew = 16;              // lanes that the scalar unit adds
 constexpr int32_t kEndLevels = 6;         // from a row to those
