@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +45,10 @@ def test_the_update_reads_no_two_sources_from_one_group_of_banks() -> None:
 def test_the_ordinary_update_is_bound_by_its_bytes(name: str) -> None:
     row = measured(name)
     assert row["bytes"] == row["least_bytes"] and row["share_of_hbm"] == 1
+
+
+def test_the_documentation_has_the_table_of_the_record() -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    record = json.loads((root / "benchmarks" / "results" / "npu" / "counts.json").read_text(encoding="utf-8"))
+    assert set(record["kernels"]) == set(figures.CASES)
+    assert figures.table(record["kernels"]) in (root / "docs" / "npu.md").read_text(encoding="utf-8")

@@ -6,6 +6,8 @@ A mutant is a replacement in a source of csrc/npu; the changed kernel is compile
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -1132,3 +1134,6 @@ def test_there_are_mutants_of_every_kernel() -> None:
     assert {mutant.op for mutant in MUTANTS} == set(exercise.ALL)
     assert len({mutant.name for mutant in ALL}) == len(ALL)
     assert all(len(kind) >= 2 for kind in MEANINGS.values())
+    lines = (ROOT / "docs" / "npu.md").read_text(encoding="utf-8").splitlines()
+    told = [re.match(r"\| (\w+)(?:[^|]*\|){4} (\d+)[^|]*\|[^|]*\| no \|$", line) for line in lines]
+    assert {row[1]: int(row[2]) for row in told if row} == Counter(mutant.op for mutant in ALL)
