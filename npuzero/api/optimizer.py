@@ -153,16 +153,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def _check_capture(self) -> None:
-        if all(group.get("capturable") for group in self.param_groups):
+        of = next((parameter.device for _, parameter in self._parameters()), torch.device("cpu"))
+        if of.type not in devices.KINDS:
             return
-        device = next((parameter.device for _, parameter in self._parameters()), torch.device("cpu"))
-        if device.type in devices.KINDS and devices.get(device).capturing():
+        device = devices.get(of)
+        if (device.replays and all(group.get("capturable") for group in self.param_groups)) or not device.capturing():
+            return
+        subject = f"{type(self).__name__}.step in the capture of a graph"
+        if not device.replays:
             raise StateError(
-                f"{type(self).__name__}.step in the capture of a graph",
-                expected="capturable=True in every group",
-                got="steps that the host counts, which a replay would not count",
-                do=f"Make the optimizer with capturable=True ({self._class.__name__} must have it).",
+                subject,
+                expected=f"steps that are run, on {device.kind}",
+                got="one that is captured, and would be replayed",
+                do="Call step() outside of the capture.",
             )
+        raise StateError(
+            subject,
+            expected="capturable=True in every group",
+            got="steps that the host counts, which a replay would not count",
+            do=f"Make the optimizer with capturable=True ({self._class.__name__} must have it).",
+        )
 
     def _engines(self) -> list[Engine]:
         """The engines of the models whose parameters these are, each once, in order.

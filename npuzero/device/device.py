@@ -51,6 +51,8 @@ class Device(ABC):
     kind: ClassVar[str]
     #: the torch.distributed backend that serves it.
     backend: ClassVar[str]
+    #: whether ops may be in a graph that is captured, and replayed.
+    replays: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

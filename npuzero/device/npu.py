@@ -28,7 +28,7 @@ _DRIVER = Path("/dev/davinci_manager")
 _INSTALLED = Path("/etc/ascend_install.info")
 _USUAL = Path("/usr/local/Ascend")
 
-# GB/s of HBM, by the beginning of the processor's name.
+# GB/s of HBM, by the beginning of the processor's name, as documents of CANN count with it; not measured.
 _NOMINAL_GBS = {"Ascend910B1": 1600, "Ascend910B2": 1600, "Ascend910B3": 1600}
 
 # Formats whose elements lie in memory as a contiguous tensor's do; the others are tiled for the cube unit.
@@ -57,6 +57,7 @@ def _value(path: Path, key: str) -> str | None:
 class Npu(Accelerator):
     kind = "npu"
     backend = "hccl"
+    replays = False  # a launch reads its table from a place that is another launch's by then
 
     @classmethod
     def module(cls) -> ModuleType:

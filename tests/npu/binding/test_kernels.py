@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import npuzero
 from npu.binding.test_device import run as in_process
 from npu.fake import libraries
 from npuzero import _native, ops
@@ -118,6 +119,18 @@ def test_a_graph_that_captures_an_op_is_refused():
     assert torch.equal(target.cpu(), source.cpu())  # what is not npuzero's is captured as ever
     ops.cast(source, low)
     assert torch.equal(low.cpu(), source.cpu().bfloat16())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_graph_that_captures_a_step_is_refused_before_anything_is_counted(capturable):
+    value, grad = there(torch.arange(9.0), torch.ones(9))
+    parameter = torch.nn.Parameter(value)
+    parameter.grad = grad
+    optimizer = npuzero.AdamW([parameter], lr=0.1, capturable=capturable)
+    with torch.npu.graph(torch.npu.NPUGraph()), pytest.raises(StateError, match=r"on npu.*outside of the capture"):
+        optimizer.step()
+    torch.npu.synchronize()
+    assert torch.equal(parameter.detach().cpu(), torch.arange(9.0)) and not optimizer.state
 
 
 ANOTHER_STREAM = """
