@@ -126,6 +126,7 @@ def norm() -> None:
         _norm(_with(odd, values(2 * TILE, special=False)))
     for factor in (2.0**-100, 2.0**100):  # squares that float32 does not have
         _norm(values(2 * TILE + 5, special=False) * factor)
+        _norm(values(2 * TILE + 5, BF16, special=False) * factor)
     # Over several cores: what is in any of their shares.
     first, last = SHARE // 2, 3 * SHARE - 5
     for odd in ({last: torch.inf}, {first: -torch.inf, last: torch.inf}, {first: torch.nan}, {last: torch.nan}):

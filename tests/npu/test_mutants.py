@@ -1076,6 +1076,24 @@ MEANINGS = {
             "values",
         ),
     ),
+    "magnitudes": (
+        Mutant(
+            "squares of bf16 are not scaled",
+            "norm",
+            "norm.cpp",
+            "Muls(squares, squares, scale, rows * kRow);",
+            "",
+            "values",
+        ),
+        Mutant(
+            "squares of bf16 are scaled where they need not be",
+            "norm",
+            "norm.cpp",
+            "if (scale != 1.0f) {\n      Muls(squares",
+            "if (scale == 1.0f) {\n      Muls(squares",
+            "values",
+        ),
+    ),
     "tails of codes": (
         Mutant(
             "a tail is filled up with what may be largest",
