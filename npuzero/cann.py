@@ -5,6 +5,7 @@ The standard library is all it imports: setup.py, which has neither torch nor np
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -150,12 +151,23 @@ def _build(root: Path, sources: Path, target: Path, cmake: str, architecture: st
         }
         settings = [f"-D{name}={value}" for name, value in facts.items()]
         for command in (
-            [cmake, "-S", str(sources), "-B", f"{folder}/build", *settings],
+            [cmake, "-G", "Unix Makefiles", "-S", str(sources), "-B", f"{folder}/build", *settings],
             [cmake, "--build", f"{folder}/build"],
         ):
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(
+                command, env=_environment(root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             if done.returncode:
                 lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["nothing said"]
                 first = next((line for line in lines if "error" in line.lower()), lines[-1])
                 raise CannotBuild(f"the build failed: {first}\n{' '.join(command)}\n{done.stdout}")
         (Path(folder) / LIBRARY).replace(target)
+
+
+def _environment(root: Path) -> dict[str, str]:
+    """This process's, with what CANN's scripts take from its set_env.sh, which may not have been sourced."""
+    inside = ("bin", "ccec_compiler/bin", "compiler/ccec_compiler/bin")
+    machine = f"{platform.machine()}-linux"
+    tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, tools)])
+    return {**os.environ, "ASCEND_HOME_PATH": str(root), "PATH": path}

@@ -40,11 +40,13 @@ MACHINE = f"{platform.machine()}-linux"
 LAYOUTS = {
     "latest": {
         "bisheng": "compiler/ccec_compiler/bin",
+        "cann-objdump": "compiler/ccec_compiler/bin",
         "ascendc.cmake": "compiler/tikcpp/ascendc_kernel_cmake",
         "libraries": "lib64",
     },
     "cann": {
         "bisheng": "bin",
+        "cann-objdump": f"{MACHINE}/ccec_compiler/bin",
         "ascendc.cmake": f"{MACHINE}/tikcpp/ascendc_kernel_cmake",
         "libraries": f"{MACHINE}/lib64",
     },
@@ -80,7 +82,7 @@ def build(folder: Path = BUILT) -> Path:
 def cann(folder: Path, version: str = "9.0.0", layout: str = "cann") -> Path:
     """Makes ``folder`` a CANN of this version, where it is not: compilers, libraries, files that tell versions."""
     places = LAYOUTS[layout]
-    links = {f"{places[name]}/{name}": CANN / name for name in ("bisheng", "ascendc.cmake")}
+    links = {f"{places[name]}/{name}": CANN / name for name in ("bisheng", "cann-objdump", "ascendc.cmake")}
     links |= {f"{places['libraries']}/lib{name}.so": BUILT / f"lib{name}.so" for name in ("ascendcl", *CALLED)}
     info = f"package_name=Ascend-cann-toolkit\ninnerversion=V100R001C25\nversion={version}\narch=any\n"
     texts = DECOYS | {f"{MACHINE}/ascend_toolkit_install.info": info}

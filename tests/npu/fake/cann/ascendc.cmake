@@ -1,6 +1,6 @@
 # Stands for CANN's: a library of the kernels in the emulator, with the entries that CANN before 9.0 generates. Like the
-# real one it links the library to nothing that these entries call (that is for whoever links the library), and merges
-# objects by a script that wants a build type.
+# real one it links the library to nothing that these entries call (that is for whoever links the library), has a script
+# look objects up by name, and merges them by one that wants a build type.
 file(REAL_PATH "${CMAKE_CURRENT_LIST_FILE}" here)
 cmake_path(GET here PARENT_PATH cann)
 cmake_path(GET cann PARENT_PATH fake)
@@ -23,17 +23,22 @@ function(ascendc_library target kind)
     file(WRITE "${CMAKE_BINARY_DIR}/${op}_entry.cpp" "${text}")
     list(APPEND files "${CMAKE_BINARY_DIR}/${op}_entry.cpp")
   endforeach()
-  add_library(${target} ${kind} ${files})
-  target_compile_options(${target} PRIVATE -std=c++17 -O1 -ffp-contract=off)
-  target_include_directories(${target} PRIVATE "${fake}" "${fake}/../emulator")
+  set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+  add_library(${target}_objects OBJECT ${files})
+  set_target_properties(${target}_objects PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  target_compile_options(${target}_objects PRIVATE -std=c++17 -O1 -ffp-contract=off)
+  target_include_directories(${target}_objects PRIVATE "${fake}" "${fake}/../emulator")
+  add_library(${target} ${kind} "$<TARGET_OBJECTS:${target}_objects>")
   target_link_directories(${target} INTERFACE "${ASCEND_CANN_PACKAGE_PATH}/lib64")
   target_link_libraries(${target} INTERFACE ascendcl runtime profapi error_manager mmpa)
-  add_custom_command(TARGET ${target} PRE_LINK VERBATIM
+  add_custom_command(TARGET ${target} PRE_LINK VERBATIM COMMAND_EXPAND_LISTS
+    COMMAND python3 "${cann}/find_objects.py" "${CMAKE_BINARY_DIR}/compile_commands.json"
+      "$<TARGET_OBJECTS:${target}_objects>"
     COMMAND sh "${cann}/merge_objects.sh" "${CMAKE_BUILD_TYPE}" "$<TARGET_PROPERTY:${target},DEVICE_OPTIONS>")
 endfunction()
 
 function(ascendc_include_directories target scope)
-  target_include_directories(${target} ${scope} ${ARGN})
+  target_include_directories(${target}_objects ${scope} ${ARGN})
 endfunction()
 
 function(ascendc_compile_options target scope)
