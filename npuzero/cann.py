@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 #: Where its installer puts it: in the first since CANN 8.5.
@@ -113,10 +114,13 @@ def build(
     sources: Path,
     target: Path,
     cmake: str,
+    variables: Mapping[str, str],
     architecture: str = ARCHITECTURE,
     processor: str = PROCESSOR,
 ) -> None:
     """Compiles the kernels in the folder ``sources`` into the library ``target``, with the CANN in ``root``.
+
+    ``variables`` are this process's environment; what CANN's scripts want of its set_env.sh is added.
 
     What is at ``target`` is whole, whatever ends this process, and is of these sources: an older one goes first.
 
@@ -127,14 +131,24 @@ def build(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
-        _build(root, sources, target, cmake, architecture, processor)
+        _build(root, sources, target, cmake, _with_tools(variables, root), architecture, processor)
     except (CannotBuild, OSError) as error:
         reason(target).write_text(f"{error}\n", encoding="utf-8")
         raise CannotBuild(str(error)) from error
     reason(target).unlink(missing_ok=True)
 
 
-def _build(root: Path, sources: Path, target: Path, cmake: str, architecture: str, processor: str) -> None:
+def _with_tools(variables: Mapping[str, str], root: Path) -> dict[str, str]:
+    inside = ("bin", "ccec_compiler/bin", "compiler/ccec_compiler/bin")
+    machine = f"{platform.machine()}-linux"
+    tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
+    path = os.pathsep.join([variables.get("PATH", os.defpath), *map(str, tools)])
+    return {**variables, "ASCEND_HOME_PATH": str(root), "PATH": path}
+
+
+def _build(
+    root: Path, sources: Path, target: Path, cmake: str, variables: dict[str, str], architecture: str, processor: str
+) -> None:
     if not root.is_dir():
         raise CannotBuild(f"there is no CANN in {root}, where ASCEND_HOME_PATH says")
     release = version(root)
@@ -154,20 +168,9 @@ def _build(root: Path, sources: Path, target: Path, cmake: str, architecture: st
             [cmake, "-G", "Unix Makefiles", "-S", str(sources), "-B", f"{folder}/build", *settings],
             [cmake, "--build", f"{folder}/build"],
         ):
-            done = subprocess.run(
-                command, env=_environment(root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+            done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if done.returncode:
                 lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["nothing said"]
                 first = next((line for line in lines if "error" in line.lower()), lines[-1])
                 raise CannotBuild(f"the build failed: {first}\n{' '.join(command)}\n{done.stdout}")
         (Path(folder) / LIBRARY).replace(target)
-
-
-def _environment(root: Path) -> dict[str, str]:
-    """This process's, with what CANN's scripts take from its set_env.sh, which may not have been sourced."""
-    inside = ("bin", "ccec_compiler/bin", "compiler/ccec_compiler/bin")
-    machine = f"{platform.machine()}-linux"
-    tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *map(str, tools)])
-    return {**os.environ, "ASCEND_HOME_PATH": str(root), "PATH": path}

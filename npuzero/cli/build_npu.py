@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from npuzero import cann
-from npuzero.config import Toolkit, find_toolkit
+from npuzero.config import Toolkit, child_environment, find_toolkit
 from npuzero.device import kernels
 from npuzero.errors import ConfigError, KernelUnavailable
 
@@ -84,7 +84,7 @@ def _build(toolkit: Toolkit, target: Path, architecture: str, processor: str) ->
     if cmake is None:
         raise ConfigError("npuzero build-npu", expected="cmake", got="none in PATH", do="pip install cmake")
     try:
-        cann.build(toolkit.root, kernels.sources(), target, cmake, architecture, processor)
+        cann.build(toolkit.root, kernels.sources(), target, cmake, child_environment({}), architecture, processor)
     except cann.CannotBuild as error:
         raise KernelUnavailable(
             "npuzero build-npu",
