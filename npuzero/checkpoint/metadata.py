@@ -94,7 +94,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): Function(_size),
     ("torch.serialization", "_get_layout"): Function(_layout),
     ("collections", "OrderedDict"): Function(ordered_dict),
-    ("builtins", "getattr"): Function(_member),
+    **{(module, "getattr"): Function(_member) for module in ("builtins", "__builtin__")},  # by protocol
     **{(module, name): Function(_nowhere) for module, name in _PATHS},
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Function(_memory_format),
     **{(kind.made.__module__, kind.made.__name__): kind for kind in _KINDS},
