@@ -39,8 +39,8 @@
 //   round     a = f32's bits without sign; E = max(16, (largest a of the block + 0x7ffff) >> 23)
 //             magnitude = max(1, ((a + r) >> 19) - 16 * (E - span)), r = 0x40000 to nearest, a draw << 3
 //             stochastically; but 0 where a < least, least = (E - span - 1) << 23 for m and 1 for v, so that no v but
-//             zero becomes zero E = 255 (an element not finite, or within half a unit of that) has codes 0: the block
-//             is lost as a whole
+//             zero becomes zero
+//             E = 255 (an element not finite, or within half a unit of that) has codes 0: the block is lost as a whole
 // Widening what was rounded and rounding it again gives the same values. No division, no table, no float operation.
 //
 // Draws are those of ops/cast.h, with index = place + i for element i of a part; stream + 2^31 for v. So they depend on
