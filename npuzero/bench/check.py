@@ -30,7 +30,8 @@ QUICK_SIZES = (0, 1, 17, 4099)
 SIZES = (0, 1, 15, 16, 17, 1023, 1025, 4096, 4097, 65_543, 1_000_003)
 OFFSETS = (0, 1, 3)
 
-COPY = "torch's copy"  # the bandwidth that others are held against
+COPY = "torch's copy"  # the bandwidth that others are held against, and the first that is measured
+LINKS = ("host to device", "device to host")  # not of the device's memory
 
 _GUARD = 64  # elements before and after each buffer, which no op may touch
 _PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -249,8 +250,9 @@ def bandwidths(device: torch.device, quick: bool = False) -> Iterator[tuple[str,
         ),
     }
     if device.type != "cpu":
-        calls["host to device"] = (lambda: x.copy_(host, non_blocking=True), 4)
-        calls["device to host"] = (lambda: host.copy_(x, non_blocking=True), 4)
+        there, back = LINKS
+        calls[there] = (lambda: x.copy_(host, non_blocking=True), 4)
+        calls[back] = (lambda: host.copy_(x, non_blocking=True), 4)
     for name, (call, nbytes) in calls.items():
         yield name, partial(_speed, call, nbytes * n, device, repeats)
 

@@ -100,9 +100,16 @@ def _check(report: Report, device: torch.device, options: argparse.Namespace) ->
             report.facts["losses"] |= losses
             report.add("training", finding)
     with report.part("ops", "bandwidths"):
+        nominal = report.facts["device"].get("nominal_gbs")
+        copied = None
         for name, measure in check.bandwidths(device, quick):
             with report.part("ops", f"bandwidth of {name}"):
-                report.facts["bandwidths"].append({"name": name, "gbs": measure()})
+                gbs = measure()
+                copied = gbs if name == check.COPY else copied
+                entry = {"name": name, "gbs": gbs}
+                if name not in check.LINKS:
+                    entry |= {"of_copy": _share(gbs, copied), "of_nominal": _share(gbs, nominal)}
+                report.facts["bandwidths"].append(entry)
     report.facts["kernels"]["blocks"] = npu_launches()
 
 
@@ -143,12 +150,6 @@ class Report:
 
     def finish(self) -> str:
         """Writes all of it; returns it as text."""
-        speeds = {entry["name"]: entry["gbs"] for entry in self.facts["bandwidths"]}
-        nominal = self.facts["device"].get("nominal_gbs")
-        for entry in self.facts["bandwidths"]:
-            if "ranks" not in entry["name"] and "host" not in entry["name"] and check.COPY in speeds:
-                entry["of_copy"] = entry["gbs"] / speeds[check.COPY]
-                entry["of_nominal"] = entry["gbs"] / nominal if nominal else None
         self.facts["complete"] = True
         self._write()
         return render(self.facts)
@@ -185,6 +186,10 @@ def render(report: dict[str, Any]) -> str:
     if rows:
         parts.append(table(["bandwidth", "GB/s", "of the copy's", "of nominal"], rows))
     return "\n\n".join(part for part in parts if part)
+
+
+def _share(gbs: float, whole: float | None) -> float | None:
+    return gbs / whole if whole else None
 
 
 def _percent(share: float | None) -> str:
