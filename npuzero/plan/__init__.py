@@ -1,0 +1,71 @@
+"""THE TABLE: where each part of a training state rests, and what follows from it by arithmetic.
+
+A training state (parameters, gradients, optimizer states) is described by three facts: over which mesh axes it is
+cut and in which memory it rests (a :class:`Placement` each), and in which dtype it is kept (one :class:`Precision`).
+ZeRO-0/1/2/3 (Rajbhandari et al., 2020), ZeRO-1.5
+(InternEvo), HSDP and MiCS, hpZ (ZeRO++, Wang et al., 2023) are values of this one table. A stage number appears in
+:meth:`Plan.preset` and nowhere else.
+
+With D = all data axes a step is four rules; each is the identity where its tuple is empty:
+
+====  ==========================================  ==================================================================
+rule  when                                        what
+====  ==========================================  ==================================================================
+R1    before a unit computes                      all_gather over ``parameters.axes`` (in backward: ``held.axes``)
+R2    after a micro-batch's backward              reduce_scatter over ``gradients.axes``, add into the accumulator
+R3    at the step boundary                        reduce_scatter over states - gradients, all_reduce over D - states
+R4    after the update                            all_gather over states - parameters
+====  ==========================================  ==================================================================
+
+This package is pure data and arithmetic: it knows no process group, no module and no device.
+"""
+
+from npuzero.plan.mesh import SHARD_BYTES, MeshShape, ring_bytes
+from npuzero.plan.placement import AXES, LOCAL, NODE, Axes, Memory, Placement, axes_between, axes_beyond
+from npuzero.plan.precision import (
+    DTYPES,
+    MASTERS,
+    MATMULS,
+    MOMENT_BLOCK,
+    MOMENTS,
+    PRECISIONS,
+    START_ELEMENTS,
+    SUMS,
+    Precision,
+    PrecisionLike,
+    parse_precision,
+)
+from npuzero.plan.predict import DIGEST_BITS, VERBS, FlatSize, Report, predict_bytes
+from npuzero.plan.presets import PRESETS, Plan
+
+__all__ = [
+    "AXES",
+    "DIGEST_BITS",
+    "DTYPES",
+    "LOCAL",
+    "MASTERS",
+    "MATMULS",
+    "MOMENTS",
+    "MOMENT_BLOCK",
+    "NODE",
+    "PRECISIONS",
+    "PRESETS",
+    "SHARD_BYTES",
+    "START_ELEMENTS",
+    "SUMS",
+    "VERBS",
+    "Axes",
+    "FlatSize",
+    "Memory",
+    "MeshShape",
+    "Placement",
+    "Plan",
+    "Precision",
+    "PrecisionLike",
+    "Report",
+    "axes_between",
+    "axes_beyond",
+    "parse_precision",
+    "predict_bytes",
+    "ring_bytes",
+]

@@ -1,0 +1,47 @@
+"""Where a part of the training state rests: over which mesh axes it is cut, and in which memory."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+NODE, LOCAL = "node", "local"
+#: The data axes of a mesh in rank order: global rank = node * local_size + local.
+AXES = (NODE, LOCAL)
+
+Axes = tuple[str, ...]
+
+
+class Memory(enum.Enum):
+    """Where bytes rest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one part of the training state is kept.
+
+    Attributes:
+        axes: mesh axes it is cut over, outermost first; ``()`` means whole on each rank.
+        memory: where it rests.
+    """
+
+    axes: Axes = ()
+    memory: Memory = Memory.DEVICE
+
+
+#: All of it on each rank's device, as without a plan.
+WHOLE = Placement()
+
+
+def axes_between(deep: Axes, shallow: Axes) -> Axes:
+    """The axes by which ``deep`` is cut further than ``shallow``, a prefix of it."""
+    return deep[len(shallow) :]
+
+
+def axes_beyond(states: Axes) -> Axes:
+    """D - states: the data axes over which the states are replicated, in mesh order."""
+    return tuple(axis for axis in AXES if axis not in states)

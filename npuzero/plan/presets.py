@@ -1,0 +1,158 @@
+"""A row of the table, the presets, and the law that every row keeps."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from npuzero.errors import ConfigError
+from npuzero.plan.mesh import MeshShape
+from npuzero.plan.placement import AXES, LOCAL, NODE, WHOLE, Axes, Memory, Placement
+from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_precision
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One row of the table.
+
+    Attributes:
+        parameters: between steps.
+        held: between forward and backward (FSDP's reshard_after_forward, the secondary copy of ZeRO++'s hpZ).
+        gradients: while micro-batches accumulate.
+        states: master weights and moments.
+        precision: in which dtypes.
+        local_size: ranks in the ``local`` axis. None: the ranks that share a host; <= 0: all ranks; n: groups of n
+            (InternEvo's ``zero1.size``). Must divide the world.
+        name: the preset it came from, for people to read.
+
+    Raises:
+        ConfigError: where the prefix law ``held, parameters, gradients, states: each a prefix of the next`` is broken,
+            or a placement cannot be kept in this version.
+    """
+
+    parameters: Placement = WHOLE
+    held: Placement = WHOLE
+    gradients: Placement = WHOLE
+    states: Placement = WHOLE
+    precision: Precision = AS_GIVEN
+    local_size: int | None = None
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        parts = {part: getattr(self, part) for part in ("held", "parameters", "gradients", "states")}
+        for part, placement in parts.items():
+            if not isinstance(placement, Placement) or not isinstance(placement.axes, tuple):
+                raise ConfigError(
+                    f"plan {self.name!r}, {part}",
+                    expected="a Placement with a tuple of axes",
+                    got=repr(placement),
+                    do="Write e.g. Placement(axes=('node', 'local')); () is whole on each rank.",
+                )
+            _check_placement(self.name, part, placement)
+        for shallow, deep in itertools.pairwise(parts):
+            inner, outer = parts[shallow].axes, parts[deep].axes
+            if outer[: len(inner)] != inner:
+                raise ConfigError(
+                    f"plan {self.name!r}",
+                    expected=f"{shallow}.axes to be a prefix of {deep}.axes: a deeper cut is a sub-range",
+                    got=f"{shallow}.axes={inner}, {deep}.axes={outer}",
+                    do=f"Cut {deep} over {inner} first, or {shallow} over fewer axes.",
+                )
+        if not isinstance(self.precision, Precision):
+            raise ConfigError(
+                f"plan {self.name!r}, precision",
+                expected="a Precision",
+                got=repr(self.precision),
+                do="Write e.g. Precision(torch.bfloat16); Plan.preset takes names too.",
+            )
+        if self.local_size is not None and not _is_int(self.local_size):
+            raise ConfigError(
+                "plan.local_size", expected="an int or None", got=repr(self.local_size), do="Give the ranks in a group."
+            )
+
+    @staticmethod
+    def preset(name: str | int | float, *, precision: PrecisionLike = None, local_size: int | None = None) -> Plan:
+        """The plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
+
+        Args:
+            name: one of :data:`PRESETS`, or 0, 1, 2, 3, 1.5.
+            precision: None keeps each parameter's dtype; a name of :data:`PRECISIONS`, a dtype that the parameters
+                are converted to, or a :class:`Precision`.
+            local_size: see :class:`Plan`.
+
+        Raises:
+            ConfigError: unknown name or precision.
+        """
+        key = f"zero{name:g}" if isinstance(name, (int, float)) and not isinstance(name, bool) else name
+        if not isinstance(key, str) or key not in _ROWS:
+            raise ConfigError(
+                "plan preset",
+                expected=f"one of {', '.join(PRESETS)} or a stage 0, 1, 1.5, 2, 3",
+                got=repr(name),
+                do="Choose a preset, or build a Plan from Placements.",
+            )
+        parameters, held, gradients, states = map(Placement, _ROWS[key])
+        return Plan(parameters, held, gradients, states, parse_precision(precision), local_size, key)
+
+    def mesh_shape(self, world: int, host_size: int | None = None) -> MeshShape:
+        """Sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).
+
+        Raises:
+            ConfigError: the world is not divisible by the group size.
+        """
+        if not _is_int(world) or world < 1:
+            raise ConfigError(
+                "world", expected="a positive number of ranks", got=repr(world), do="Give the world size."
+            )
+        local = self.local_size if self.local_size is not None else (host_size or world)
+        local = world if local <= 0 else local
+        if world % local:
+            raise ConfigError(
+                f"plan {self.name!r}",
+                expected=f"a local_size that divides the world of {world}",
+                got=str(local),
+                do="Choose local_size among the divisors of the world size.",
+                world=world,
+                local_size=local,
+            )
+        return MeshShape(world // local, local)
+
+
+_D: Axes = AXES
+_HPZ: Axes = (LOCAL, NODE)
+_L: Axes = (LOCAL,)
+# preset: axes of parameters, held, gradients, states
+_ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
+    "zero0": ((), (), (), ()),
+    "zero1": ((), (), (), _D),
+    "zero1.5": ((), (), (), _L),
+    "zero2": ((), (), _D, _D),
+    "zero3": (_D, _D, _D, _D),
+    "zero3-keep": (_D, (), _D, _D),
+    "hpz": (_HPZ, _L, _HPZ, _HPZ),
+    "hsdp": (_L, _L, _L, _L),
+    "mics": (_L, _L, _L, _L),
+}
+#: Names :meth:`Plan.preset` takes.
+PRESETS = tuple(_ROWS)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_placement(plan: str, part: str, placement: Placement) -> None:
+    if len(set(placement.axes)) != len(placement.axes) or not set(placement.axes) <= set(AXES):
+        raise ConfigError(
+            f"plan {plan!r}, {part}.axes",
+            expected=f"distinct axes among {AXES}",
+            got=repr(placement.axes),
+            do="Name each axis once, outermost first.",
+        )
+    if placement.memory is not Memory.DEVICE:
+        raise ConfigError(
+            f"plan {plan!r}, {part}.memory",
+            expected="Memory.DEVICE (offload is not in this version)",
+            got=str(placement.memory),
+            do="Keep this part on the device.",
+        )
