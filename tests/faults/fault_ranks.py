@@ -163,7 +163,7 @@ def _child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) ->
 
 def _serve(pipe: Connection) -> None:
     # Rows are functions without a name of their own: they are looked up here instead of being sent.
-    cases = importlib.import_module("faults.bad_inputs").CASES
+    cases = importlib.import_module("faults.bad_inputs.table").CASES
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     while True:

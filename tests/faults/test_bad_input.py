@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from faults.bad_inputs import CASES, Case
+from faults.bad_inputs.case import Case
+from faults.bad_inputs.table import CASES
 from faults.fault_ranks import Provoker, Seen
 
 #: Seconds until the last rank has its error; far more than it takes, far less than a collective waits.

@@ -1,0 +1,64 @@
+"""The rows of the table of bad inputs, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import npuzero
+from npuzero import NpuZeroError
+from npuzero.comm import World
+from world.toy import build
+
+Provoke = Callable[[World], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: how it is provoked, on how many ranks, which error each gets (None: none), and what its text says."""
+
+    name: str
+    provoke: Provoke
+    error: type[NpuZeroError] | None
+    says: tuple[str, ...]
+    ranks: int = 1
+
+
+class Table(dict[str, Case]):
+    """The rows of one part of the package, by name."""
+
+    def bad(self, name: str, error: type[NpuZeroError], *says: str, ranks: int = 1) -> Callable[[Provoke], Provoke]:
+        """Puts the decorated function into the table: each rank gets ``error``."""
+        return self._row(name, error, says, ranks)
+
+    def fine(self, name: str, ranks: int = 2) -> Callable[[Provoke], Provoke]:
+        """Puts the decorated function into the table: nothing may be raised."""
+        return self._row(name, None, (), ranks)
+
+    def _row(
+        self, name: str, error: type[NpuZeroError] | None, says: tuple[str, ...], ranks: int
+    ) -> Callable[[Provoke], Provoke]:
+        def add(function: Provoke) -> Provoke:
+            assert name not in self, name
+            self[name] = Case(name, function, error, says, ranks)
+            return function
+
+        return add
+
+
+def cut(world: World, stage: Any = None, model: Any = None, **options: Any) -> Any:
+    """A toy model cut over the ranks, zero3 unless told; it lives as long as ``world``, whatever a row keeps of it."""
+    world.model = npuzero.zero(build() if model is None else model, stage, world=world, **options)  # type: ignore[attr-defined]
+    return world.model  # type: ignore[attr-defined]
+
+
+def loss_of(model: nn.Module, rank: int = 0) -> Tensor:
+    return model(torch.arange(rank, rank + 12)[None]).square().mean()
+
+
+def backward(model: nn.Module, world: World) -> None:
+    loss_of(model, world.rank).backward()

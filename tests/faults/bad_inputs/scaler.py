@@ -1,0 +1,111 @@
+"""Bad inputs: loss scaling."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import torch
+
+import npuzero
+from npuzero import CheckpointError, ConfigError, StateError
+from npuzero.comm import World
+
+from .case import Table, backward, cut, loss_of
+
+TABLE = Table()
+bad = TABLE.bad
+
+for _name, _options, _says in [
+    ("floor 0", {"floor": 0.0}, ("floor", "positive", "0.0")),
+    ("init_scale below the floor", {"init_scale": 0.5}, ("init_scale", "floor=1.0", "0.5")),
+    ("init_scale inf", {"init_scale": math.inf}, ("init_scale", "inf")),
+    ("growth_factor 1", {"growth_factor": 1.0}, ("growth_factor", "more than 1")),
+    ("backoff_factor 1", {"backoff_factor": 1.0}, ("backoff_factor", "between 0 and 1")),
+    ("growth_interval 0", {"growth_interval": 0}, ("growth_interval", "at least 1")),
+    ("hysteresis 0", {"hysteresis": 0}, ("hysteresis", "at least 1")),
+]:
+    bad(f"LossScaler {_name}", ConfigError, "LossScaler", *_says)(
+        lambda world, options=_options: npuzero.LossScaler(**options)
+    )
+
+
+def scaled(world: World, scaler: Any) -> Any:
+    """After a scaled backward pass of a cut model: its optimizer."""
+    model = cut(world, 3)
+    optimizer = npuzero.AdamW(model.parameters())
+    scaler.scale(loss_of(model, world.rank)).backward()
+    return optimizer
+
+
+@bad("torch's GradScaler on a cut model", StateError, "cut gradient", r"npuzero\.LossScaler", ranks=2)
+def _(world: World) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.step(scaled(world, scaler))
+
+
+@bad("zeros in the place of a gradient", StateError, "zero_", "cut gradient")
+def _(world: World) -> None:
+    model = cut(world, 2)
+    backward(model, world)
+    model.scale.grad.zero_()  # not a zero_grad(): torch would update by them
+
+
+@bad("unscale_ twice", StateError, r"LossScaler\.unscale_", "once", "unscaled", ranks=2)
+def _(world: World) -> None:
+    scaler = npuzero.LossScaler()
+    optimizer = scaled(world, scaler)
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+
+
+@bad("scaler stepped twice", StateError, r"LossScaler\.step", "once", "stepped", ranks=2)
+def _(world: World) -> None:
+    scaler = npuzero.LossScaler()
+    optimizer = scaled(world, scaler)
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+@bad("unscale_ without gradients", StateError, r"LossScaler\.unscale_", "none on any rank", ranks=2)
+def _(world: World) -> None:
+    scaler = npuzero.LossScaler()
+    optimizer = scaled(world, scaler)
+    optimizer.zero_grad()
+    scaler.unscale_(optimizer)
+
+
+@bad("scaler updated without a step", StateError, r"LossScaler\.update", "none since")
+def _(world: World) -> None:
+    scaler = npuzero.LossScaler()
+    scaler.scale(torch.ones(()))
+    scaler.update()
+
+
+@bad("scaler updated before a loss", StateError, r"LossScaler\.update", "none yet")
+def _(world: World) -> None:
+    npuzero.LossScaler().update()
+
+
+@bad("scaler steps with a closure", StateError, r"LossScaler\.step", "closure")
+def _(world: World) -> None:
+    scaler = npuzero.LossScaler()
+    scaler.step(scaled(world, scaler), lambda: None)
+
+
+@bad("scaler pickled within a step", StateError, "update")
+def _(world: World) -> None:
+    scaler = npuzero.LossScaler()
+    scaler.unscale_(scaled(world, scaler))
+    pickle.dumps(scaler)
+
+
+@bad("scaling a number", ConfigError, r"LossScaler\.scale", "tensor", "3")
+def _(world: World) -> None:
+    npuzero.LossScaler().scale(3)
+
+
+@bad("loading a disabled scaler's state", CheckpointError, "loss scaler state", "growth_factor")
+def _(world: World) -> None:
+    npuzero.LossScaler().load_state_dict({})

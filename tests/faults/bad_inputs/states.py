@@ -1,0 +1,89 @@
+"""Bad inputs: saved states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import npuzero
+from npuzero import CheckpointError
+from npuzero.comm import World
+from world.toy import build
+
+from .case import Table, cut, loss_of
+
+TABLE = Table()
+bad = TABLE.bad
+
+
+def _load(world: World, change: Callable[[dict[str, Any]], object]) -> None:
+    state = build().state_dict()
+    model = cut(world)
+    npuzero.load_full_state_dict(model, change(state) or state)  # type: ignore[arg-type]
+
+
+for _name, _change, _says in [
+    ("name missing", lambda state: state.pop("scale") and None, (r"missing \['scale'\]",)),
+    ("name unknown", lambda state: state.update(scaled=torch.ones(())), (r"unknown \['scaled'\]",)),
+    ("wrong shape", lambda state: state.update({"norm.weight": torch.ones(17)}), ("norm.weight", "16", "17")),
+    ("wrong shape of a buffer", lambda state: state.update(seen=torch.ones(2)), ("seen", "2")),
+    ("no tensor", lambda state: state.update(scale=1.0), ("scale", "float")),
+    ("no mapping", lambda state: [1], ("list",)),
+    ("on meta", lambda state: state.update({"norm.weight": torch.ones(16, device="meta")}), ("norm.weight", "meta")),
+]:
+    bad(f"load_full_state_dict: {_name}", CheckpointError, *_says, ranks=2)(
+        lambda world, change=_change: _load(world, change)
+    )
+
+
+@bad("load_full_state_dict: name missing on one rank", CheckpointError, "scale", ranks=2)
+def _(world: World) -> None:
+    _load(world, lambda state: state.pop("scale") and None if world.rank else None)
+
+
+def _load_optimizer(world: World, change: Callable[[Any], object], kind: Any = torch.optim.AdamW) -> None:
+    plain = build()
+    optimizer = kind(plain.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    loss_of(plain).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state = change(state) or state
+    npuzero.AdamW(cut(world).parameters()).load_state_dict(state)
+
+
+def _first(state: Any) -> Any:
+    return next(iter(state["state"].values()))
+
+
+def _last(state: Any) -> Any:
+    return list(state["state"].values())[-1]
+
+
+def _group(state: Any) -> None:
+    state["param_groups"][0]["params"].pop()
+
+
+def _two_groups(state: Any) -> None:
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+
+
+for _name, _change, _says in [
+    ("a parameter fewer", _group, ("groups of", "groups")),
+    ("a group more", _two_groups, ("groups",)),
+    ("wrong shape", lambda state: _first(state).update(exp_avg=torch.ones(3)), ("exp_avg", "3")),
+    ("wrong shape of a vector", lambda state: _last(state).update(exp_avg=torch.ones(())), ("exp_avg",)),
+    ("moment missing", lambda state: _first(state).pop("exp_avg_sq") and None, ("exp_avg_sq",)),
+    ("step missing", lambda state: _first(state).pop("step") and None, ("step",)),
+    ("no groups", lambda state: state.pop("param_groups") and None, ("param_groups",)),
+    ("no mapping", lambda state: [state], ("list",)),
+]:
+    bad(f"optimizer's load_state_dict: {_name}", CheckpointError, *_says, ranks=2)(
+        lambda world, change=_change: _load_optimizer(world, change)
+    )
+
+
+@bad("optimizer's load_state_dict: SGD's into AdamW", CheckpointError, "exp_avg|step", ranks=2)
+def _(world: World) -> None:
+    _load_optimizer(world, lambda state: None, torch.optim.SGD)

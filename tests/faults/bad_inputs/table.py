@@ -1,0 +1,23 @@
+"""THE TABLE of bad inputs: how each is provoked, which error all ranks get, and what its text says."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from . import clipping, collectives_and_ops, models, optimizers, parameters, passes, plans, scaler, settings, states
+from .case import Case, Table
+
+TABLES: tuple[Table, ...] = (
+    plans.TABLE,
+    scaler.TABLE,
+    settings.TABLE,
+    models.TABLE,
+    clipping.TABLE,
+    parameters.TABLE,
+    passes.TABLE,
+    optimizers.TABLE,
+    states.TABLE,
+    collectives_and_ops.TABLE,
+)
+CASES: dict[str, Case] = dict(chain.from_iterable(table.items() for table in TABLES))
+assert len(CASES) == sum(map(len, TABLES)), "two rows have one name"
