@@ -245,7 +245,8 @@ def project_texts() -> Iterator[Path]:
         "",
     }
     for path in (*ROOT.iterdir(), *(path for folder in folders for path in (ROOT / folder).rglob("*"))):
-        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts:
+        known = path.suffix in suffixes and path.name != ".git"  # a file in a work tree of git's
+        if path.is_file() and known and "__pycache__" not in path.parts:
             yield path
 
 

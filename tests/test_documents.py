@@ -1,4 +1,4 @@
-"""What the README shows, runs."""
+"""What the README shows, runs; and the table of decisions has each of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from npuzero.cli import main
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -42,3 +43,16 @@ def test_its_commands_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(command.split()[1:]) == 0
     assert "zero3" in capsys.readouterr().out
+
+
+def test_the_table_of_decisions_says_what_the_records_say():
+    folder = ROOT / "docs" / "decisions"
+    rows = []
+    for number, path in enumerate(sorted(folder.glob("[0-9]*.md")), 1):
+        assert path.name.startswith(f"{number:04d}-"), f"{path.name} is record {number}: each has a number of its own"
+        head = re.match(r"# (\d+)\. (.+)\n\nStatus: (accepted|superseded)(.*)\n\n(?=.)", path.read_text("utf-8"))
+        assert head, f"{path.name} begins otherwise than CONTRIBUTING.md says"
+        assert int(head[1]) == number, f"{path.name} has another number in its heading"
+        rows.append(f"| [{number}]({path.name}) | {head[2]} | {head[3]}{head[4]} |")
+    table = re.findall(r"^\| \[\d+\]\(.*$", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert table == rows
