@@ -1,0 +1,24 @@
+"""All mutants, by the kernel that is exercised to find them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+
+from . import cast, flat_adam, norm, pack
+from .mutant import Mutant
+
+KERNELS = {"cast": cast, "flat_adam": flat_adam, "norm": norm, "pack": pack}
+
+# Mistakes that break a rule of the device, or the arithmetic everywhere.
+MUTANTS: dict[str, tuple[Mutant, ...]] = {op: kernel.MUTANTS for op, kernel in KERNELS.items()}
+
+# Mistakes that break no rule of the device, but few values or places: by what an exercise has to have to see them.
+MEANINGS: defaultdict[str, list[Mutant]] = defaultdict(list)
+for _kernel in KERNELS.values():
+    for _kind, _mutants in _kernel.MEANINGS.items():
+        MEANINGS[_kind].extend(_mutants)
+
+ALL: dict[str, tuple[Mutant, ...]] = {
+    op: (*kernel.MUTANTS, *chain.from_iterable(kernel.MEANINGS.values())) for op, kernel in KERNELS.items()
+}
