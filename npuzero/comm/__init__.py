@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from npuzero.comm.communicator import Communicator, Handle
+from npuzero.comm.communicator import Communicator
 from npuzero.comm.counted import Counted
 from npuzero.comm.loopback import run_threads
 from npuzero.comm.mesh import Mesh
 from npuzero.comm.world import HOST_CHANNEL, ProcessWorld, SingleWorld, World, current_world, process_world
+from npuzero.device import Handle
 
 __all__ = [
     "HOST_CHANNEL",

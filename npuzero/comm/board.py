@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from npuzero.device.lane import LaneThread, Patience
 from npuzero.errors import CollectiveError
 
 #: Seconds that a wait may last before it is written on the board.
@@ -319,8 +320,19 @@ class Watch:
         return None
 
 
-class LaneThread(threading.Thread):
-    """A thread that does what others gave it; they wait for it themselves."""
+def patience(watch: Callable[[], Watch]) -> Patience:
+    """Makes the way to wait for what a lane does with other ranks: where that takes long, the wait is on the board."""
+
+    def wait(event: threading.Event) -> None:
+        if event.wait(SLICE_S):
+            return
+        with watch() as here:
+            while not event.wait(SLICE_S):
+                failure = here.look()
+                if failure is not None:
+                    raise failure.error(here.subject)
+
+    return wait
 
 
 def _users_line() -> str:

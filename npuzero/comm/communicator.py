@@ -20,38 +20,13 @@ from typing import NoReturn, final
 import torch
 
 from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
+from npuzero.device import Handle
 from npuzero.errors import ContractError
 from npuzero.ops.storage.lazy import lazy
 
 #: Dtypes a sum may travel in. all_reduce also takes those of INTEGERS, and float64.
 WIRES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8)
-
-
-class Handle(ABC):
-    """An operation under way."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Until the result is there (on an accelerator: until the current stream will see it); any number of times.
-
-        Raises:
-            CollectiveError: the operation failed; the communicator is broken.
-        """
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether ``wait()`` would return, or raise, at once."""
-
-
-class Ready(Handle):
-    """The handle of what was done within the call."""
-
-    def wait(self) -> None:
-        return
-
-    def done(self) -> bool:
-        return True
 
 
 class Communicator(ABC):

@@ -7,7 +7,8 @@ from collections.abc import MutableMapping
 import torch
 
 from npuzero.comm.board import Failure
-from npuzero.comm.communicator import Communicator, Handle
+from npuzero.comm.communicator import Communicator
+from npuzero.device import Handle
 from npuzero.plan import ring_bytes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -25,10 +26,16 @@ class Birthplace:
         """Whether this process is a forked child of that one."""
         return self._pid != os.getpid()
 
-    def check(self, subject: str) -> None:
-        """Raises a StateError in a forked child."""
-        if self.left():
+
+def door(subject: str) -> Callable[[], None]:
+    """Makes a check that raises a StateError about ``subject`` in a forked child of this process."""
+    birthplace = Birthplace()
+
+    def check() -> None:
+        if birthplace.left():
             raise not_carried_over(subject)
+
+    return check
 
 
 def not_carried_over(subject: str) -> StateError:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from npuzero.comm import fork
 from npuzero.comm.board import Failure
-from npuzero.comm.communicator import Communicator, Handle
-from npuzero.comm.lane import make_lane
+from npuzero.comm.communicator import Communicator
+from npuzero.device import Handle, make_lane
 
 
 def transposed(ranks: Sequence[int]) -> int | None:
@@ -38,7 +39,7 @@ class HierarchicalCommunicator(Communicator):
     def __init__(self, outer: Communicator, inner: Communicator, flat: Communicator, ranks: Sequence[int], name: str):
         super().__init__(ranks, outer.rank * inner.size + inner.rank, name, flat.device)
         self.outer, self.inner, self.flat = outer, inner, flat
-        self._lane = make_lane(flat.device, name)
+        self._lane = make_lane(flat.device, name, fork.door(name))
         self._places = torch.tensor([self.ranks.index(member) for member in flat.ranks])
 
     def barrier(self) -> None:

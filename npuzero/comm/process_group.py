@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from npuzero.comm.board import Failure
-from npuzero.comm.communicator import INTEGERS, Communicator, Handle
-from npuzero.comm.lane import HostLane
+from npuzero.comm import fork
+from npuzero.comm.board import Failure, patience
+from npuzero.comm.communicator import INTEGERS, Communicator
+from npuzero.device import Handle, HostLane
 from npuzero.errors import CollectiveError, ConfigError
 
 #: Below this many elements an all_reduce gathers all buffers: one step instead of two.
@@ -103,7 +104,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         super().__init__(group, ranks, rank, name, torch.device("cpu"), "gloo")
         self._places = [self.ranks.index(member) for member in sorted(self.ranks)]
         self._ascending = self._places == list(range(self.size))
-        self._lane = HostLane(name)
+        self._lane = HostLane(name, fork.door(name))
 
     def barrier(self) -> None:
         self._run("barrier", "", 1, lambda: dist.barrier(group=self.group)).wait()
@@ -161,7 +162,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
             except RuntimeError as error:
                 raise self._fail(verb, sequence, tag, error) from error
 
-        return self._lane.run(guarded, lambda: self.watch(sequence, verb, tag))
+        return self._lane.run(guarded, patience(lambda: self.watch(sequence, verb, tag)))
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         if self._ascending:

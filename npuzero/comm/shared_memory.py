@@ -18,8 +18,9 @@ import torch
 
 from npuzero import _native, observe
 from npuzero.comm.board import Failure, Watch
-from npuzero.comm.communicator import Communicator, Handle
+from npuzero.comm.communicator import Communicator
 from npuzero.comm.store import Store
+from npuzero.device import Handle
 from npuzero.errors import CollectiveError, OutOfSpace
 
 native = _native.comm

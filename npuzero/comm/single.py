@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from npuzero.comm.board import Failure
-from npuzero.comm.communicator import Communicator, Handle, Ready
+from npuzero.comm.communicator import Communicator
+from npuzero.device import Handle, Ready
 from npuzero.errors import CollectiveError
 
 _READY = Ready()

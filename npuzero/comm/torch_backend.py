@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from npuzero.comm.communicator import INTEGERS, WIRES, Communicator, Handle
-from npuzero.comm.lane import HostLane
+from npuzero.comm import fork
+from npuzero.comm.communicator import INTEGERS, WIRES, Communicator
 from npuzero.comm.world import ProcessWorld
+from npuzero.device import Handle, HostLane
 from npuzero.errors import CollectiveError, ContractError
 from npuzero.ops.storage.lazy import settled
 
@@ -158,7 +159,7 @@ class ShmGroup(_ProcessGroup):  # type: ignore[misc]
             store, rank, size, torch.device("cpu"), backend="shm", timeout_s=timeout.total_seconds()
         )
         self._group = self._world.communicator(range(size), "ops")
-        self._lane = HostLane("shm")
+        self._lane = HostLane("shm", fork.door("shm"))
         self._name = ""
         self._group.barrier()  # all have opened it before any of them may end
 

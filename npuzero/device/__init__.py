@@ -1,4 +1,4 @@
-"""Devices: current stream, events, memory figures, and the collective backend that serves each kind.
+"""Devices: current stream, events, memory figures, the collective backend that serves each kind, lanes beside it.
 
 Importing this touches no device. torch_npu is imported only when an npu is asked for.
 """
@@ -12,10 +12,25 @@ import torch
 from npuzero.device.cpu import Cpu
 from npuzero.device.cuda import Cuda
 from npuzero.device.device import Availability, Device, Event, MemoryFigures
+from npuzero.device.handle import Handle, Ready
+from npuzero.device.lane import HostLane, Lane, make_lane
 from npuzero.device.npu import Npu
 from npuzero.errors import ConfigError
 
-__all__ = ["KINDS", "Availability", "Device", "Event", "MemoryFigures", "choose", "get"]
+__all__ = [
+    "KINDS",
+    "Availability",
+    "Device",
+    "Event",
+    "Handle",
+    "HostLane",
+    "Lane",
+    "MemoryFigures",
+    "Ready",
+    "choose",
+    "get",
+    "make_lane",
+]
 
 #: Kinds by torch's word for them, most wanted first.
 KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Npu, Cuda, Cpu)}

@@ -1,6 +1,8 @@
 """Where bytes rest, and who counts them."""
 
+from npuzero.memory.device import DeviceSpace, zeros
 from npuzero.memory.pool import Pool
-from npuzero.memory.space import Source, Space, Transient, zeros
+from npuzero.memory.space import Source, Space, Transient
+from npuzero.memory.spaces import Spaces
 
-__all__ = ["Pool", "Source", "Space", "Transient", "zeros"]
+__all__ = ["DeviceSpace", "Pool", "Source", "Space", "Spaces", "Transient", "zeros"]

@@ -1,17 +1,20 @@
-"""A memory space: it allocates flat buffers and knows what they are for."""
+"""The interface of a memory space: it gives buffers and counts, by label, what they are for.
+
+Each memory that a plan can name (:class:`npuzero.plan.Memory`) has one space, with counts of its own; ``spaces.py``
+says which. What is the same everywhere is here: counting, and errors that say what was held. What differs is where
+zeros come from, and how a buffer's memory comes and goes.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from typing import final
 
 import torch
 from torch import Tensor
 
-from npuzero import _native
 from npuzero.errors import OutOfSpace
 
 LABELS = ("parameters", "gradients", "states", "buffers")
@@ -19,17 +22,16 @@ LABELS = ("parameters", "gradients", "states", "buffers")
 #: Who else provides buffers: numel and dtype to a zeroed tensor. A communicator's are read by other ranks in place.
 Source = Callable[[int, torch.dtype], Tensor]
 
-# Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back whole
-# when they are freed, and may lie in huge pages.
-_MAPPED_BYTES = 2**20
 
-
-class Space:
-    """Flat buffers on one device, counted by label.
+class Space(ABC):
+    """Flat buffers in one memory, counted by label.
 
     ``held[label]`` is what is allocated now, ``peak[label]`` its high water since :meth:`reset_peak`. Both count what
     was asked for, in bytes; an allocator's rounding comes on top. ``allocations`` counts buffers made so far: it stands
     still in a steady step.
+
+    Attributes:
+        device: where torch says that its tensors are: not where the rank computes, which is ``world.device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,44 +39,47 @@ class Space:
         self.held: Counter[str] = Counter(dict.fromkeys(LABELS, 0))
         self.peak: Counter[str] = Counter(self.held)
         self.allocations = 0
-        self.stock = _native.host.Stock()
 
+    @final
     def allocate(self, numel: int, dtype: torch.dtype, label: str, source: Source | None = None) -> Tensor:
-        """A zeroed 1-D buffer of ``numel`` elements, from ``source`` if there is one.
+        """Allocates a zeroed 1-D buffer of ``numel`` elements, from ``source`` if there is one.
 
         Raises:
-            OutOfSpace: the device cannot hold it.
+            OutOfSpace: the memory cannot hold it.
         """
         nbytes = numel * dtype.itemsize
         try:
-            buffer = zeros(numel, dtype, self.device) if source is None else source(numel, dtype)
+            buffer = (source or self._zeros)(numel, dtype)
         except (RuntimeError, OSError) as error:  # torch.OutOfMemoryError is a RuntimeError, as the CPU allocator's is
             raise self.out_of_space(label, nbytes) from error
         self.allocations += 1
         self.count(label, nbytes)
         return buffer
 
+    @abstractmethod
     def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
-        """A 1-D buffer of ``numel`` elements that is there only between ``restore()`` and ``release()``.
+        """Makes a 1-D buffer of ``numel`` elements that is there only between ``restore()`` and ``release()``.
 
-        Meanwhile other transients of this space may have the memory; on an accelerator, all that torch allocates.
+        Meanwhile other transients of this space may have the memory.
 
         Raises:
             OutOfSpace: the address space is spent.
         """
-        if self.device.type == "cpu" and numel:
-            return _PagedTransient(self, numel, dtype, label)
-        return _StorageTransient(self, numel, dtype, label)
 
+    @final
     def count(self, label: str, nbytes: int) -> None:
-        """Record that ``nbytes`` more (or, negative, fewer) are held for ``label``."""
+        """Records that ``nbytes`` more (or, negative, fewer) are held for ``label``."""
         self.held[label] += nbytes
         self.peak[label] = max(self.peak[label], self.held[label])
 
+    @final
     def reset_peak(self) -> None:
+        """Starts the high water of each label anew, at what is held now."""
         self.peak = Counter(self.held)
 
+    @final
     def out_of_space(self, label: str, nbytes: int) -> OutOfSpace:
+        """Makes the error for ``nbytes`` that could not be had, with what this space holds."""
         return OutOfSpace(
             f"{self.device} memory for {label}",
             expected=f"room for {nbytes:,} bytes",
@@ -84,12 +89,9 @@ class Space:
             held=dict(self.held),
         )
 
-
-def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed 1-D buffer that nobody counts; on the host a large one goes back to the system when it is freed."""
-    if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
-        return torch.frombuffer(_mapped(numel * dtype.itemsize), dtype=dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
+    @abstractmethod
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A new zeroed 1-D buffer; a RuntimeError or OSError where there is no room."""
 
 
 class Transient(ABC):
@@ -109,7 +111,7 @@ class Transient(ABC):
         self.here = False
 
     def restore(self) -> None:
-        """Have memory; nothing happens if there is.
+        """Takes memory; nothing happens if there is.
 
         Raises:
             OutOfSpace: the device has none left.
@@ -123,7 +125,7 @@ class Transient(ABC):
             self._space.count(self._label, self._nbytes)
 
     def release(self) -> None:
-        """Give the memory back; nothing happens if there is none."""
+        """Gives the memory back; nothing happens if there is none."""
         if self.here:
             self._release()
             self.here = False
@@ -134,40 +136,3 @@ class Transient(ABC):
 
     @abstractmethod
     def _release(self) -> None: ...
-
-
-class _PagedTransient(Transient):
-    """On the host: pages move in from a stock that the space's transients share, and back (csrc/host/pages.h)."""
-
-    def __init__(self, space: Space, numel: int, dtype: torch.dtype, label: str) -> None:
-        super().__init__(space, numel * dtype.itemsize, label)
-        self._pages = _native.host.Pages(space.stock, self._nbytes)
-        self.tensor = torch.frombuffer(self._pages, dtype=dtype)
-
-    def _restore(self) -> None:
-        self._pages.restore()
-
-    def _release(self) -> None:
-        self._pages.release()
-
-
-class _StorageTransient(Transient):
-    """On an accelerator: the storage is resized; the caching allocator has the memory meanwhile."""
-
-    def __init__(self, space: Space, numel: int, dtype: torch.dtype, label: str) -> None:
-        super().__init__(space, numel * dtype.itemsize, label)
-        self.tensor = torch.empty(numel, dtype=dtype, device=space.device)
-        self._release()
-
-    def _restore(self) -> None:
-        self.tensor.untyped_storage().resize_(self._nbytes)
-
-    def _release(self) -> None:
-        self.tensor.untyped_storage().resize_(0)
-
-
-def _mapped(nbytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # advice: kernels built without huge pages refuse it
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages

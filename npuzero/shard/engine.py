@@ -16,8 +16,8 @@ from npuzero import observe
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings
 from npuzero.errors import StateError
-from npuzero.memory import Space
-from npuzero.plan import AXES, DIGEST_BITS, VERBS, Plan, Report
+from npuzero.memory import Spaces
+from npuzero.plan import AXES, DIGEST_BITS, VERBS, Memory, Plan, Report
 from npuzero.shard.accord import Accord, Words
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
@@ -76,7 +76,8 @@ class Engine:
         self.settings = settings
         specs, shape = agree(model, plan, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
-        self.space = Space(world.device)
+        self.spaces = Spaces(world.device)
+        self.space = self.spaces[Memory.DEVICE]
         self.units = build_units(specs, plan, settings, self.mesh)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None

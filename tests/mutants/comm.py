@@ -42,10 +42,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what goes wrong in a step of a lane is silence",
-        "comm/lane.py",
+        "device/lane.py",
         "handle.error = error",
         "pass",
-        ("unit/comm/test_communicator.py::test_lane_keeps_order_and_errors",),
+        ("unit/test_lane.py::test_a_lane_keeps_order_and_errors",),
     ),
     Mutant(
         "on one rank a sum replaces what it should be added to",

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from npuzero.errors import OutOfSpace
-from npuzero.memory import Space
+from npuzero.errors import ConfigError, OutOfSpace
+from npuzero.memory import DeviceSpace, Spaces
+from npuzero.plan import Memory, Placement
 
 CPU = torch.device("cpu")
 N = 3 * 2**20 + 17  # floats: several granules, and a part of one
 
 
 def test_a_buffer_is_zero_and_counted():
-    space = Space(CPU)
+    space = DeviceSpace(CPU)
     for numel in (0, 1, N):
         assert space.allocate(numel, torch.float32, "states").eq(0).all()
     assert space.held["states"] == 4 * (1 + N)
@@ -25,7 +26,7 @@ def test_a_buffer_is_zero_and_counted():
 
 
 def test_what_no_memory_can_hold_is_named():
-    space = Space(CPU)
+    space = DeviceSpace(CPU)
     with pytest.raises(OutOfSpace, match="states"):
         space.allocate(2**60, torch.float32, "states")
     with pytest.raises(OutOfSpace, match="expected room for"):
@@ -33,7 +34,7 @@ def test_what_no_memory_can_hold_is_named():
 
 
 def test_a_transient_keeps_its_address_and_views():
-    space = Space(CPU)
+    space = DeviceSpace(CPU)
     buffer = space.transient(N, torch.bfloat16, "buffers")
     view = buffer.tensor[5:9].view(2, 2)
     address = view.data_ptr()
@@ -52,7 +53,7 @@ def test_a_transient_keeps_its_address_and_views():
     tuple(int(part) for part in platform.release().split(".")[:2]) < (5, 7), reason="pages cannot be moved before 5.7"
 )
 def test_pages_move_from_one_transient_to_the_next():
-    space = Space(CPU)
+    space = DeviceSpace(CPU)
     first, second = (space.transient(N, torch.int32, "buffers") for _ in range(2))
     first.restore()
     first.tensor.copy_(torch.arange(N))
@@ -64,7 +65,7 @@ def test_pages_move_from_one_transient_to_the_next():
 
 @pytest.mark.parametrize("numel", [N, 3 * 2**17 + 2**14 + 1])  # the second: a granule, a half, and the smallest part
 def test_two_transients_do_not_share_memory_while_both_are_there(numel):
-    space = Space(CPU)
+    space = DeviceSpace(CPU)
     buffers = [space.transient(numel, torch.int64, "buffers") for _ in range(3)]
     for _ in range(3):
         for i, buffer in enumerate(buffers):
@@ -78,7 +79,7 @@ def test_two_transients_do_not_share_memory_while_both_are_there(numel):
 
 def test_the_end_of_a_transient_wastes_little():
     many, numel = 64, 2**20 // 4 + 2**14 // 4  # 1 MiB and 16 KiB, floats
-    space = Space(CPU)
+    space = DeviceSpace(CPU)
     buffers = [space.transient(numel, torch.float32, "buffers") for _ in range(many)]
     torch.ones(2**20).fill_(1.0)  # the thread pool, if any
     before_bytes = resident_bytes()
@@ -95,7 +96,7 @@ def resident_bytes() -> int:
 
 
 def test_a_transient_outlives_its_space():
-    buffer = Space(CPU).transient(N, torch.float32, "buffers")
+    buffer = DeviceSpace(CPU).transient(N, torch.float32, "buffers")
     buffer.restore()
     tensor = buffer.tensor.fill_(3.0)
     del buffer
@@ -103,7 +104,28 @@ def test_a_transient_outlives_its_space():
 
 
 def test_nothing_needs_no_memory():
-    empty = Space(CPU).transient(0, torch.float32, "buffers")
+    empty = DeviceSpace(CPU).transient(0, torch.float32, "buffers")
     empty.restore()
     assert empty.tensor.numel() == 0
     empty.release()
+
+
+def test_each_memory_has_a_space_with_counts_of_its_own():
+    spaces, others = Spaces(CPU), Spaces(CPU)
+    resting = spaces[Placement().memory]
+    resting.allocate(10, torch.float32, "states")
+    with_more = resting.transient(N, torch.float32, "buffers")
+    with_more.restore()
+    with_more.release()
+    high = {"parameters": 0, "gradients": 0, "states": 40, "buffers": 4 * N}
+    assert spaces.peaks() == {Memory.DEVICE: high}
+    spaces.reset_peaks()
+    assert spaces.peaks() == {Memory.DEVICE: {**high, "buffers": 0}}
+    assert not any(others[Memory.DEVICE].held.values())
+
+
+def test_a_memory_where_nothing_can_rest_is_named():
+    spaces = Spaces(CPU)
+    assert list(spaces) == [Memory.DEVICE] and len(spaces) == 1 and Memory.NVME not in spaces
+    with pytest.raises(ConfigError, match="memory 'nvme': expected one of 'device'"):
+        spaces[Memory.NVME]

@@ -14,7 +14,7 @@ from npu.fake import libraries
 from npuzero import device as devices
 from npuzero.errors import ConfigError, OutOfSpace
 from npuzero.info import info
-from npuzero.memory import Space
+from npuzero.memory import DeviceSpace
 
 
 def on_device(*shape: int) -> torch.Tensor:
@@ -194,5 +194,5 @@ def test_half_an_environment_of_cann_is_a_config_error():
 
 def test_a_full_device_is_out_of_space(npu):
     with pytest.raises(OutOfSpace) as raised:
-        Space(npu.device).allocate(1 << 40, torch.float32, "states")
+        DeviceSpace(npu.device).allocate(1 << 40, torch.float32, "states")
     assert raised.value.facts["nbytes"] == 4 << 40

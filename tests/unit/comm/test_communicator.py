@@ -1,8 +1,7 @@
-"""The doors of the verbs: what is refused before anything is sent, one rank alone, counting, meshes, lanes, worlds."""
+"""The doors of the verbs: what is refused before anything is sent, one rank alone, counting, meshes, worlds."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ import torch
 from npuzero import comm
 from npuzero.comm import Communicator, World
 from npuzero.comm.hierarchical import transposed
-from npuzero.comm.lane import HostLane
 from npuzero.comm.process_group import add_in_order
 from npuzero.errors import CollectiveError, ConfigError, ContractError
 
@@ -195,19 +193,6 @@ def test_add_in_order_rounds_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, total.to(dtype))
     add_in_order(out, rows, accumulate=True)
     assert torch.equal(out, (total + total.to(dtype).float()).to(dtype))
-
-
-def test_lane_keeps_order_and_errors() -> None:
-    lane, seen = HostLane("test"), []
-    handles = [lane.run(lambda k=k: seen.append(k)) for k in range(100)]  # type: ignore[misc]
-    failing = lane.run(lambda: itertools.count().__next__() / 0)  # type: ignore[arg-type, return-value]
-    after = lane.run(lambda: seen.append(100))
-    after.wait()
-    assert seen == list(range(101)) and all(handle.done() for handle in handles)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            failing.wait()
-    lane.close(1.0)
 
 
 def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:

@@ -1,6 +1,10 @@
 """A lane: where several steps run one after another beside the caller, each step once the one before it is done.
 
 On the host a lane is a thread; on an accelerator it is a stream, so that the current stream waits only at ``wait()``.
+What moves bytes beside the computation is a lane: a collective made of several, and whatever moves between memories.
+
+A lane knows nothing of ranks. Who gives it steps that meet other ranks says how a long wait is spent (``patience``),
+and where steps must not be taken any more (``door``).
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from typing import Any
 
 import torch
 
-from npuzero.comm import fork
-from npuzero.comm.board import SLICE_S, LaneThread, Watch
-from npuzero.comm.communicator import Handle
+from npuzero.device.handle import Handle
+
+#: Waits until the event is set, or raises why it never will be.
+Patience = Callable[[threading.Event], object]
 
 
 class Lane(ABC):
@@ -30,55 +35,50 @@ class Lane(ABC):
         """Waits for queued steps, at most ``timeout_s``."""
 
 
-def make_lane(device: torch.device, name: str) -> Lane:
-    """The lane that suits ``device``."""
-    return HostLane(name) if device.type == "cpu" else StreamLane(device)
+class LaneThread(threading.Thread):
+    """A thread that does what others gave it; they wait for it themselves."""
 
 
 class HostHandle(Handle):
-    """A step on a HostLane; ``watch`` makes the watch of who waits for it long, where the step meets other ranks."""
+    """A step on a HostLane."""
 
-    def __init__(self, watch: Callable[[], Watch] | None) -> None:
+    def __init__(self, patience: Patience) -> None:
         self.event = threading.Event()
         self.error: BaseException | None = None
-        self._watch = watch
+        self._patience = patience
 
     def wait(self) -> None:
-        if not self.event.wait(SLICE_S):
-            self._wait_long()
+        if not self.event.is_set():
+            self._patience(self.event)
         if self.error is not None:
             raise self.error
-
-    def _wait_long(self) -> None:
-        if self._watch is None:
-            self.event.wait()
-            return
-        with self._watch() as watch:
-            while not self.event.wait(SLICE_S):
-                failure = watch.look()
-                if failure is not None:
-                    raise failure.error(watch.subject)
 
     def done(self) -> bool:
         return self.event.is_set()
 
 
 class HostLane(Lane):
-    """A thread that takes steps from a queue; it starts with the first."""
+    """A thread that takes steps from a queue; it starts with the first.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the thread.
+        door: called before a step is queued, on the caller's thread; raises where none may be.
+    """
+
+    def __init__(self, name: str, door: Callable[[], None] = lambda: None) -> None:
         self._name = name
+        self._door = door
         self._steps: queue.SimpleQueue[tuple[Callable[[], None], HostHandle] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._birthplace = fork.Birthplace()
 
-    def run(self, step: Callable[[], None], watch: Callable[[], Watch] | None = None) -> Handle:
-        self._birthplace.check(self._name)
+    def run(self, step: Callable[[], None], patience: Patience = threading.Event.wait) -> Handle:
+        """Queues ``step``; whoever waits for it spends the time in ``patience``."""
+        self._door()
         if self._thread is None:
             # A daemon: a step that waits for a dead peer must not keep the interpreter from ending.
             self._thread = LaneThread(target=self._work, name=f"npuzero-{self._name}", daemon=True)
             self._thread.start()
-        handle = HostHandle(watch)
+        handle = HostHandle(patience)
         self._steps.put((step, handle))
         return handle
 
@@ -100,7 +100,7 @@ class HostLane(Lane):
 
 
 class StreamHandle(Handle):
-    """A step on a StreamLane; keeps what the step returned until the current stream waits for it."""
+    """A step on a StreamLane; keeps the step, and so its tensors, until the current stream waits for it."""
 
     def __init__(self, module: Any, event: Any, step: Callable[[], None]) -> None:
         self._module = module
@@ -132,3 +132,8 @@ class StreamLane(Lane):
 
     def close(self, timeout_s: float) -> None:
         return
+
+
+def make_lane(device: torch.device, name: str, door: Callable[[], None] = lambda: None) -> Lane:
+    """Makes the lane that suits ``device``; ``door``: see :class:`HostLane`. streams have none."""
+    return HostLane(name, door) if device.type == "cpu" else StreamLane(device)

@@ -1,0 +1,80 @@
+"""The memory of the device that computes: torch's allocator on an accelerator, pages of the process on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import torch
+from torch import Tensor
+
+from npuzero import _native
+from npuzero.memory.space import Space, Transient
+
+# Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back whole
+# when they are freed, and may lie in huge pages.
+_MAPPED_BYTES = 2**20
+
+
+class DeviceSpace(Space):
+    """Buffers where the rank computes.
+
+    While a transient is released, the other transients of this space may have its memory; on an accelerator, all that
+    torch allocates.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.stock = _native.host.Stock()
+
+    def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
+        if self.device.type == "cpu" and numel:
+            return _PagedTransient(self, numel, dtype, label)
+        return _StorageTransient(self, numel, dtype, label)
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return zeros(numel, dtype, self.device)
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Makes a zeroed 1-D buffer that nobody counts; on the host a large one goes back to the system when freed."""
+    if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
+        return torch.frombuffer(_mapped(numel * dtype.itemsize), dtype=dtype)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+class _PagedTransient(Transient):
+    """On the host: pages move in from a stock that the space's transients share, and back (csrc/host/pages.h)."""
+
+    def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
+        super().__init__(space, numel * dtype.itemsize, label)
+        self._pages = _native.host.Pages(space.stock, self._nbytes)
+        self.tensor = torch.frombuffer(self._pages, dtype=dtype)
+
+    def _restore(self) -> None:
+        self._pages.restore()
+
+    def _release(self) -> None:
+        self._pages.release()
+
+
+class _StorageTransient(Transient):
+    """On an accelerator: the storage is resized; the caching allocator has the memory meanwhile."""
+
+    def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
+        super().__init__(space, numel * dtype.itemsize, label)
+        self.tensor = torch.empty(numel, dtype=dtype, device=space.device)
+        self._release()
+
+    def _restore(self) -> None:
+        self.tensor.untyped_storage().resize_(self._nbytes)
+
+    def _release(self) -> None:
+        self.tensor.untyped_storage().resize_(0)
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # advice: kernels built without huge pages refuse it
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages

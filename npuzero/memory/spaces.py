@@ -1,0 +1,63 @@
+"""Which memory has which space: the one place where a memory joins the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from npuzero.errors import ConfigError
+from npuzero.memory.device import DeviceSpace
+from npuzero.memory.space import Space
+from npuzero.plan import Memory
+
+
+class Spaces(Mapping[Memory, Space]):
+    """The memory spaces of one engine, each with counts of its own.
+
+    What a plan places is allocated where its :class:`~npuzero.plan.Placement` says, and counted there::
+
+        spaces = Spaces(world.device)
+        states = spaces[plan.states.memory].allocate(numel, torch.float32, "states")
+        buffer = spaces[Memory.DEVICE].transient(numel, dtype, "buffers")  # what computes is always on the device
+        spaces.peaks()  # {Memory.DEVICE: {"parameters": ..., "gradients": ..., "states": ..., "buffers": ...}}
+
+    Args:
+        device: where the rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._spaces: dict[Memory, Space] = {Memory.DEVICE: DeviceSpace(device)}
+
+    def __getitem__(self, memory: Memory) -> Space:
+        """The space of ``memory``.
+
+        Raises:
+            ConfigError: nothing can rest there yet.
+        """
+        if memory not in self._spaces:
+            raise ConfigError(
+                f"memory {memory.value!r}",
+                expected=f"one of {', '.join(repr(known.value) for known in self._spaces)}",
+                got=repr(memory.value),
+                do="Let each part of the plan rest in one of these.",
+            )
+        return self._spaces[memory]
+
+    def __contains__(self, memory: object) -> bool:
+        return memory in self._spaces
+
+    def __iter__(self) -> Iterator[Memory]:
+        return iter(self._spaces)
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    def peaks(self) -> dict[Memory, dict[str, int]]:
+        """Returns the high water of each memory, in bytes by label, since :meth:`reset_peaks`."""
+        return {memory: dict(space.peak) for memory, space in self.items()}
+
+    def reset_peaks(self) -> None:
+        """Starts the high water of every memory anew, at what is held now."""
+        for space in self.values():
+            space.reset_peak()
