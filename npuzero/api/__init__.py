@@ -1,8 +1,6 @@
 """The composition root: the only place that knows every part."""
 
-from npuzero.api.adam import Adam, AdamW
 from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms
-from npuzero.api.guard import FiniteGuard
 from npuzero.api.model import (
     export,
     full_state_dict,
@@ -15,8 +13,7 @@ from npuzero.api.model import (
     report,
     zero,
 )
-from npuzero.api.optimizer import ZeroOptimizer
-from npuzero.api.scaler import LossScaler
+from npuzero.optim import Adam, AdamW, FiniteGuard, LossScaler, ZeroOptimizer
 
 __all__ = [
     "Adam",

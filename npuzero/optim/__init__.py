@@ -1,17 +1,21 @@
-"""Optimizer arithmetic on flat buffers: buffers in, buffers out."""
+"""Optimizers: fused rules and torch's own, over cut models and plain parameters; loss scaling and the finite guard."""
 
-from npuzero.optim.adam import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, dynamic_rows, lies_there, segments
-from npuzero.optim.scaler import LossScale, TakenSteps
+from npuzero.optim.adam import Adam, AdamW
+from npuzero.optim.counts import TakenSteps
+from npuzero.optim.guard import FiniteGuard
+from npuzero.optim.loss_scale import LossScale
+from npuzero.optim.scaler import LossScaler
+from npuzero.optim.segments import MOMENT_DTYPES, dynamic_rows
+from npuzero.optim.wrapped import ZeroOptimizer
 
 __all__ = [
-    "MOMENTS",
     "MOMENT_DTYPES",
-    "AdamState",
+    "Adam",
+    "AdamW",
+    "FiniteGuard",
     "LossScale",
-    "Range",
-    "Rows",
+    "LossScaler",
     "TakenSteps",
+    "ZeroOptimizer",
     "dynamic_rows",
-    "lies_there",
-    "segments",
 ]

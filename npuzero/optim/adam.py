@@ -1,172 +1,365 @@
-"""Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019) on flat shards, and on tensors laid end to end."""
+"""Adam and AdamW: torch's signatures, one launch a step, over cut models and over plain parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npuzero import ops
-from npuzero.ops import storage
-from npuzero.plan import START_ELEMENTS
+from npuzero.errors import ConfigError
+from npuzero.optim.counts import TakenSteps
+from npuzero.optim.plain import Member, Options, PlainAdam
+from npuzero.optim.segments import MOMENT_DTYPES, MOMENTS, AdamState, Range, Rows, lies_there, segments
+from npuzero.optim.wrapped import ZeroOptimizer
+from npuzero.plan import DTYPES, MASTERS, Precision
+from npuzero.shard.accord import Words
+from npuzero.shard.engine import Engine, engine_behind
+from npuzero.shard.unit import Flat
 
-#: In which dtype a moment is stored, by the name that a precision gives it.
-MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-#: Moments by torch's names; the last only with amsgrad.
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# As torch has them: a program may put this module's in their place.
+_ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 
 
-class AdamState:
-    """Moments of ``numel`` elements, stored as their precision says: zeros at first.
+class Adam(ZeroOptimizer):
+    """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
 
-    Args:
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        allocate: makes the zeros of a number of elements and a dtype.
-    """
-
-    def __init__(self, numel: int, moments: str, amsgrad: bool, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
-        dtype = MOMENT_DTYPES[moments]
-        self._numel = numel
-        names = MOMENTS if amsgrad else MOMENTS[:2]
-        #: By torch's names, as they are stored.
-        self.stored = {name: allocate(storage.stored_numel(numel, dtype), dtype) for name in names}
-
-    def read(self, name: str) -> Tensor:
-        """[numel] float32: a moment; maybe a copy."""
-        stored = self.stored[name]
-        return (
-            stored if stored.dtype == torch.float32 else storage.widen(stored, self._numel, signed=name == MOMENTS[0])
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        masters: str | None = None,
+        moments: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._make(
+            _ADAM,
+            params,
+            *(masters, moments, seed),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
         )
 
-    def write(self, name: str, own: slice, values: Tensor) -> None:
-        """Replace a range, whole blocks but for its end, by ``values``: what :meth:`read` gave comes back."""
-        values = values.to(self.stored[name].device, torch.float32).reshape(-1)
-        storage.write(values, self.stored[name], self._numel, own, signed=name == MOMENTS[0])
+    def _make(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Any,
+        masters: str | None,
+        moments: str | None,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        _check_choice("masters", masters, MASTERS)
+        _check_choice("moments", moments, MOMENT_DTYPES)
+        if type(seed) is not int or not 0 <= seed < 2**64:
+            raise ConfigError(
+                "seed", expected="an int from 0 to 2^64 - 1", got=repr(seed), do="Give one in that range."
+            )
+        self._chosen = {"masters": masters, "moments": moments}
+        self._seed = seed
+        ZeroOptimizer.__init__(self, kind, params, **options)
+        self._begin()
 
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
 
-class Range(NamedTuple):
-    """A parameter's part of the line, ``[begin, end)`` in elements: its group's options and its own step count.
+    @property
+    def constants(self) -> Words:
+        return {"seed": self._seed}
 
-    ``row``: the row of :class:`Rows` that knows lr and step instead. ``stream`` and ``place``: as
-    :class:`npuzero.ops.Segment` has them, where something is rounded stochastically.
-    """
+    def _begin(self) -> None:
+        """What is counted, kept of cut models, and remembered from step to step: nothing yet."""
+        self._moments: weakref.WeakKeyDictionary[Flat, AdamState] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
+        # By id of a cut parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        self._taken = TakenSteps()
+        self._cut_lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], ops.Line]] = weakref.WeakKeyDictionary()
+        self._plain = PlainAdam(**self._chosen, seed=self._seed)
 
-    begin: int
-    end: int
-    options: Mapping[str, Any]
-    step: int
-    row: int | None = None
-    stream: int = 0
-    place: int | None = None
+    def __getstate__(self) -> Options:
+        return {**super().__getstate__(), "_chosen": self._chosen, "_seed": self._seed}
 
+    def __setstate__(self, state: Options) -> None:
+        super().__setstate__(state)
+        self._begin()
 
-class Rows:
-    """The table of what lr and step come to, for launches of which the device alone knows one of the two.
+    def _check_group(self, group: Options) -> None:
+        super()._check_group(group)
+        for parameter in group["params"]:
+            if parameter.dtype not in DTYPES.values():
+                raise ConfigError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)}",
+                    expected="float32, bfloat16 or float16, as for torch's fused optimizers on most devices",
+                    got=str(parameter.dtype),
+                    do=f"Give it to torch.optim.{self._class.__name__}, or as real and imaginary parts.",
+                )
+        if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"]):
+            raise ConfigError(
+                f"{type(self).__name__}: betas",
+                expected="numbers, or tensors in the host's memory",
+                got="tensors on a device, for which each step would wait",
+                do="Give numbers; lr may be a tensor on the device.",
+            )
 
-    Args:
-        device: where it is needed.
-    """
+    def _update(self, ready: list[Engine]) -> None:
+        members = {id(parameter): (number, group) for number, (group, parameter) in enumerate(self._parameters())}
+        plain = [Member(*members[id(parameter)], parameter) for parameter in self._owners()[1]]
+        # A scaler leaves these two here.
+        self._plain.update(self.state, plain, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        for engine in ready:
+            self._update_cut(engine, members)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._of: dict[tuple[int, int], int] = {}
-        self._options: list[Mapping[str, Any]] = []
-        self._steps: list[float | Tensor] = []
+    def _check_precision(self, precision: Precision) -> None:
+        for name, chosen in self._chosen.items():
+            if chosen not in (None, getattr(precision, name)):
+                raise ConfigError(
+                    f"{type(self).__name__}({name}={chosen!r})",
+                    expected=f"None or {getattr(precision, name)!r} over a model that has a plan, which says it",
+                    got=repr(chosen),
+                    do=f"Give zero() a Precision with {name}={chosen!r}, or leave it out here.",
+                )
 
-    def row(self, options: Mapping[str, Any], step: int | Tensor) -> tuple[int, int | None]:
-        """The number of an update and its row: the one if the host knows both step and lr, else the other.
+    def _update_cut(self, engine: Engine, members: Mapping[int, tuple[int, Options]]) -> None:
+        """One launch for all flats of a model: this rank's shards laid end to end.
 
         Args:
-            options: its group's.
-            step: updates of before, a () tensor on the device; or this one's number.
+            members: by id of the parameter its number, of which random bits depend, and its options.
         """
-        counted = isinstance(step, Tensor)
-        if not counted and not lies_there(options["lr"], self._device):
-            return cast(int, step), None
-        row = self._of.setdefault((id(options), id(step) if counted else -cast(int, step)), len(self._of))
-        if row == len(self._options):
-            self._options.append(options)
-            self._steps.append(step + 1 if counted else step)
-        return 0, row
+        counted = self._counted_on_device(engine, members)
+        updated = [
+            [
+                used and id(parameter) in members
+                for parameter, used in zip(flat.parameters, engine.used(flat), strict=True)
+            ]
+            for flat in engine.flats()
+        ]
+        here: list[int] = []
+        if counted:
+            here = [
+                id(parameter)
+                for flat, used in zip(engine.flats(), updated, strict=True)
+                for parameter in itertools.compress(flat.parameters, used)
+            ]
+            self._taken.part(here)
+        device, counts = engine.space.device, self._taken.counts
+        rows = Rows(device)
+        known = not counted and not any(lies_there(group["lr"], device) for group in self.param_groups)
+        shards: list[Flat] = []
+        ranges: list[Range] = []
+        start = 0
+        for flat, used in zip(engine.flats(), updated, strict=True):
+            steps = [] if counted else self._steps_of(flat)
+            drawing = engine.plan.precision.moments != "fp32" or flat.rounds_stochastically
+            for i in itertools.compress(flat.slots, used):
+                parameter, own = flat.parameters[i], flat.own_slots[i]
+                number, group = members[id(parameter)]
+                if not counted:
+                    steps[i] += 1
+                count = counts[id(parameter)] if counted else steps[i]
+                step, row = (steps[i], None) if known else rows.row(group, count)
+                random = (number, flat.place_of_own(i)) if drawing else (0, None)
+                if own.start < own.stop:
+                    ranges.append(Range(start + own.start, start + own.stop, group, step, row, *random))
+            if any(used):  # also on a rank whose shard is all padding, so that every rank holds the same
+                shards.append(flat)
+                start += flat.master.numel()
+        dynamic = rows.table()
+        if counted:
+            self._taken.take(here, engine.skip)
+        line = self._cut_line(engine, shards)
+        gradients = [flat.own_gradient for flat in shards]
+        line.update(gradients, segments(ranges), engine.gradient_scale, engine.skip, dynamic)
 
-    def table(self) -> Tensor | None:
-        """[rows, 4] float32; None where nobody has a row."""
-        return dynamic_rows(self._options, self._steps, self._device) if self._options else None
+    def _counted_on_device(self, engine: Engine, members: Mapping[int, tuple[int, Options]]) -> bool:
+        """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
+        without the host's knowledge. It begins with what the host has counted.
+        """
+        asked = engine.skip is not None or any(group["capturable"] for group in self.param_groups)
+        if not asked and not self._taken.counts:
+            return False
+        trained = [(flat, i, id(flat.parameters[i])) for flat in engine.flats() for i in flat.slots]
+        asked = engine.skip is not None or any(key in members and members[key][1]["capturable"] for *_, key in trained)
+        counted = asked or any(key in self._taken.counts for *_, key in trained)
+        for flat, i, key in trained if counted else ():
+            if key not in self._taken.counts:
+                self._taken.begin(key, self._steps_of(flat)[i], engine.space.device)
+        return counted
+
+    def _cut_line(self, engine: Engine, shards: list[Flat]) -> ops.Line:
+        """What the update of ``shards`` writes; an engine's buffers stay where they are."""
+        last, line = self._cut_lines.get(engine, ([], None))
+        if line is None or last != shards:
+            moments = [self._moments_of(engine, flat).stored for flat in shards]
+            line = ops.Line(
+                [flat.master for flat in shards],
+                [stored["exp_avg"] for stored in moments],
+                [stored["exp_avg_sq"] for stored in moments],
+                low=[flat.low for flat in shards],
+                remainder=[flat.remainder for flat in shards],
+                max_exp_avg_sq=[stored.get("max_exp_avg_sq") for stored in moments],
+                seed=self._seed,
+            )
+            self._cut_lines[engine] = shards, line
+        return line
+
+    def _steps_of(self, flat: Flat) -> list[int]:
+        """Per slot: how often it was updated, as far as the host has counted."""
+        return self._steps.setdefault(flat, [0] * len(flat.parameters))
+
+    def _step_of(self, flat: Flat, i: int) -> int:
+        """How often a slot was updated; waits for the device where that has counted."""
+        count = self._taken.counts.get(id(flat.parameters[i]))
+        return self._steps_of(flat)[i] if count is None else int(count.item())
+
+    def _moments_of(self, engine: Engine, flat: Flat) -> AdamState:
+        if flat not in self._moments:
+            self._check_precision(engine.plan.precision)
+            amsgrad = any(group["amsgrad"] for group in self.param_groups)
+            allocate = functools.partial(engine.space.allocate, label="states")
+            moments = engine.plan.precision.moments
+            self._moments[flat] = AdamState(flat.master.numel(), moments, amsgrad, allocate)
+        return self._moments[flat]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks: whether it may leave ``grad_scale`` and ``found_inf`` on the device, here."""
+        return all(group["fused"] or group["capturable"] for group in self.param_groups)
+
+    def load_state_dict(self, state_dict: Options) -> None:
+        super().load_state_dict(state_dict)
+        for group, parameter in self._parameters():
+            if group["capturable"] and engine_behind(parameter) is None and self.state.get(parameter):
+                self._plain.count_on_device(parameter, self.state[parameter])
+
+    def _plain_state(self, parameter: nn.Parameter) -> Options:
+        return self._plain.read(parameter, self.state.get(parameter, {}))
+
+    def _restore_plain(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        mine = self._plain.write(parameter, state)
+        self.state.pop(parameter, None)
+        if mine:
+            self.state[parameter] = mine
+
+    def state_names(self) -> tuple[str, ...]:
+        amsgrad = any(group["amsgrad"] for group in self.param_groups)
+        return ("step", *MOMENTS[: 3 if amsgrad else 2])
+
+    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
+        return self._moments[flat].read(name)
+
+    def _flat_state(self, flat: Flat) -> dict[str, Tensor]:
+        if flat not in self._moments:
+            return {}
+        moments = self._moments[flat]
+        return {name: moments.read(name) for name in moments.stored}
+
+    def _slot_state(self, flat: Flat, i: int) -> Options:
+        step = self._step_of(flat, i)
+        return {"step": step, **self._moments[flat].stored} if step else {}
+
+    def _restore(self, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]) -> None:
+        self._steps_of(flat)[i] = int(state.get("step", 0))
+        self._taken.forget(id(flat.parameters[i]))
+        if state or flat in self._moments:
+            own, moments = flat.own_slots[i], self._moments_of(engine, flat)
+            for name in moments.stored:
+                moments.write(name, own, state[name] if state else torch.zeros(own.stop - own.start))
 
 
-def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """[rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's wait.
+class AdamW(Adam):
+    """``torch.optim.AdamW``, fused: one launch for all shards of a model does unscaling, update and the rounded copy.
+
+    Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
+    it is a drop-in whose ``state_dict`` is torch's (with a ``master`` of each parameter in 16 bits), and all of them
+    are updated by one launch. A program may write into plain parameters between steps, but where they have masters not
+    in place through ``p.data``, which torch does not show.
 
     Args:
-        options: of each row: lr (a number or a tensor of one element), betas, weight_decay, decoupled_weight_decay.
-        steps: of each row the step count, this update included; a number or a tensor.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize: as for ``torch.optim.AdamW``. An lr that is a tensor on
+            the parameters' device is read there, and never by the host.
+        capturable: as torch's: steps are counted on the device, so that a graph can capture :meth:`step` after one step
+            outside of it. A replay goes on counting, and sees another lr where that is a tensor on the device.
+        masters: of plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, the 16 bits that the parameter
+            lacks, with the same results; ``"none"``, the parameter alone, rounded stochastically. Others have fp32.
+        moments: of plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` has float32 always.
+            Of a model with a plan its precision says both.
+        seed: of stochastic rounding, with the step and the parameter's place among ``params``.
+        fused: the update is, always; True lets torch.amp.GradScaler decide on the device, as for torch's.
+        foreach: accepted for compatibility.
+        differentiable: must be False.
+
+    Raises:
+        ConfigError: options out of range, or parameters that torch refuses; of torch's kind of error, too.
     """
-    lr = _column([o["lr"] for o in options], device)
-    beta1, beta2 = (_column([o["betas"][i] for o in options], device) for i in (0, 1))
-    decay = _column([o["weight_decay"] if o["decoupled_weight_decay"] else 0.0 for o in options], device)
-    count = _column(steps, device)
-    return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        masters: str | None = None,
+        moments: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._make(
+            _ADAMW,
+            params,
+            *(masters, moments, seed),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def _update(self, ready: list[Engine]) -> None:
+        for group in self.param_groups:  # what was loaded may be Adam's
+            group["decoupled_weight_decay"] = True
+        super()._update(ready)
 
 
-def lies_there(value: float | Tensor, device: torch.device) -> bool:
-    """Whether a number is to be read on ``device``. One in the host's memory is read by the host, without a wait."""
-    return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")
-
-
-def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
-    return torch.stack(
-        [
-            value.to(**wide).view(())
-            if isinstance(value, Tensor) and lies_there(value, device)
-            # By a kernel: a copy from the host would wait, and cannot be captured.
-            else torch.full((), float(value), **wide)
-            for value in values
-        ]
-    )
-
-
-def segments(ranges: Iterable[Range]) -> list[ops.Segment]:
-    """What a launch is told of ``ranges``, which ascend.
-
-    Neighbours that share options and step count become one segment across the padding between them: padding is zero
-    in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart, or random bits of their own.
-    """
-    runs: list[list[Range]] = []  # first and last of those that continue each other
-    for part in ranges:
-        if runs and _continues(runs[-1][1], part):
-            runs[-1][1] = part
-        else:
-            runs.append([part, part])
-    return [_segment(first, last) for first, last in runs]
-
-
-def _continues(last: Range, part: Range) -> bool:
-    """Whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
-    if last.options is not part.options or (last.step, last.row) != (part.step, part.row) or part.place is not None:
-        return False
-    gap = part.begin - last.end
-    return gap == 0 or (gap < START_ELEMENTS and part.options["eps"] > 0)
-
-
-def _segment(first: Range, last: Range) -> ops.Segment:
-    options = last.options
-    beta1, beta2 = options["betas"]
-    return ops.Segment(
-        first.begin,
-        last.end,
-        float(options["lr"]) if last.row is None else 0.0,
-        float(beta1),
-        float(beta2),
-        options["eps"],
-        options["weight_decay"],
-        last.step,
-        options["decoupled_weight_decay"],
-        options["maximize"],
-        options["amsgrad"],
-        last.row,
-        first.stream,
-        first.place,
-    )
+def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:
+    if value is not None and value not in allowed:
+        raise ConfigError(
+            name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do="Choose among these."
+        )

@@ -1,117 +1,330 @@
-"""What loss scaling decides, and how many steps it let through, both on the device: no operation waits for it."""
+"""Loss scaling with the calls of ``torch.amp.GradScaler``, over cut models and plain ones."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.optim.loss_scale import LossScale
+from npuzero.shard.engine import Engine, engine_behind
 
 
-class LossScale:
-    """A loss scale that follows what it finds: down where a step overflowed, up after a window without.
+class _Stage(enum.Enum):
+    UNSCALED = "unscaled"
+    STEPPED = "stepped"
 
-    The rule is torch's (``torch.amp.GradScaler``), with Megatron-LM's hysteresis and a floor: an overflow ends the
-    window; from the ``hysteresis``-th on, counted since the scale last grew, each multiplies the scale by
-    ``backoff_factor``, down to ``floor``; ``growth_interval`` steps without one multiply it by ``growth_factor``, if
-    that is finite.
 
-    Attributes:
-        scale: () float32 on the device.
-        window: () int64, steps since the last overflow or growth.
-        patience: () int64, overflows left before the scale goes down.
-        skipped: () int64, overflows in all.
+class LossScaler:
+    """Multiplies the loss, so that small float16 gradients do not vanish, and skips steps that overflow.
+
+    In the place of ``torch.amp.GradScaler``, which cannot read cut gradients::
+
+        scaler = npuzero.LossScaler()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)                  # where gradients are clipped or looked at
+        npuzero.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Every rank decides alike: a gradient that is inf or NaN anywhere skips the step everywhere, and parameters, masters
+    and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over a cut model the host waits for nothing:
+    whether a step was taken, and how many were (for the bias correction), is known on the device alone; over plain
+    parameters likewise with ``fused=True`` or ``capturable=True``, and so for torch's. Others wait for the decision, as
+    under torch's scaler.
+
+    Args:
+        device: accepted for torch's sake; the scale lives where the first loss does.
+        init_scale: to begin with.
+        growth_factor, growth_interval: after so many steps without an overflow the scale is multiplied so.
+        backoff_factor: and at an overflow so.
+        enabled: False makes every call what it is without a scaler.
+        hysteresis: overflows, since the scale last grew, from which on it goes down; 1 is torch's rule.
+        floor: the scale does not go below.
+
+    Raises:
+        ConfigError: arguments out of range.
     """
 
     def __init__(
         self,
-        device: torch.device,
-        scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        hysteresis: int,
-        floor: float,
+        device: str | torch.device | None = None,
+        init_scale: float = 2.0**24,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        hysteresis: int = 1,
+        floor: float = 1.0,
     ) -> None:
-        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
-        self.window, self.patience, self.skipped = (
-            torch.full((), value, dtype=torch.int64, device=device) for value in (0, hysteresis, 0)
+        rules = {
+            "floor": (floor, math.isfinite(floor) and floor > 0, "a positive number"),
+            "init_scale": (init_scale, math.isfinite(init_scale) and init_scale >= floor, f"at least floor={floor}"),
+            "growth_factor": (growth_factor, 1 < growth_factor < math.inf, "more than 1"),
+            "backoff_factor": (backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
+            "growth_interval": (growth_interval, growth_interval >= 1, "at least 1"),
+            "hysteresis": (hysteresis, hysteresis >= 1, "at least 1"),
+        }
+        for name, (value, holds, expected) in rules.items():
+            if not holds:
+                raise ConfigError(f"LossScaler: {name}", expected=expected, got=repr(value), do="Correct it.")
+        self._enabled = enabled
+        self._settings: dict[str, Any] = {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "floor": floor,
+        }
+        self._begins = {"scale": float(init_scale), "window": 0, "patience": hysteresis, "skipped": 0}
+        self._state: LossScale | None = None
+        # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
+        self._stages: dict[int, _Stage] = {}
+        self._found: dict[int, Tensor] = {}
+
+    # -- a training step -------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor, or an iterable of tensors, multiplied by the scale."""
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return outputs * self._state_on(outputs.device).scale
+        if isinstance(outputs, Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ConfigError(
+            "LossScaler.scale", expected="a tensor or an iterable of tensors", got=repr(outputs), do="Pass the loss."
         )
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval = growth_interval
-        self.hysteresis = hysteresis
-        self.floor = floor
 
-    def inverse(self) -> Tensor:
-        """() float32: what a scaled gradient is multiplied by."""
-        return self.scale.double().reciprocal().float()
+    @_disable_dynamo
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the optimizer's gradients by the scale. Collective over a cut model; once a step.
 
-    @torch.no_grad()
-    def update(self, found: Tensor) -> None:
-        """Takes in one step; ``found``: () float32, not zero where it overflowed."""
-        overflow = found != 0
-        wide = self.scale.double()
-        window = torch.where(overflow, 0, self.window + 1)
-        patience = torch.where(overflow, (self.patience - 1).clamp(min=0), self.patience)
-        grown = (wide * self.growth_factor).float()
-        grows = window >= self.growth_interval
-        shrunk = (wide * self.backoff_factor).float().clamp(min=self.floor)
-        self.scale.copy_(
-            torch.where(overflow & (patience == 0), shrunk, torch.where(grows & grown.isfinite(), grown, self.scale))
-        )
-        self.window.copy_(torch.where(grows, 0, window))
-        self.patience.copy_(torch.where(grows, self.hysteresis, patience))
-        self.skipped.add_(overflow)
+        Raises:
+            StateError: called out of turn, or there is no gradient.
+        """
+        if not self._enabled:
+            return
+        self._expect(optimizer, "unscale_", None)
+        state = self._begun("unscale_")
+        inverse = state.inverse()
+        engines, plain = _split(optimizer)
+        rules = {**self._settings, "init_scale": self._begins["scale"]}
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        found = [engine.unscale(inverse, rules, mine) for engine in engines]
+        found += [_unscale(gradient, inverse) for gradient in plain]
+        present = [part.to(state.scale.device) for part in found if part is not None]
+        if not present:
+            raise StateError(
+                "LossScaler.unscale_",
+                expected="gradients",
+                got="none on any rank",
+                do="Call it after scaler.scale(loss).backward().",
+            )
+        self._found[id(optimizer)] = torch.stack([part.view(()) for part in present]).amax()
+        self._stages[id(optimizer)] = _Stage.UNSCALED
+
+    @_disable_dynamo
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step()`` on unscaled gradients, without effect where they overflowed; collective as that is.
+
+        Raises:
+            StateError: called out of turn, or with a closure.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or "closure" in kwargs:
+            raise StateError(
+                "LossScaler.step",
+                expected="a step without closure: the gradients are there already",
+                got="one",
+                do="Run backward on the scaled loss first, then scaler.step(optimizer).",
+            )
+        if self._stages.get(id(optimizer)) is not _Stage.UNSCALED:
+            self._expect(optimizer, "step", None)
+            self.unscale_(optimizer)
+        self._stages[id(optimizer)] = _Stage.STEPPED
+        overflow = self._found[id(optimizer)]
+        engines, plain = _split(optimizer)
+        for engine in engines:
+            engine.skip_where(overflow.view(1).to(engine.space.device))
+        if not plain:
+            return optimizer.step(**kwargs)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            return _step_unless(overflow, optimizer, kwargs)
+        return None if overflow.item() else optimizer.step(**kwargs)
+
+    @_disable_dynamo
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale by what the steps since the last call found, or sets it.
+
+        Raises:
+            StateError: no step since.
+        """
+        if not self._enabled:
+            return
+        state = self._begun("update")
+        if new_scale is not None:
+            state.scale.copy_(torch.as_tensor(new_scale).view(()))
+        elif not self._found:
+            raise self._out_of_turn("update", "a step before it", "none since the last update")
+        else:
+            state.update(torch.stack(list(self._found.values())).amax())
+        self._found.clear()
+        self._stages.clear()
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The scale now, 1 where disabled; waits for the device."""
+        return float(self._now()["scale"]) if self._enabled else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """Steps skipped so far; waits for the device."""
+        return int(self._now()["skipped"])
+
+    def at_floor(self) -> Tensor | None:
+        """() bool on the device: the scale cannot go down any further; None before the first loss."""
+        return None if self._state is None else self._state.scale <= self._state.floor
+
+    def get_growth_factor(self) -> float:
+        return float(self._settings["growth_factor"])
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._set("growth_factor", new_factor)
+
+    def get_backoff_factor(self) -> float:
+        return float(self._settings["backoff_factor"])
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._set("backoff_factor", new_factor)
+
+    def get_growth_interval(self) -> int:
+        return int(self._settings["growth_interval"])
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._set("growth_interval", new_interval)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's shape, with what torch's has not beside it; ``{}`` where disabled. Waits for the device."""
+        if not self._enabled:
+            return {}
+        now = self._now()
+        return {
+            "scale": now["scale"],
+            **self._settings,
+            "_growth_tracker": now["window"],
+            "_patience": now["patience"],
+            "_skipped": now["skipped"],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what :meth:`state_dict` gave, or that of torch's scaler; nothing where disabled.
+
+        Raises:
+            CheckpointError: no such state.
+        """
+        if not self._enabled:
+            return
+        needs = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        if not isinstance(state_dict, Mapping) or any(name not in state_dict for name in needs):
+            raise CheckpointError(
+                "loss scaler state",
+                expected=f"a mapping with {', '.join(needs)}",
+                got=str(sorted(state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__,
+                do="Load what a scaler's state_dict() gave; a disabled one gives nothing.",
+            )
+        self._settings.update((name, state_dict[name]) for name in self._settings if name in state_dict)
+        self._begins = {
+            "scale": float(state_dict["scale"]),
+            "window": state_dict["_growth_tracker"],
+            "patience": state_dict.get("_patience", self._settings["hysteresis"]),
+            "skipped": state_dict.get("_skipped", 0),
+        }
+        if self._state is not None:
+            self._state = self._made(self._state.scale.device)
+
+    def _set(self, name: str, value: float) -> None:
+        self._settings[name] = value
+        if self._state is not None:
+            setattr(self._state, name, value)
+
+    def _made(self, device: torch.device) -> LossScale:
+        state = LossScale(device, self._begins["scale"], **self._settings)
+        for name in ("window", "patience", "skipped"):
+            getattr(state, name).fill_(self._begins[name])
+        return state
+
+    def _state_on(self, device: torch.device) -> LossScale:
+        if self._state is None:
+            self._state = self._made(device)
+        return self._state
+
+    def _now(self) -> dict[str, Any]:
+        if self._state is None:
+            return self._begins
+        return {name: getattr(self._state, name).item() for name in self._begins}
+
+    def _begun(self, call: str) -> LossScale:
+        if self._state is None:
+            raise self._out_of_turn(call, "a loss scaled before", "none yet")
+        return self._state
+
+    def _expect(self, optimizer: torch.optim.Optimizer, call: str, stage: _Stage | None) -> None:
+        now = self._stages.get(id(optimizer))
+        if now is not stage:
+            raise self._out_of_turn(
+                call, "once per optimizer between updates", f"gradients that are {now and now.value}"
+            )
+
+    @staticmethod
+    def _out_of_turn(call: str, expected: str, got: str) -> StateError:
+        do = "Call scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), update(), in this order."
+        return StateError(f"LossScaler.{call}", expected=expected, got=got, do=do)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As ``torch.amp.GradScaler``: between steps, and without tensors."""
+        if self._stages:
+            raise self._out_of_turn("pickle", "no step under way", "gradients that update() has not seen")
+        return {**self.__dict__, "_begins": self._now(), "_state": None}
 
 
-class TakenSteps:
-    """How often each of some parameters was updated, where that is counted on the device.
+def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
+    """The engines of the optimizer's cut parameters, and the gradients of its plain ones."""
+    engines: dict[int, Engine] = {}
+    plain = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            engine = engine_behind(parameter)
+            if engine is not None:
+                engines[id(engine)] = engine
+            elif parameter.grad is not None:
+                plain.append(parameter.grad)
+    return list(engines.values()), plain
 
-    Those that were updated together all along share one count, which stays where it is and is added to in place, so
-    that a captured graph goes on counting.
 
-    Attributes:
-        counts: by key of a parameter its count, () float on the device.
-    """
+def _step_unless(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -> Any:
+    """A step of an optimizer that decides on the device, as torch's scaler has it decide."""
+    optimizer.found_inf = overflow
+    try:
+        return optimizer.step(**options)
+    finally:
+        del optimizer.found_inf
 
-    def __init__(self) -> None:
-        self.counts: dict[Hashable, Tensor] = {}
-        self._sharing: Counter[int] = Counter()  # by id of a count, how many parameters it is the count of
-        self._new: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}  # counts that nothing was added to yet
 
-    def begin(self, key: Hashable, step: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-        """From now on a parameter that was updated ``step`` times is counted here; its count."""
-        self.forget(key)
-        new = (float(step), device, dtype)
-        if new not in self._new:
-            self._new[new] = torch.full((), step, dtype=dtype, device=device)
-        self._set(key, self._new[new])
-        return self.counts[key]
-
-    def forget(self, key: Hashable) -> None:
-        """A parameter, if it is counted here, is counted elsewhere."""
-        count = self.counts.pop(key, None)
-        if count is not None:
-            self._sharing[id(count)] -= 1
-
-    def part(self, used: Sequence[Hashable]) -> None:
-        """Those in ``used`` are about to be updated, and share counts with no others any more."""
-        here = Counter(id(self.counts[key]) for key in used)
-        parting = {count for count, members in here.items() if members < self._sharing[count]}
-        parted: dict[int, Tensor] = {}
-        for key in used if parting else ():
-            count = self.counts[key]
-            if id(count) in parting:
-                self.forget(key)
-                self._set(key, parted.setdefault(id(count), count.clone()))
-
-    def take(self, used: Iterable[Hashable], skip: Tensor | None) -> None:
-        """Those in ``used`` were updated, unless there is a ``skip`` ([1] float32) that is not zero."""
-        for count in {id(self.counts[key]): self.counts[key] for key in used}.values():
-            count.add_(1 if skip is None else skip[0].to(count.device) == 0)
-        self._new.clear()
-
-    def _set(self, key: Hashable, count: Tensor) -> None:
-        self.counts[key] = count
-        self._sharing[id(count)] += 1
+def _unscale(gradient: Tensor, inverse: Tensor) -> Tensor:
+    """Unscales a plain gradient in place; () float32, not zero where an element is inf or NaN."""
+    gradient.mul_(inverse.to(gradient.device))
+    return (~gradient.isfinite()).any().float()

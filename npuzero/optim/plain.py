@@ -14,7 +14,8 @@ from npuzero import ops
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
 from npuzero.ops.storage.lazy import settled
-from npuzero.optim import MOMENT_DTYPES, MOMENTS, Range, Rows, TakenSteps, segments
+from npuzero.optim.counts import TakenSteps
+from npuzero.optim.segments import MOMENT_DTYPES, MOMENTS, Range, Rows, segments
 
 Options = dict[str, Any]
 States = dict[Tensor, Options]

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from torch import Tensor, nn
 
-from npuzero.api.scaler import LossScaler
+from npuzero.optim.scaler import LossScaler
 from npuzero.shard.engine import engine_of
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
-from npuzero.api.terms import Terms
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError, config_error_as
+from npuzero.optim.terms import Terms
 from npuzero.plan import Precision
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine, engine_behind, owners

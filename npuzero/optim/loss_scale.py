@@ -1,0 +1,62 @@
+"""What loss scaling decides, on the device: no operation waits for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class LossScale:
+    """A loss scale that follows what it finds: down where a step overflowed, up after a window without.
+
+    The rule is torch's (``torch.amp.GradScaler``), with Megatron-LM's hysteresis and a floor: an overflow ends the
+    window; from the ``hysteresis``-th on, counted since the scale last grew, each multiplies the scale by
+    ``backoff_factor``, down to ``floor``; ``growth_interval`` steps without one multiply it by ``growth_factor``, if
+    that is finite.
+
+    Attributes:
+        scale: () float32 on the device.
+        window: () int64, steps since the last overflow or growth.
+        patience: () int64, overflows left before the scale goes down.
+        skipped: () int64, overflows in all.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int,
+        floor: float,
+    ) -> None:
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+        self.window, self.patience, self.skipped = (
+            torch.full((), value, dtype=torch.int64, device=device) for value in (0, hysteresis, 0)
+        )
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self.floor = floor
+
+    def inverse(self) -> Tensor:
+        """() float32: what a scaled gradient is multiplied by."""
+        return self.scale.double().reciprocal().float()
+
+    @torch.no_grad()
+    def update(self, found: Tensor) -> None:
+        """Takes in one step; ``found``: () float32, not zero where it overflowed."""
+        overflow = found != 0
+        wide = self.scale.double()
+        window = torch.where(overflow, 0, self.window + 1)
+        patience = torch.where(overflow, (self.patience - 1).clamp(min=0), self.patience)
+        grown = (wide * self.growth_factor).float()
+        grows = window >= self.growth_interval
+        shrunk = (wide * self.backoff_factor).float().clamp(min=self.floor)
+        self.scale.copy_(
+            torch.where(overflow & (patience == 0), shrunk, torch.where(grows & grown.isfinite(), grown, self.scale))
+        )
+        self.window.copy_(torch.where(grows, 0, window))
+        self.patience.copy_(torch.where(grows, self.hysteresis, patience))
+        self.skipped.add_(overflow)
