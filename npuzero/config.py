@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from npuzero import cann
 from npuzero.errors import ConfigError
@@ -36,13 +36,14 @@ BUILD_VARIABLE_PREFIX = "NPUZERO_BUILD_"  # read by setup.py alone, never at run
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be: its type, a closed range or a list of choices."""
+    """What a value must be: its type (or one of some words beside it), a closed range or a list of choices."""
 
     kind: type
     what: str
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
+    or_one_of: tuple[str, ...] = ()
 
     def check(self, subject: str, value: Any) -> Any:
         """`value` if it keeps the rule; an int is a legal float and becomes one.
@@ -50,10 +51,12 @@ class Rule:
         Raises:
             ConfigError: otherwise, with `what` as the reader's explanation.
         """
+        if type(value) is str and value in self.or_one_of:
+            return value
         typed = type(value) is self.kind or (self.kind is float and type(value) is int)
         if typed and self._holds(value):
             return self.kind(value)
-        near = difflib.get_close_matches(value, self.choices, n=1) if isinstance(value, str) else []
+        near = difflib.get_close_matches(value, (*self.choices, *self.or_one_of), n=1) if isinstance(value, str) else []
         raise ConfigError(
             subject,
             expected=self.expectation(),
@@ -71,7 +74,8 @@ class Rule:
         """The rule in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        noun = {bool: "True or False", int: "an integer", float: "a number", str: "text"}[self.kind]
+        words = "".join(f" or {word!r}" for word in self.or_one_of)
+        noun = {bool: "True or False", int: "an integer", float: "a number", str: "text"}[self.kind] + words
         if self.least is not None and self.most is not None:
             return f"{noun} from {self.least:.15g} to {self.most:.15g}"
         return noun if self.least is None else f"{noun} not below {self.least:.15g}"
@@ -130,9 +134,25 @@ class _Checked:
 class Settings(_Checked):
     """How the engine works. None of these changes a bit of the result."""
 
-    overlap: bool = setting(True, bool, "communicate while computing; False runs every verb to its end at once")
+    overlap: bool | Literal["gradients", "parameters"] = setting(
+        True,
+        bool,
+        "communicate while computing: gradients beside backward, parameters beside forward and backward, or both; "
+        "False runs every verb to its end at once",
+        or_one_of=("gradients", "parameters"),
+    )
     prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
     bucket_bytes: int = setting(25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40)
+
+    @property
+    def overlaps_gradients(self) -> bool:
+        """Whether reductions run beside backward; else each ends before backward goes on."""
+        return self.overlap in (True, "gradients")
+
+    @property
+    def overlaps_parameters(self) -> bool:
+        """Whether units are gathered ahead, and the gathers after the update run beside the next forward."""
+        return self.overlap in (True, "parameters")
 
 
 @dataclass(frozen=True)

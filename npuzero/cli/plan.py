@@ -145,12 +145,12 @@ def _table(
 ) -> str:
     """Bytes by preset and column, between further columns of text."""
     before, after = before or {}, after or {}
-    columns = list(next(iter(rows.values())))
+    columns = list(dict.fromkeys(column for values in rows.values() for column in values))
     body = [
         [
             name,
             *(texts[name] for texts in before.values()),
-            *(quantity(nbytes) for nbytes in (*values.values(), sum(values.values()))),
+            *(quantity(nbytes) for nbytes in (*(values.get(c, 0) for c in columns), sum(values.values()))),
             *(texts[name] for texts in after.values()),
         ]
         for name, values in rows.items()

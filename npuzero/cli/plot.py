@@ -21,6 +21,7 @@ _COLOURS = {
     "all_gather": "#0072B2",
     "reduce_scatter": "#E69F00",
     "all_reduce": "#D55E00",
+    "all_to_all": "#CC79A7",
     "control": "#B0B0B0",
 }
 
@@ -58,8 +59,8 @@ def _bars(axes: Axes, title: str, rows: dict[str, dict[str, int]]) -> int:
     totals = {name: sum(values.values()) for name, values in rows.items()}
     unit, unit_bytes = unit_for(max(totals.values()))
     bottoms = dict.fromkeys(rows, 0.0)
-    for part in next(iter(rows.values())):
-        heights = [rows[name][part] / unit_bytes for name in rows]
+    for part in dict.fromkeys(part for values in rows.values() for part in values):
+        heights = [rows[name].get(part, 0) / unit_bytes for name in rows]
         axes.bar(list(rows), heights, bottom=list(bottoms.values()), label=part, color=_COLOURS[part], width=0.72)
         bottoms = {name: bottoms[name] + height for name, height in zip(rows, heights, strict=True)}
     for place, (name, total) in enumerate(bottoms.items()):

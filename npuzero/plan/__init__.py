@@ -35,8 +35,9 @@ from npuzero.plan.precision import (
     PrecisionLike,
     parse_precision,
 )
-from npuzero.plan.predict import DIGEST_BITS, VERBS, FlatSize, Report, predict_bytes
+from npuzero.plan.predict import DIGEST_BITS, FlatSize, predict_bytes
 from npuzero.plan.presets import PRESETS, Plan
+from npuzero.plan.report import VERBS, Report, sent_by_verb
 
 __all__ = [
     "AXES",
@@ -68,4 +69,5 @@ __all__ = [
     "parse_precision",
     "predict_bytes",
     "ring_bytes",
+    "sent_by_verb",
 ]

@@ -42,6 +42,6 @@ def axes_between(deep: Axes, shallow: Axes) -> Axes:
     return deep[len(shallow) :]
 
 
-def axes_beyond(states: Axes) -> Axes:
-    """D - states: the data axes over which the states are replicated, in mesh order."""
-    return tuple(axis for axis in AXES if axis not in states)
+def axes_beyond(states: Axes, averaged: Axes = AXES) -> Axes:
+    """D - states: the axes over which gradients are averaged and states replicated, in mesh order."""
+    return tuple(axis for axis in averaged if axis not in states)

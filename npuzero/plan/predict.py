@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from npuzero.plan.mesh import MeshShape, ring_bytes
 from npuzero.plan.placement import Axes, Memory, axes_between, axes_beyond
 from npuzero.plan.presets import Plan
+from npuzero.plan.report import VERBS, Report
 
 #: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
 #: follow different rules.
@@ -33,35 +34,6 @@ class FlatSize:
     trainable: bool = True
 
 
-@dataclass(frozen=True)
-class Report:
-    """Bytes of one rank for one step, predicted or measured.
-
-    Attributes:
-        bytes_held: by state: ``parameters``, ``gradients``, ``states``, ``buffers`` (high water of what lives within a
-            step only: gathered units, held copies, wires).
-        bytes_sent: by verb, payload bytes this rank sends; ``control`` is what the engine says to itself (which
-            parameters took part, the norm) and never grows with the model's size in elements.
-        memory: by memory space.
-        plan: the plan it belongs to.
-        world: number of ranks.
-    """
-
-    bytes_held: dict[str, int]
-    bytes_sent: dict[str, int]
-    plan: Plan = field(repr=False)
-    world: int
-
-    @property
-    def memory(self) -> dict[str, int]:
-        held = self.bytes_held
-        return {Memory.DEVICE.value: sum(held.values()), Memory.HOST.value: 0, Memory.NVME.value: 0}
-
-
-#: Verbs that a report lists.
-VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
-
-
 def predict_bytes(
     plan: Plan,
     flats: Sequence[FlatSize],
@@ -70,7 +42,8 @@ def predict_bytes(
     trainable_parameters: int,
     micro_batches: int = 1,
     prefetch: int = 1,
-    overlap: bool = True,
+    overlaps_gradients: bool = True,
+    overlaps_parameters: bool = True,
     clip: bool = False,
     moments: int = 2,
 ) -> Report:
@@ -81,8 +54,9 @@ def predict_bytes(
         trainable_parameters: number of trainable parameter tensors (the control traffic carries one float each,
             and some for what the ranks must have in common).
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
-        prefetch: units gathered ahead.
-        overlap: whether collectives run beside compute (two wires in flight instead of one).
+        prefetch: units gathered ahead, where parameters overlap.
+        overlaps_gradients: whether reductions run beside backward (two wires in flight instead of one).
+        overlaps_parameters: whether gathers run beside compute.
         clip: whether the gradient norm is taken once a step.
         moments: state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
     """
@@ -103,12 +77,12 @@ def predict_bytes(
     sent["control"] = ring_bytes("all_reduce", 4 * votes, mesh.world)
     if clip:
         sent["control"] += ring_bytes("all_reduce", 2 * torch.float64.itemsize, cut["states"])
-    wires = 2 if overlap else 1
+    wires = 2 if overlaps_gradients else 1
     passing = micro_batches == 1 and cut["gradients"] == 1  # one pass a step: its gradients are sent as they come
     held["buffers"] = _buffers(
-        flats, plan, mesh, cut, prefetch if overlap else 0, wires, boundary_wires=wires if passing else 1
+        flats, plan, mesh, cut, prefetch if overlaps_parameters else 0, wires, boundary_wires=wires if passing else 1
     )
-    return Report(held, sent, plan, mesh.world)
+    return Report({Memory.DEVICE: held}, sent, plan, mesh.world)
 
 
 def _add_sent(sent: dict[str, int], flat: FlatSize, plan: Plan, mesh: MeshShape, micro_batches: int) -> None:

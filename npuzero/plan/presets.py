@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from npuzero.errors import ConfigError
 from npuzero.plan.mesh import MeshShape
-from npuzero.plan.placement import AXES, LOCAL, NODE, WHOLE, Axes, Memory, Placement
+from npuzero.plan.placement import AXES, LOCAL, NODE, WHOLE, Axes, Memory, Placement, axes_between, axes_beyond
 from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_precision
 
 
@@ -93,6 +93,26 @@ class Plan:
             )
         parameters, held, gradients, states = map(Placement, _ROWS[key])
         return Plan(parameters, held, gradients, states, parse_precision(precision), local_size, key)
+
+    @property
+    def averaged(self) -> Axes:
+        """D: the axes whose ranks see different data, so that gradients are the mean over them."""
+        return AXES
+
+    @property
+    def deeper(self) -> Axes:
+        """States - gradients: what R3 scatters over."""
+        return axes_between(self.states.axes, self.gradients.axes)
+
+    @property
+    def beyond(self) -> Axes:
+        """D - states: what R3 sums over."""
+        return axes_beyond(self.states.axes, self.averaged)
+
+    @property
+    def restored(self) -> Axes:
+        """States - parameters: what R4 gathers over."""
+        return axes_between(self.states.axes, self.parameters.axes)
 
     def mesh_shape(self, world: int, host_size: int | None = None) -> MeshShape:
         """Sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).

@@ -115,7 +115,11 @@ def predict_units(
         for layout, trainable in layouts_of(unit, plan.precision, shape.world, settings.bucket_bytes)
     ]
     tensors = sum(parameter.trainable for unit in units for parameter in unit)
-    how = {"prefetch": settings.prefetch, "overlap": settings.overlap}
+    how = {
+        "prefetch": settings.prefetch,
+        "overlaps_gradients": settings.overlaps_gradients,
+        "overlaps_parameters": settings.overlaps_parameters,
+    }
     return predict_bytes(plan, sizes, shape, trainable_parameters=tensors, **how, **facts)  # type: ignore[arg-type]
 
 

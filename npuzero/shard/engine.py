@@ -17,7 +17,7 @@ from npuzero.comm import Mesh, World
 from npuzero.config import Settings
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
-from npuzero.plan import AXES, DIGEST_BITS, VERBS, Memory, Plan, Report
+from npuzero.plan import AXES, DIGEST_BITS, Memory, Plan, Report, sent_by_verb
 from npuzero.shard.accord import Accord, Words
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
@@ -83,11 +83,11 @@ class Engine:
         self.skip: Tensor | None = None
         self._writes = Writes(self.units, world, self.whole)
         self._gatherer = Gatherer(self.mesh, self._writes)
-        self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlap)
+        self._reducer = Reducer(self.units, plan, self.mesh, self.space, settings.overlaps_gradients)
         self._restorer = Restorer(self.mesh, plan)
         self._buffers = Buffers(buffers, self.mesh.communicator(AXES, "control")) if buffers else None
         self._trace = Trace()
-        self._prefetch = settings.prefetch if settings.overlap else 0
+        self._prefetch = settings.prefetch if settings.overlaps_parameters else 0
         self._flats = [flat for unit in self.units for flat in unit.trainable]
         self.accord = Accord(self._flats, world)
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
@@ -577,12 +577,11 @@ class Engine:
         """R4, and the end of the step."""
         for unit in self.units:
             self._restorer.start(unit)
-            if not self.settings.overlap:
+            if not self.settings.overlaps_parameters:
                 self._restorer.finish(unit)
         self._expected_passes, self._passes = self._passes or self._expected_passes, 0
-        sent = {verb: self.mesh.sent[verb] for verb in VERBS}
-        sent["control"] = sum(self.mesh.control.values())
-        self._last = Report(dict(self.space.peak), sent, self.plan, self.mesh.shape.world)
+        sent = sent_by_verb(self.mesh.sent, sum(self.mesh.control.values()))
+        self._last = Report({Memory.DEVICE: dict(self.space.peak)}, sent, self.plan, self.mesh.shape.world)
         self._step_begun = False
         self._used = self.skip = None
         self._brought = False

@@ -49,6 +49,20 @@ def test_from_dict_and_replace_change_what_they_name():
     assert settings.replace(prefetch=0) == Settings(prefetch=0, overlap=False)
 
 
+@pytest.mark.parametrize(
+    ("overlap", "gradients", "parameters"),
+    [(True, True, True), (False, False, False), ("gradients", True, False), ("parameters", False, True)],
+)
+def test_gradients_and_parameters_overlap_apart(overlap, gradients, parameters):
+    settings = Settings.from_dict({"overlap": overlap})
+    assert (settings.overlaps_gradients, settings.overlaps_parameters) == (gradients, parameters)
+
+
+def test_a_word_that_is_nearly_right_is_named():
+    with pytest.raises(ConfigError, match="Did you mean 'gradients'"):
+        Settings(overlap="gradient")
+
+
 @pytest.mark.parametrize("make", [Settings.from_dict, lambda values: Settings().replace(**values)])
 def test_an_unknown_key_names_the_nearest_known_one(make):
     with pytest.raises(ConfigError, match=r"got 'prefech'\. Did you mean 'prefetch'\?") as raised:
@@ -60,7 +74,7 @@ def test_an_unknown_key_names_the_nearest_known_one(make):
     ("key", "value", "expected"),
     [
         ("overlap", 1, "True or False"),
-        ("overlap", "true", "True or False"),
+        ("overlap", "true", "True or False or 'gradients' or 'parameters'"),
         ("prefetch", True, "an integer from 0 to 1024"),
         ("prefetch", "8", "an integer from 0 to 1024"),
         ("prefetch", 1.0, "an integer from 0 to 1024"),

@@ -22,11 +22,13 @@ from npuzero.plan import (
     Placement,
     Plan,
     Precision,
+    Report,
     axes_between,
     axes_beyond,
     parse_precision,
     predict_bytes,
     ring_bytes,
+    sent_by_verb,
 )
 
 CUTS = ((), ("node",), ("local",), ("node", "local"), ("local", "node"))
@@ -148,6 +150,27 @@ def test_differences_of_cuts():
     assert axes_beyond(()) == AXES
     assert axes_beyond(("local",)) == ("node",)
     assert axes_beyond(AXES[::-1]) == ()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_axes_of_the_rules_follow_from_the_placements(name):
+    plan = Plan.preset(name)
+    assert plan.parameters.axes + plan.restored == plan.states.axes == plan.gradients.axes + plan.deeper
+    assert sorted(plan.states.axes + plan.beyond) == sorted(plan.averaged) == sorted(AXES)
+
+
+def test_a_report_adds_up_by_state_and_by_memory():
+    held = {Memory.DEVICE: {"parameters": 2, "states": 3}, Memory.HOST: {"states": 40}}
+    report = Report(held, {}, Plan(), 1)
+    assert report.bytes_held == {"parameters": 2, "states": 43}
+    assert report.memory == {"device": 5, "host": 40, "nvme": 0}
+
+
+def test_a_verb_is_listed_where_it_is_sent():
+    always = {"all_gather": 0, "reduce_scatter": 5, "all_reduce": 0, "control": 7}
+    assert sent_by_verb({"reduce_scatter": 5, "all_to_all": 0}, 7) == always
+    listed = sent_by_verb({"all_to_all": 3, "reduce_scatter": 5}, 7)
+    assert listed == always | {"all_to_all": 3} and list(listed)[-1] == "control"
 
 
 @pytest.mark.parametrize(

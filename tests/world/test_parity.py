@@ -90,7 +90,7 @@ def test_with_several_micro_batches_the_bits_depend_on_when_gradients_are_reduce
 
 #: Overlap, how far ahead is gathered, and how many bytes travel together: each parameter alone, a few, all of a unit.
 SETTINGS = (
-    Settings(overlap=False),
+    *(Settings(overlap=what) for what in (False, "gradients", "parameters")),
     *(Settings(prefetch=ahead) for ahead in (0, 2, 5)),
     *(Settings(bucket_bytes=nbytes) for nbytes in (1, 2048)),
     Settings(overlap=False, bucket_bytes=2048),

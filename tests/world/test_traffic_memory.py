@@ -127,6 +127,8 @@ def test_gradients_travel_in_the_wires_dtype_and_parameters_in_their_own() -> No
 
 SETTINGS = {
     "no overlap": Settings(overlap=False),
+    "gradients overlap": Settings(overlap="gradients"),
+    "parameters overlap": Settings(overlap="parameters"),
     "no prefetch": Settings(prefetch=0),
     "far prefetch": Settings(prefetch=3),
     "small buckets": Settings(bucket_bytes=2048),

@@ -1,0 +1,51 @@
+"""What one rank held and sent in a step: the same record whether it was predicted or measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from npuzero.plan.placement import Memory
+from npuzero.plan.presets import Plan
+
+#: Verbs that every report lists; whatever else is sent stands before ``control``.
+VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes of one rank for one step, predicted or measured.
+
+    Attributes:
+        held: by memory space (:class:`Memory`), then by state: ``parameters``, ``gradients``, ``states``, ``buffers``
+            (high water of what lives within a step only: gathered units, held copies, wires).
+        bytes_sent: by verb, payload bytes this rank sends; ``control`` is what the engine says to itself (which
+            parameters took part, the norm) and never grows with the model's size in elements.
+        plan: the plan it belongs to.
+        world: number of ranks.
+    """
+
+    held: Mapping[Memory, Mapping[str, int]]
+    bytes_sent: dict[str, int]
+    plan: Plan = field(repr=False)
+    world: int
+
+    @property
+    def bytes_held(self) -> dict[str, int]:
+        """Bytes by state, over all memory spaces."""
+        total: Counter[str] = Counter()
+        for parts in self.held.values():
+            total.update(parts)
+        return dict(total)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by memory space, over all states."""
+        return {memory.value: sum(self.held.get(memory, {}).values()) for memory in Memory}
+
+
+def sent_by_verb(state: Mapping[str, int], control: int) -> dict[str, int]:
+    """Bytes by verb as a report lists them: the training state's, and the engine's own as ``control``."""
+    always = {verb: state.get(verb, 0) for verb in VERBS[:-1]}
+    return always | {verb: sent for verb, sent in state.items() if sent} | {VERBS[-1]: control}
