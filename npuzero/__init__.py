@@ -9,7 +9,7 @@ Importing touches no device and starts no compiler.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npuzero.api import (
     Adam,
@@ -54,11 +54,15 @@ from npuzero.plan import PRECISIONS, PRESETS, Memory, Placement, Plan, Precision
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """``npuzero.checkpoint``, when it is asked for: torch.distributed.checkpoint takes most of a second to import."""
-    if name == "checkpoint":
-        return import_module("npuzero.checkpoint")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from npuzero import checkpoint as checkpoint
+else:  # a type checker that sees a __getattr__ lets every name pass
+
+    def __getattr__(name: str) -> Any:
+        """``npuzero.checkpoint``, when asked for: torch.distributed.checkpoint takes most of a second to import."""
+        if name == "checkpoint":
+            return import_module("npuzero.checkpoint")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

@@ -7,7 +7,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.origin import Origin
 
 PlanLike = Plan | str | int | float
+#: A model stays what it is to a type checker, too.
+Model = TypeVar("Model", bound=nn.Module)
 
 _TIMEOUT: Rule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
 
@@ -57,7 +59,7 @@ def init(
 
 
 def zero(
-    model: nn.Module,
+    model: Model,
     stage: int | float | None = None,
     *,
     plan: Plan | str | None = None,
@@ -69,7 +71,7 @@ def zero(
     buffers: str | None = None,
     world: World | None = None,
     settings: Settings | None = None,
-) -> nn.Module:
+) -> Model:
     """Cut ``model`` over the ranks, in place, and return it.
 
     The native loop stays as it is: forward, ``loss.backward()``, an npuzero optimizer's ``step()``. All ranks start
@@ -114,10 +116,14 @@ def zero(
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
         engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin, buffers)
+    _attach(engine, model)
+    return model
+
+
+def _attach(engine: Engine, model: nn.Module) -> None:
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
-    return model
 
 
 def predict(
@@ -205,7 +211,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 @contextlib.contextmanager
-def gathered(model: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
+def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
     """Make all parameters whole and readable inside the block, on every rank. Collective.
 
     What is written into parameters inside lasts, under every plan: shards and masters follow it. All ranks write the

@@ -1,13 +1,9 @@
-"""Installation compiles the npu kernels where CANN is found: setup.py as it is, with a CANN for the emulator.
-
-The extension module, which has nothing to do with it and takes a minute, is left out of the copy that is installed.
-"""
+"""Installation compiles the npu kernels where CANN is found: setup.py as it is, with a CANN for the emulator."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,22 +14,14 @@ from pathlib import Path
 import pytest
 
 from npu.fake import libraries
+from packages import copy_project
 
 NAMES = ("cast", "flat_adam", "norm", "norm_finish", "pack")
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of what an installation reads."""
-    folder = tmp_path / "project"
-    unneeded = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("npuzero", "csrc/npu"):
-        shutil.copytree(libraries.ROOT / name, folder / name, ignore=unneeded)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(libraries.ROOT / name, folder / name)
-    stub = 'cmake_minimum_required(VERSION 3.24)\nproject(stub NONE)\nfile(WRITE "${NPUZERO_OUTPUT}/_C.so" "")\n'
-    (folder / "csrc" / "CMakeLists.txt").write_text(stub)
-    return folder
+    return copy_project(tmp_path / "project")
 
 
 def install(project: Path, home: Path | str, *command: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,25 @@
+"""The project, as what installs it sees it, without the minute that its extension module takes to compile."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_STUB = """
+cmake_minimum_required(VERSION 3.24)
+project(stub NONE)
+file(WRITE "${NPUZERO_OUTPUT}/_C.so" "")
+"""
+
+
+def copy_project(folder: Path) -> Path:
+    """Make ``folder`` a copy of what an installation reads; its extension module is an empty file."""
+    unneeded = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("npuzero", "csrc/npu"):
+        shutil.copytree(ROOT / name, folder / name, ignore=unneeded)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "csrc" / "CMakeLists.txt").write_text(_STUB)
+    return folder
