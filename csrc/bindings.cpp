@@ -17,6 +17,7 @@
 #include "npu/host/kernels.h"
 #include "ops/cast.h"
 #include "ops/flat_adam.h"
+#include "ops/flat_lion.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
 #ifdef NPUZERO_BUILT_cuda
@@ -65,6 +66,7 @@ std::vector<std::string> devices_with() {
 std::map<std::string, std::vector<std::string>> kernels() {
   return {{CastArgs::op, devices_with<CastArgs>()},
           {FlatAdamArgs::op, devices_with<FlatAdamArgs>()},
+          {FlatLionArgs::op, devices_with<FlatLionArgs>()},
           {NormArgs::op, devices_with<NormArgs>()},
           {PackArgs::op, devices_with<PackArgs>()}};
 }
@@ -132,29 +134,29 @@ void cast(const View& source, const View& target, int rounding, uint64_t seed, u
 }
 
 using Range = std::tuple<int64_t, int64_t, int64_t, uint32_t, int64_t>;  // begin, end, group, stream, place
-using Group = std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool, uint32_t,
-                         int64_t>;  // FlatAdamGroup's fields
-
-// Addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder, grad (0 where absent); count; dtypes of
-// master, the moments, low, grad
+// Addresses of master, moments, low, remainder, grad (0 where absent); count; dtypes of master, the moments, low, grad.
+template <class Args>
 struct Buffers {
-  std::uintptr_t master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder, grad;
+  std::uintptr_t master, moments[Args::moment_count], low, remainder, grad;
   int64_t count;
   Dtype master_dtype, moment_dtype, low_dtype, grad_dtype;
 
   explicit Buffers(const py::tuple& row) {
     size_t i = 0;
-    for (auto* address : {&master, &exp_avg, &exp_avg_sq, &max_exp_avg_sq, &low, &remainder, &grad}) {
-      *address = row[i++].cast<std::uintptr_t>();
-    }
+    const auto take = [&](std::uintptr_t& address) { address = row[i++].cast<std::uintptr_t>(); };
+    take(master);
+    for (std::uintptr_t& address : moments) take(address);
+    for (auto* address : {&low, &remainder, &grad}) take(*address);
     count = row[i++].cast<int64_t>();
     for (Dtype* dtype : {&master_dtype, &moment_dtype, &low_dtype, &grad_dtype}) {
       *dtype = dtype_of(row[i++].cast<int>());
     }
-    check_memory(master, count, master_dtype, "flat_adam: master");
-    check_memory(exp_avg, count, moment_dtype, "flat_adam: exp_avg");
-    check_memory(exp_avg_sq, count, moment_dtype, "flat_adam: exp_avg_sq");
-    check_memory(grad, count, grad_dtype, "flat_adam: grad");
+    const std::string op = Args::op;
+    check_memory(master, count, master_dtype, (op + ": master").c_str());
+    for (int k = 0; k < Args::least_moments; ++k) {
+      check_memory(moments[k], count, moment_dtype, (op + ": " + Args::moment_names[k]).c_str());
+    }
+    check_memory(grad, count, grad_dtype, (op + ": grad").c_str());
   }
 };
 
@@ -164,28 +166,41 @@ void* at(std::uintptr_t address, int64_t first, Dtype dtype) {
 }
 
 // A buffer's part from element `first`; of codes, the exponents follow all `count` of them.
-FlatAdamMoment moment_at(std::uintptr_t address, int64_t first, int64_t count, Dtype dtype) {
+Moment moment_at(std::uintptr_t address, int64_t first, int64_t count, Dtype dtype) {
   auto* exponents = static_cast<uint8_t*>(at(address, count, Dtype::u8));
   return {at(address, first, dtype), exponents ? exponents + first / moment_block : nullptr};
 }
 
 // The buffers lie end to end on a line, and the ranges are ranges of it: one part for each that meets the other.
-std::vector<FlatAdamPart> parts_of(const std::vector<py::tuple>& line, const std::vector<Range>& ranges) {
-  std::vector<FlatAdamPart> parts;
+template <class Args>
+std::vector<typename Args::Part> parts_of(const std::vector<py::tuple>& line, const std::vector<Range>& ranges) {
+  std::vector<typename Args::Part> parts;
   parts.reserve(line.size() + ranges.size());
   int64_t start = 0, covered = 0;
   size_t next = 0;
   for (const py::tuple& row : line) {
-    const Buffers b(row);
+    const Buffers<Args> b(row);
     for (size_t i = next; i < ranges.size() && std::get<0>(ranges[i]) < start + b.count; ++i) {
       const auto& [begin, end, group, stream, place] = ranges[i];
       const int64_t first = std::max(begin - start, int64_t{0}), last = std::min(end - start, b.count);
-      const auto moment = [&](std::uintptr_t address) { return moment_at(address, first, b.count, b.moment_dtype); };
-      parts.push_back({at(b.master, first, b.master_dtype), static_cast<int16_t*>(at(b.remainder, first, Dtype::i16)),
-                       moment(b.exp_avg), moment(b.exp_avg_sq), moment(b.max_exp_avg_sq),
-                       at(b.grad, first, b.grad_dtype), at(b.low, first, b.low_dtype), last - first, covered, group,
-                       place + start + first - begin, stream, b.master_dtype, b.moment_dtype, b.grad_dtype,
-                       b.low_dtype});
+      typename Args::Part part = {at(b.master, first, b.master_dtype),
+                                  static_cast<int16_t*>(at(b.remainder, first, Dtype::i16)),
+                                  {},
+                                  at(b.grad, first, b.grad_dtype),
+                                  at(b.low, first, b.low_dtype),
+                                  last - first,
+                                  covered,
+                                  group,
+                                  place + start + first - begin,
+                                  stream,
+                                  b.master_dtype,
+                                  b.moment_dtype,
+                                  b.grad_dtype,
+                                  b.low_dtype};
+      for (int k = 0; k < Args::moment_count; ++k) {
+        part.moments[k] = moment_at(b.moments[k], first, b.count, b.moment_dtype);
+      }
+      parts.push_back(part);
       covered += last - first;
       next = end <= start + b.count ? i + 1 : i;
     }
@@ -194,25 +209,32 @@ std::vector<FlatAdamPart> parts_of(const std::vector<py::tuple>& line, const std
   return parts;
 }
 
-void flat_adam(const std::vector<py::tuple>& line, const std::vector<Range>& ranges, const std::vector<Group>& groups,
-               const View* grad_scale, const View* skip, const View* dynamic, uint64_t seed, int device,
-               Stream stream) {
-  std::vector<FlatAdamGroup> table;
-  for (const Group& group : groups) {
-    table.push_back(std::apply([](auto... field) { return FlatAdamGroup{field...}; }, group));
+// An update of core/flat.h. Fields: a tuple of the group's.
+template <class Args, class Fields>
+void update(const std::vector<py::tuple>& line, const std::vector<Range>& ranges, const std::vector<Fields>& groups,
+            const View* grad_scale, const View* skip, const View* dynamic, uint64_t seed, int device, Stream stream) {
+  std::vector<typename Args::Group> table;
+  for (const Fields& group : groups) {
+    table.push_back(std::apply([](auto... field) { return typename Args::Group{field...}; }, group));
   }
   for (const auto& [begin, end, group, stream, place] : ranges) {
-    require(begin >= 0 && begin <= end, "flat_adam: range", "0 <= begin <= end", begin);
-    require(group >= 0 && group < static_cast<int64_t>(table.size()), "flat_adam: group", "one that is given", group);
-    require(place >= 0, "flat_adam: place", "at least 0", place);
+    require(begin >= 0 && begin <= end, "update: range", "0 <= begin <= end", begin);
+    require(group >= 0 && group < static_cast<int64_t>(table.size()), "update: group", "one that is given", group);
+    require(place >= 0, "update: place", "at least 0", place);
   }
-  const std::vector<FlatAdamPart> parts = parts_of(line, ranges);
+  const std::vector<typename Args::Part> parts = parts_of<Args>(line, ranges);
   const int64_t total = parts.empty() ? 0 : parts.back().line + parts.back().count;
-  run(device_of(device),
-      FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, table.data(), f32_at(grad_scale),
-                   f32_at(skip), f32_at(dynamic), seed},
-      stream);
+  Args args;
+  args.parts = parts.data(), args.part_count = static_cast<int64_t>(parts.size()), args.total = total;
+  args.groups = table.data(), args.seed = seed;
+  args.grad_scale = f32_at(grad_scale), args.skip = f32_at(skip), args.dynamic = f32_at(dynamic);
+  run(device_of(device), args, stream);
 }
+
+// The fields of FlatAdamGroup and FlatLionGroup.
+using AdamFields =
+    std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool, uint32_t, int64_t>;
+using LionFields = std::tuple<float, float, float, float, float, float, bool, uint32_t, int64_t>;
 
 void norm(const View& x, const View& out, const View& workspace, const View* addend, float scale, Stream stream) {
   check_floats(x, x.count, "norm: x");
@@ -284,7 +306,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("npu_launches", &npu::largest_launches, "Vector cores of each npu kernel's largest launch in this process.");
   m.def("norm_block", [] { return norm_block; });
   m.def("cast", &cast);
-  m.def("flat_adam", &flat_adam);
+  m.def("flat_adam", &update<FlatAdamArgs, AdamFields>);
+  m.def("flat_lion", &update<FlatLionArgs, LionFields>);
   m.def("norm", &norm);
   m.def("pack", &pack);
 

@@ -41,7 +41,7 @@ DEVICES: dict[str, int] = {"cpu": 0, "cuda": 1, "npu": 2}
 BACKENDS = ("native", "reference")
 
 # One function per op, and what the build holds.
-cast, flat_adam, norm, pack = _C.cast, _C.flat_adam, _C.norm, _C.pack
+cast, flat_adam, flat_lion, norm, pack = _C.cast, _C.flat_adam, _C.flat_lion, _C.norm, _C.pack
 overlap = _C.overlap
 kernels, isa, built_isas, supported_isas, use_isa = (
     _C.kernels,

@@ -1,4 +1,4 @@
-// One element of the 8-bit moments of ops/flat_adam.h, whose block has an exponent. Integers only.
+// One element of the 8-bit moments of core/flat.h, whose block has an exponent. Integers only.
 #pragma once
 
 #include "core/numeric.h"

@@ -1,4 +1,4 @@
-// The 8-bit moments of ops/flat_adam.h, block by block.
+// The 8-bit moments of core/flat.h, block by block.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Loops over elements of two dtypes, shared by cast, pack and flat_adam.
+// Loops over elements of two dtypes, shared by cast, pack and the updates.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@ inline namespace NPUZERO_ISA {
 
 constexpr int64_t serial_below = 32 * 1024;  // elements that are done sooner than a team of threads wakes up
 // A range is divided where this many of its elements are a whole number of: that keeps two threads off one cache line
-// where the buffers are aligned, and cuts no block of flat_adam's moments.
+// where the buffers are aligned, and cuts no block of moments in codes.
 constexpr int64_t chunk_multiple = 64;
 
 // Calls body(range, begin, end), begin and end counted from the range's start, so that each element of each range is

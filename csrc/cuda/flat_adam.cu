@@ -29,9 +29,9 @@ struct Part {
   Part(const FlatAdamPart& part, int group)
       : master(part.master),
         beside(part.remainder ? part.remainder : part.low),
-        exp_avg(part.exp_avg.values),
-        exp_avg_sq(part.exp_avg_sq.values),
-        max_exp_avg_sq(part.max_exp_avg_sq.values),
+        exp_avg(part.moments[0].values),
+        exp_avg_sq(part.moments[1].values),
+        max_exp_avg_sq(part.moments[2].values),
         grad(part.grad),
         count(part.count),
         place(part.place),
@@ -50,9 +50,9 @@ struct PartWithCodes : Part {
   PartWithCodes() = default;
   PartWithCodes(const FlatAdamPart& part, int group)
       : Part(part, group),
-        exp_avg_exponents(part.exp_avg.exponents),
-        exp_avg_sq_exponents(part.exp_avg_sq.exponents),
-        max_exp_avg_sq_exponents(part.max_exp_avg_sq.exponents) {}
+        exp_avg_exponents(part.moments[0].exponents),
+        exp_avg_sq_exponents(part.moments[1].exponents),
+        max_exp_avg_sq_exponents(part.moments[2].exponents) {}
 };
 
 template <Dtype moments>

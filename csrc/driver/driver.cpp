@@ -128,28 +128,34 @@ void pack(Request& request) {
                 0);
 }
 
-void flat_adam(Request& request) {
-  const auto *grad_scale = request.pointer<float>(), *skip = request.pointer<float>(),
-             *dynamic = request.pointer<float>();
-  const auto seed = static_cast<uint64_t>(request.integer());
-  std::vector<FlatAdamGroup> groups(request.integer());
-  for (FlatAdamGroup& group : groups) {
-    for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
-                         &group.weight_decay, &group.decay, &group.step_size, &group.bias2_sqrt}) {
-      *field = request.real();
-    }
-    for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = request.integer();
+void take(Request& request, FlatAdamGroup& group) {
+  for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
+                       &group.weight_decay, &group.decay, &group.step_size, &group.bias2_sqrt}) {
+    *field = request.real();
+  }
+  for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = request.integer();
+}
+
+// An update of core/flat.h.
+template <class Args, void (*kernel)(const Args&, Stream)>
+void update(Request& request) {
+  Args args;
+  for (const float** scalar : {&args.grad_scale, &args.skip, &args.dynamic}) *scalar = request.pointer<float>();
+  args.seed = static_cast<uint64_t>(request.integer());
+  std::vector<typename Args::Group> groups(request.integer());
+  for (auto& group : groups) {
+    take(request, group);
     group.step = static_cast<uint32_t>(request.integer());
     group.row = request.integer();
   }
-  std::vector<FlatAdamPart> parts;
+  std::vector<typename Args::Part> parts;
   int64_t total = 0;
   while (request.next < request.words.size()) {
-    FlatAdamPart part = {};
+    typename Args::Part part = {};
     part.master = request.pointer();
-    for (FlatAdamMoment* moment : {&part.exp_avg, &part.exp_avg_sq, &part.max_exp_avg_sq}) {
-      moment->values = request.pointer();
-      moment->exponents = request.pointer<uint8_t>();
+    for (Moment& moment : part.moments) {
+      moment.values = request.pointer();
+      moment.exponents = request.pointer<uint8_t>();
     }
     part.low = request.pointer();
     part.remainder = request.pointer<int16_t>();
@@ -165,9 +171,9 @@ void flat_adam(Request& request) {
     total += part.count;
     parts.push_back(part);
   }
-  kernels::flat_adam(FlatAdamArgs{parts.data(), static_cast<int64_t>(parts.size()), total, groups.data(), grad_scale,
-                                  skip, dynamic, seed},
-                     0);
+  args.parts = parts.data(), args.part_count = static_cast<int64_t>(parts.size()), args.total = total;
+  args.groups = groups.data();
+  kernel(args, 0);
 }
 
 }  // namespace
@@ -175,7 +181,7 @@ void flat_adam(Request& request) {
 int main(int count, char** arguments) {
   if (count > 1 && std::strcmp(arguments[1], "exact") == 0) guard_behind = 0;
   check_device();
-  constexpr void (*ops[])(Request&) = {cast, flat_adam, norm, pack};
+  constexpr void (*ops[])(Request&) = {cast, update<FlatAdamArgs, kernels::flat_adam>, norm, pack};
   for (;;) {
     const auto op = ops[read_word()];
     Request request;

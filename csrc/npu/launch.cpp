@@ -94,7 +94,7 @@ PackRow row_of(const void* source, Dtype source_dtype, const void* target, Dtype
   return row;
 }
 
-AdamMoment moment_of(const FlatAdamMoment& moment, Dtype dtype) {
+AdamMoment moment_of(const Moment& moment, Dtype dtype) {
   return {address(moment.values), dtype == Dtype::u8 ? address(moment.exponents) : 0};
 }
 
@@ -152,9 +152,9 @@ void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launch
     row.piece.tile = head.tile;
     row.master = address(part.master);
     row.remainder = address(part.remainder);
-    row.exp_avg = moment_of(part.exp_avg, part.moment_dtype);
-    row.exp_avg_sq = moment_of(part.exp_avg_sq, part.moment_dtype);
-    row.max_exp_avg_sq = moment_of(part.max_exp_avg_sq, part.moment_dtype);
+    row.exp_avg = moment_of(part.moments[0], part.moment_dtype);
+    row.exp_avg_sq = moment_of(part.moments[1], part.moment_dtype);
+    row.max_exp_avg_sq = moment_of(part.moments[2], part.moment_dtype);
     row.grad = address(part.grad);
     row.low = address(part.low);
     row.place = static_cast<uint64_t>(part.place);

@@ -1,7 +1,7 @@
 // cast: one flat buffer into another dtype.
 //
 //   nearest     f32|bf16|f16 -> f32|bf16|f16, by way of f32; to nearest, ties to even; equal dtypes copy the bits
-//   away        f32 -> bf16; to nearest, ties away from zero: the upper half of an f32 in two (ops/flat_adam.h)
+//   away        f32 -> bf16; to nearest, ties away from zero: the upper half of an f32 in two (core/flat.h)
 //   tf32        f32 -> f32 with 10 bits of mantissa, to nearest, ties away from zero: PTX ISA, cvt.rna.tf32.f32 ("rna:
 //               round to nearest, ties away from zero"); a finite value may round to infinity; denormals round as the
 //               fixed-point numbers they are

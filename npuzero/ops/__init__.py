@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from npuzero.ops.cast import cast
 from npuzero.ops.flat_adam import Line, Segment, flat_adam
+from npuzero.ops.flat_lion import Line as LionLine
+from npuzero.ops.flat_lion import Segment as LionSegment
+from npuzero.ops.flat_lion import flat_lion
 from npuzero.ops.norm import norm
 from npuzero.ops.pack import pack, unpack
 
 __all__ = [
     "Line",
+    "LionLine",
+    "LionSegment",
     "Segment",
     "cast",
     "flat_adam",
+    "flat_lion",
     "norm",
     "pack",
     "unpack",

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 from npuzero import _native, ops
 from npuzero.ops import Segment, storage
 from npuzero.optim import dynamic_rows
-from ops import grid
+from ops import flat, grid
+from ops.flat import BF16, F16, F32, STORED
 
-F32, BF16, F16 = grid.FLOATS
 ADAMW = Segment(0, 0, 1e-3, 0.9, 0.999, 1e-8, 0.1, 3, decoupled=True, maximize=False, amsgrad=False)
 KINDS = [
     ADAMW,
@@ -25,98 +24,18 @@ KINDS = [
 ]
 
 
-def segments(n: int, kinds: list[Segment] = KINDS) -> list[Segment]:
-    """All kinds over [0, n), with a gap before, between and after."""
-    bounds = torch.linspace(0, n, len(kinds) + 1).int().tolist()
-    return [
-        replace(kind, begin=min(begin + 1, end), end=max(end - 1, min(begin + 1, end)))
-        for kind, begin, end in zip(kinds, bounds[:-1], bounds[1:], strict=True)
-    ]
-
-
-def state(n: int, low: torch.dtype | None, offset: int = 0) -> dict[str, grid.Guarded]:
-    """Buffers as `flat_adam` names them."""
-    content = {name: grid.values(n) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-    for name in ("exp_avg_sq", "max_exp_avg_sq"):  # the larger of 0.0 and -0.0 is whichever comes first
-        content[name].abs_()
-    if low is not None:
-        content["low"] = torch.zeros(n, dtype=low)
-    return {name: grid.Guarded.around(value, offset) for name, value in content.items()}
-
-
-# How p is stored, by its dtype and whether there is a remainder; how moments are.
-MASTERS = {"fp32": F32, "split": BF16, "none": BF16}
-MOMENTS = {"fp32": F32, "bf16": BF16, "int8": torch.uint8}
-STORED = [(masters, moments) for masters in MASTERS for moments in MOMENTS if (masters, moments) != ("fp32", "fp32")]
-
-
-def stored(n: int, masters: str, moments: str, offset: int = 0, special: bool = True) -> dict[str, grid.Guarded]:
-    """`state`, without low, stored like that."""
-    named = {}
-    for name, item in state(n, None, offset).items():
-        value = item.inner if special else item.inner.nan_to_num(0.0, 1.0, -1.0)
-        if name == "master":
-            upper, rest = storage.split(value)
-            named[name] = value if masters == "fp32" else upper
-            if masters == "split":
-                named["remainder"] = rest
-        else:
-            named[name] = torch.zeros(storage.stored_numel(n, MOMENTS[moments]), dtype=MOMENTS[moments])
-            storage.narrow(value, named[name], signed=name == "exp_avg")
-    return {name: grid.Guarded.around(value, offset) for name, value in named.items()}
-
-
-def wide(buffers: dict[str, grid.Guarded], n: int) -> dict[str, torch.Tensor]:
-    """Masters and moments in float32."""
-    found = {name: item.inner for name, item in buffers.items()}
-    rest = found.pop("remainder", None)
-    master = found.pop("master")
-    values = {name: storage.widen(value, n, signed=name == "exp_avg") for name, value in found.items() if name != "low"}
-    return {**values, "master": master.float() if rest is None else storage.join(master, rest)}
-
-
-def update(buffers: dict[str, grid.Guarded], grad: torch.Tensor, parts: list[Segment], **options: Any) -> None:
-    ops.flat_adam(grad=grad, segments=parts, **{name: item.inner for name, item in buffers.items()}, **options)
+ADAM = flat.Update(ops.flat_adam, {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}, KINDS)
 
 
 @pytest.mark.parametrize("low", [None, BF16, F16])
 @pytest.mark.parametrize("dtype", grid.FLOATS)
 def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype, low: torch.dtype | None) -> None:
-    for n, offset in grid.shapes():
-        grad = grid.Guarded.around(grid.values(n, dtype), offset).inner
-        options = {"grad_scale": torch.tensor([0.3]) if offset else None}
-        torch.manual_seed(n)
-        actual = state(n, low, offset)
-        torch.manual_seed(n)
-        expected = state(n, low, offset)
-        whole = [replace(KINDS[n % len(KINDS)], begin=0, end=n)]
-        parts = segments(n) if n >= 64 else whole
-        update(actual, grad, parts, **options)
-        grid.with_reference(lambda e=expected, g=grad, p=parts, kw=options: update(e, g, p, **kw))
-        for name in actual:
-            grid.assert_same(actual[name].inner, expected[name].inner, f"{name} {n}+{offset}")
-            actual[name].assert_guards()
+    ADAM.assert_grid(dtype, low)
 
 
 @pytest.mark.parametrize(("masters", "moments"), STORED)
 def test_equals_reference_however_it_is_stored(isa: str, masters: str, moments: str) -> None:
-    for i, (n, offset) in enumerate(grid.shapes()):
-        grad = grid.Guarded.around(grid.values(n, grid.FLOATS[i % 3]), offset).inner
-        parts = [replace(KINDS[i % len(KINDS)], begin=0, end=n, stream=2**31 - 1, place=2**40 - 3)]
-        if n >= 64 * len(KINDS):
-            parts = [
-                replace(k, begin=min(-(-k.begin // 64) * 64, k.end // 64 * 64), stream=j, step=k.step + i)
-                for j, k in enumerate(segments(n))
-            ]
-        both = []
-        for backend in ("native", "reference"):
-            _native.use_backend(backend)
-            torch.manual_seed(n)
-            both.append(stored(n, masters, moments, offset))
-            update(both[-1], grad, parts, seed=2**64 - 3)
-        for name, item in both[0].items():
-            grid.assert_same(item.inner, both[1][name].inner, f"{name} {n}+{offset}")
-            item.assert_guards()
+    ADAM.assert_stored(masters, moments)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -149,7 +68,7 @@ def test_follows_torch_over_twenty_steps(
 def test_a_row_on_the_device_is_as_good_as_lr_and_step(isa: str) -> None:
     n = 4099
     grad, results = grid.values(n), []
-    parts = segments(n)
+    parts = ADAM.segments(n)
     options = [{"lr": k.lr, "betas": (k.beta1, k.beta2), "weight_decay": k.weight_decay} for k in parts]
     options[1]["lr"] = torch.tensor(options[1]["lr"], dtype=torch.float64)
     steps = [torch.tensor(float(part.step)) if i % 2 else part.step for i, part in enumerate(parts)]
@@ -159,8 +78,8 @@ def test_a_row_on_the_device_is_as_good_as_lr_and_step(isa: str) -> None:
     for backend, chosen in (("native", parts), ("native", there), ("reference", there)):
         _native.use_backend(backend)
         torch.manual_seed(n)
-        results.append(state(n, BF16))
-        update(results[-1], grad, chosen, dynamic=table)
+        results.append(ADAM.state(n, BF16))
+        ADAM(results[-1], grad, chosen, dynamic=table)
     for other in results[1:]:
         for name, item in results[0].items():
             grid.assert_same(other[name].inner, item.inner, name)
@@ -175,24 +94,7 @@ def test_a_row_is_read_when_the_kernel_runs() -> None:
 
 
 def test_halves_make_the_same_bits_as_a_whole(isa: str) -> None:
-    n = 5003
-    for special in (True, False):
-        torch.manual_seed(7)
-        whole = state(n, BF16)
-        torch.manual_seed(7)
-        halves = stored(n, "split", "fp32", special=special)
-        if not special:
-            whole["master"].inner.nan_to_num_(0.0, 1.0, -1.0)
-            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                whole[name].inner.nan_to_num_(0.0, 1.0, -1.0)
-        for step in range(1, 8):
-            grad, parts = grid.values(n, BF16, special=special), [replace(k, step=step) for k in segments(n)]
-            update(whole, grad, parts)
-            update(halves, grad, parts)
-        for name, value in wide(halves, n).items():
-            grid.assert_same(value, whole[name].inner, name)
-        covered = torch.cat([torch.arange(part.begin, part.end) for part in parts])
-        grid.assert_same(halves["master"].inner[covered], whole["low"].inner[covered], "low")
+    ADAM.assert_halves()
 
 
 def test_a_split_is_to_nearest_with_ties_away_and_joins_again() -> None:
@@ -249,36 +151,14 @@ def test_a_block_with_an_infinity_is_lost_and_no_other() -> None:
 
 @pytest.mark.parametrize(("masters", "moments"), STORED)
 def test_what_is_stored_depends_on_neither_cut_nor_threads(masters: str, moments: str) -> None:
-    n, step, results = 100_000, replace(ADAMW, stream=5), []
-    grad = torch.randn(n)
-    for threads, bounds in ((1, [0, n]), (3, [0, n]), (2, [0, 640, 64_000, 99_968, n])):
-        torch.set_num_threads(threads)
-        torch.manual_seed(1)
-        whole = stored(n, masters, moments, special=False)
-        values = wide(whole, n)
-        pieces = []
-        for begin, end in itertools.pairwise(bounds):
-            cut = slice(begin, end)
-            piece = {name: item.inner[cut] for name, item in whole.items() if name in ("master", "remainder")}
-            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                dtype = MOMENTS[moments]
-                piece[name] = torch.zeros(storage.stored_numel(end - begin, dtype), dtype=dtype)
-                storage.narrow(values[name][cut], piece[name], signed=name == "exp_avg")
-            part = replace(step, begin=0, end=end - begin, place=begin, amsgrad=True)
-            ops.flat_adam(grad=grad[cut], segments=[part], seed=9, **piece)
-            guarded = {name: grid.Guarded.around(value, 0) for name, value in piece.items()}
-            pieces.append(wide(guarded, end - begin))
-        results.append({name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]})
-    for other in results[1:]:
-        for name, value in other.items():
-            grid.assert_same(value, results[0][name], name)
+    ADAM.assert_uncut(masters, moments, replace(ADAMW, stream=5, amsgrad=True))
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_a_second_moment_in_few_bits_follows_its_gradients(moments: str) -> None:
     # One step moves it by a thousandth; to nearest it would stay where it is. Gradients shrink to a tenth.
     n, steps = 4096, 1500
-    buffers = stored(n, "fp32", moments)
+    buffers = ADAM.stored(n, "fp32", moments)
     exact = torch.ones(n)
     for name, item in buffers.items():
         if name != "master":
@@ -286,7 +166,7 @@ def test_a_second_moment_in_few_bits_follows_its_gradients(moments: str) -> None
     for step in range(1, steps + 1):
         grad = torch.randn(n) * 0.1
         exact = 0.999 * exact + 0.001 * grad.square()
-        update(buffers, grad, [replace(ADAMW, end=n, step=step)])
+        ADAM(buffers, grad, [replace(ADAMW, end=n, step=step)])
     kept = storage.widen(buffers["exp_avg_sq"].inner, n, signed=False)
     assert abs(float(kept.double().mean() / exact.double().mean()) - 1) < 0.02
     assert float((kept / exact - 1).abs().mean()) < 0.25
@@ -308,25 +188,12 @@ def test_draws_differ_by_seed_step_stream_and_place() -> None:
 
 
 def test_uncovered_elements_are_neither_read_nor_written() -> None:
-    n = 3000
-    buffers, grad = state(n, BF16), torch.full((n,), torch.nan)
-    grad[100:200] = 1.0
-    before = {name: item.inner.clone() for name, item in buffers.items()}
-    update(buffers, grad, [replace(ADAMW, begin=100, end=200)])
-    outside = torch.ones(n, dtype=torch.bool)
-    outside[100:200] = False
-    for name, item in buffers.items():
-        grid.assert_same(item.inner[outside], before[name][outside])
-    assert (buffers["master"].inner[100:200] != before["master"][100:200]).any()
+    ADAM.assert_uncovered_untouched(ADAMW)
 
 
 @pytest.mark.parametrize(("flag", "skips"), [(0.0, False), (-0.0, False), (1.0, True), (torch.nan, True)])
 def test_skip_leaves_everything_as_it_was(isa: str, flag: float, skips: bool) -> None:
-    buffers = {name: grid.Guarded.around(item.inner.nan_to_num(0, 1, 1), 0) for name, item in state(2000, BF16).items()}
-    before = {name: item.inner.clone() for name, item in buffers.items()}
-    update(buffers, torch.ones(2000), [replace(ADAMW, end=2000)], skip=torch.tensor([flag]))
-    for name in ("master", "exp_avg", "low"):
-        assert torch.equal(buffers[name].inner, before[name]) == skips
+    ADAM.assert_skip(ADAMW, flag, skips)
 
 
 def test_one_call_of_many_segments_equals_many_calls_on_any_number_of_threads() -> None:
@@ -339,42 +206,19 @@ def test_one_call_of_many_segments_equals_many_calls_on_any_number_of_threads() 
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         torch.manual_seed(1)
-        results.append(state(n, BF16))
-        update(results[-1], grad, parts)
+        results.append(ADAM.state(n, BF16))
+        ADAM(results[-1], grad, parts)
     torch.manual_seed(1)
-    results.append(state(n, BF16))
+    results.append(ADAM.state(n, BF16))
     for part in parts:
-        update(results[-1], grad, [part])
+        ADAM(results[-1], grad, [part])
     for other in results[1:]:
         for name, item in results[0].items():
             grid.assert_same(other[name].inner, item.inner, name)
 
 
 def test_one_call_of_many_tensors_equals_one_call_of_each(isa: str) -> None:
-    sizes = [*grid.SMALL, 40_001]
-    hypers = [replace(KINDS[i % 4], begin=0, end=n) for i, n in enumerate(sizes)]
-    lows, grads = (None, BF16, F16), grid.FLOATS
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    parts = [replace(hyper, begin=at, end=at + hyper.end) for hyper, at in zip(hypers, starts, strict=True)]
-    results = []
-    for together in (True, False):
-        torch.manual_seed(0)
-        buffers = [state(n, lows[i % 3], offset=i % 4) for i, n in enumerate(sizes)]
-        grad = [grid.values(n, grads[i // 3 % 3]) for i, n in enumerate(sizes)]
-        scale = torch.tensor([0.3])
-        if together:
-            names = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "low")
-            lists = {name: [b[name].inner if name in b else None for b in buffers] for name in names}
-            lists["max_exp_avg_sq"][0] = None  # of an empty tensor
-            ops.flat_adam(grad=grad, segments=parts, grad_scale=scale, **lists)
-        else:
-            for each, g, hyper in zip(buffers, grad, hypers, strict=True):
-                update(each, g, [hyper], grad_scale=scale)
-        results.append(buffers)
-    for i, (actual, expected) in enumerate(zip(*results, strict=True)):
-        for name, item in actual.items():
-            grid.assert_same(item.inner, expected[name].inner, f"{name}[{i}]")
-            item.assert_guards()
+    ADAM.assert_one_call_of_many_tensors_equals_one_call_of_each()
 
 
 @pytest.mark.parametrize("backend", ["native", "reference"])

@@ -4,12 +4,14 @@
 #include "core/kernel_table.h"
 #include "ops/cast.h"
 #include "ops/flat_adam.h"
+#include "ops/flat_lion.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
 
 // The cpu kernels: one line per op. Each exists once per instruction set, as npuzero::cpu::<isa>::<op>.
-#define NPUZERO_CPU_OPS(each) \
-  each(cast, CastArgs) each(flat_adam, FlatAdamArgs) each(norm, NormArgs) each(pack, PackArgs)
+#define NPUZERO_CPU_OPS(each)                                                                           \
+  each(cast, CastArgs) each(flat_adam, FlatAdamArgs) each(flat_lion, FlatLionArgs) each(norm, NormArgs) \
+      each(pack, PackArgs)
 
 #define NPUZERO_DECLARE(op, Args) void op(const Args&, Stream);
 #define NPUZERO_FILL(op, Args) set_kernel<Args>(Device::cpu, &op);

@@ -55,22 +55,11 @@ void run_all(Trial* at, Device device, const Run& run) {
                1.0F});
   // Adam's quotient is 1 or -1 here, for gradients that are powers of two.
   const FlatAdamGroup group{0.5F, 0.5F, 0.75F, 0.25F, 0, 0, 1, 0.25F, 0.5F, false, false, false, 1, -1};
-  const FlatAdamPart part{at->master,
-                          nullptr,
-                          {at->exp_avg, nullptr},
-                          {at->exp_avg_sq, nullptr},
-                          {},
-                          at->given,
-                          nullptr,
-                          numbers,
-                          0,
-                          0,
-                          0,
-                          0,
-                          Dtype::f32,
-                          Dtype::f32,
-                          Dtype::f32,
-                          Dtype::bf16};
+  const FlatAdamPart part{at->master, nullptr,    {{at->exp_avg, nullptr}, {at->exp_avg_sq, nullptr}, {}},
+                          at->given,  nullptr,    numbers,
+                          0,          0,          0,
+                          0,          Dtype::f32, Dtype::f32,
+                          Dtype::f32, Dtype::bf16};
   run(FlatAdamArgs{&part, 1, numbers, &group, nullptr, nullptr, nullptr, 0});
 }
 

@@ -1,6 +1,6 @@
-"""How flat_adam stores masters and moments, in plain torch: between what lies in memory and the float32 it means.
+"""How the updates store masters and moments, in plain torch: between what lies in memory and the float32 it means.
 
-Storage and contract: csrc/ops/flat_adam.h.
+Storage and contract: csrc/core/flat.h.
 """
 
 from __future__ import annotations

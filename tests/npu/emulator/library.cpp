@@ -165,10 +165,21 @@ const char* run_flat_adam(const int64_t* rows, int64_t count, const int64_t* wor
     int64_t total = 0;
     for (int64_t i = 0; i < count; ++i, rows += 18) {
       const auto at = [&](int k) { return reinterpret_cast<void*>(rows[k]); };
-      const auto moment = [&](int k) { return FlatAdamMoment{at(k), static_cast<uint8_t*>(at(k + 1))}; };
+      const auto moment = [&](int k) { return Moment{at(k), static_cast<uint8_t*>(at(k + 1))}; };
       const auto dtype = [&](int k) { return static_cast<Dtype>(rows[k]); };
-      parts.push_back({at(0), static_cast<int16_t*>(at(8)), moment(1), moment(3), moment(5), at(9), at(7), rows[10],
-                       total, rows[15], rows[17], static_cast<uint32_t>(rows[16]), dtype(11), dtype(12), dtype(14),
+      parts.push_back({at(0),
+                       static_cast<int16_t*>(at(8)),
+                       {moment(1), moment(3), moment(5)},
+                       at(9),
+                       at(7),
+                       rows[10],
+                       total,
+                       rows[15],
+                       rows[17],
+                       static_cast<uint32_t>(rows[16]),
+                       dtype(11),
+                       dtype(12),
+                       dtype(14),
                        dtype(13)});
       total += rows[10];
     }

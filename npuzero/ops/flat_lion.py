@@ -1,0 +1,149 @@
+"""One Lion update of a flat shard, or of many tensors, by one launch.
+
+Formula and contract: csrc/ops/flat_lion.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from npuzero import _native
+from npuzero.ops import _flat
+from npuzero.ops._flat import SomeTensors, Tensors, float32
+from npuzero.ops.reference import flat_lion as reference
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range [begin, end) of the line, in elements, and how it is updated.
+
+    `step` counts from 1 and already includes this update; random bits depend on it, and nothing else. `row`: the row of
+    `dynamic` that has the coefficients of lr and step, which are then not looked at. `stream` and `place` are those of
+    :class:`npuzero.ops.Segment`.
+    """
+
+    begin: int
+    end: int
+    lr: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    step: int
+    maximize: bool = False
+    row: int | None = None
+    stream: int = 0
+    place: int | None = None
+
+
+class Coefficients(NamedTuple):
+    """What kernel and reference are handed: computed in float64, rounded once to float32. Order: FlatLionGroup's."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    decay: float
+    step_size: float
+    maximize: bool
+    step: int
+    row: int
+
+
+#: What a row of `dynamic` holds, see :func:`flat_lion`.
+DYNAMIC = ("step_size", "decay", "step")
+
+
+def flat_lion(
+    master: Tensors,
+    exp_avg: Tensors,
+    grad: Tensors,
+    segments: Iterable[Segment],
+    *,
+    low: SomeTensors = None,
+    remainder: SomeTensors = None,
+    grad_scale: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+    dynamic: torch.Tensor | None = None,
+    seed: int = 0,
+) -> None:
+    """Updates the covered ranges of master and moment in place; the rest is neither read nor written.
+
+    Buffers, the line, and what is stored how are as :func:`npuzero.ops.flat_adam` has them.
+
+    Args:
+        master: any shape, contiguous; in place. float32 or bfloat16.
+        exp_avg: as many elements; float32, bfloat16 or uint8; in place. Rounded stochastically where not float32.
+        grad: float32, bfloat16 or float16.
+        segments: ascending and disjoint.
+        low: bfloat16 or float16: gets float32 masters rounded; or None.
+        remainder: int16: the lower half of masters whose upper half is bfloat16; or None.
+        grad_scale: float32[1] that multiplies the gradient.
+        skip: float32[1]; where it is not zero nothing is written.
+        dynamic: float32[rows, 3]: step_size = lr, decay = 1 - lr * weight_decay and step of the segments that name a
+            row, for lr and steps that only the device knows.
+        seed: in [0, 2^64), of what is rounded stochastically: exp_avg, and masters in bfloat16 alone.
+
+    Raises:
+        ContractError: wrong dtype, device, length or hyper-parameter, segments out of order, or shared memory.
+        KernelUnavailable: no kernel for this device in this build.
+    """
+    Line(master, exp_avg, low=low, remainder=remainder, seed=seed).update(grad, segments, grad_scale, skip, dynamic)
+
+
+def coefficients(segment: Segment) -> Coefficients:
+    """The float32 constants of one update."""
+    if segment.row is not None:
+        segment = replace(segment, lr=0.0, step=1)
+    return Coefficients(
+        *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
+        decay=float32(1 - segment.lr * segment.weight_decay),
+        step_size=float32(segment.lr),
+        maximize=segment.maximize,
+        step=segment.step % 2**32,
+        row=-1 if segment.row is None else segment.row,
+    )
+
+
+class Line(_flat.Line[Segment]):
+    """The buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_lion`'s."""
+
+    op = "flat_lion"
+    moments = ("exp_avg",)
+    least_moments = 1
+    dynamic = DYNAMIC
+    coefficients = staticmethod(coefficients)
+    hyper = ("lr", "beta1", "beta2", "weight_decay", "step", "maximize", "row")
+
+    def __init__(
+        self,
+        master: Tensors,
+        exp_avg: Tensors,
+        *,
+        low: SomeTensors = None,
+        remainder: SomeTensors = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(master, (exp_avg,), low, remainder, seed)
+
+    def is_of(
+        self,
+        master: Sequence[torch.Tensor],
+        exp_avg: Sequence[torch.Tensor],
+        *,
+        low: Sequence[torch.Tensor | None],
+        remainder: Sequence[torch.Tensor | None] | None = None,
+    ) -> bool:
+        """Whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
+        return self._is_of((master, exp_avg, low, remainder or (None,) * len(low)))
+
+    @staticmethod
+    def _run_native(*arguments: Any) -> None:
+        _native.flat_lion(*arguments)
+
+    @staticmethod
+    def _run_reference(*arguments: Any) -> None:
+        reference.flat_lion(*arguments)

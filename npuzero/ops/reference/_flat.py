@@ -1,0 +1,99 @@
+"""The storage of the updates: masters and moments in float32 around a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from npuzero.ops import storage
+from npuzero.ops.reference.cast import draws
+
+# What is added to a stream for the draws of a moment.
+_SECOND = 1 << 31
+
+
+class Coefficients(Protocol):
+    """What the walk asks of an op's own."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+
+
+K = TypeVar("K", bound=Coefficients)
+
+
+@torch.no_grad()
+def update(
+    formula: Callable[..., None],
+    kinds: Sequence[tuple[bool, bool]],
+    used: Callable[[K], int],
+    with_row: Callable[[K, list[Any]], K],
+    buffers: Sequence[Sequence[Tensor | None]],
+    ranges: Sequence[tuple[int, int, int, int, int]],
+    groups: Sequence[K],
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+    dynamic: Tensor | None,
+    seed: int,
+) -> None:
+    """Each range of each tensor in turn, one float32 operation of the formula per torch operation.
+
+    Args:
+        formula: (p, g, coefficients, moments...), in place.
+        kinds: of each moment, whether it has a sign, and whether it is rounded by chance.
+        used: how many moments coefficients use.
+        with_row: coefficients with those of a row of ``dynamic``.
+        buffers: master, moments, low, remainder, grad: of each as many tensors.
+        ranges: begin and end on the line, index in ``groups``, stream, and begin's place in it.
+    """
+    if skip is not None and skip.item() != 0:
+        return
+    start = 0
+    for tensors in zip(*buffers, strict=True):
+        master, *moments, low, remainder, grad = (x if x is None else x.view(-1) for x in tensors)
+        assert master is not None and grad is not None
+        n = master.numel()
+        for begin, end, group, stream, place in ranges:
+            mine = slice(max(begin - start, 0), max(min(end - start, n), 0))
+            if mine.start >= mine.stop:
+                continue
+            k = groups[group]
+            if k.row >= 0:
+                assert dynamic is not None
+                k = with_row(k, dynamic[k.row].tolist())
+            places = torch.arange(mine.start, mine.stop) + (place + start - begin)
+            g = grad[mine].float()
+            if grad_scale is not None:
+                g = g * grad_scale
+            p = _read_master(master[mine], None if remainder is None else remainder[mine])
+            here = [(x, *kind) for x, kind in zip(moments[: used(k)], kinds, strict=False) if x is not None]
+            values = [storage.read(x, n, mine, signed=signed) for x, signed, _ in here]
+            formula(p, g, k, *values)
+            if remainder is not None:
+                master[mine], remainder[mine] = storage.split(p)
+            elif master.dtype == torch.bfloat16:
+                master[mine] = storage.stochastic(p, draws(places, seed, stream, k.step))
+            else:
+                master[mine] = p
+            for (moment, signed, by_chance), value in zip(here, values, strict=True):
+                drawn = by_chance and moment.dtype != torch.float32
+                bits = draws(places, seed, stream + _SECOND, k.step) if drawn else None
+                storage.write(value, moment, n, mine, signed=signed, draws=bits)
+            if low is not None:
+                low[mine] = storage.upper_half(p) if low.dtype == torch.bfloat16 else p.to(low.dtype)
+        start += n
+
+
+def f32(value: float, like: Tensor) -> Tensor:
+    """A number beside ``like``. By a Python number torch divides on some devices by multiplying with its inverse."""
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
+
+
+def _read_master(master: Tensor, remainder: Tensor | None) -> Tensor:
+    """A copy, in float32."""
+    return master.to(torch.float32, copy=True) if remainder is None else storage.join(master, remainder)

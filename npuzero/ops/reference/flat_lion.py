@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from npuzero.ops.reference import _flat
+from npuzero.ops.reference._flat import f32
+
+if TYPE_CHECKING:
+    from npuzero.ops.flat_lion import Coefficients
+
+# exp_avg: whether with a sign, whether rounded by chance.
+_KINDS = ((True, True),)
+
+
+def flat_lion(*arguments: Any) -> None:
+    """Arguments: those of :func:`npuzero.ops.reference._flat.update` from ``buffers`` on."""
+    _flat.update(_update, _KINDS, lambda k: 1, _with_row, *arguments)
+
+
+def _with_row(k: Coefficients, row: list[Any]) -> Coefficients:
+    step_size, decay, step = row
+    return k._replace(step_size=step_size, decay=decay, step=int(step))
+
+
+def _update(p: Tensor, g: Tensor, k: Coefficients, m: Tensor) -> None:
+    """The formula, in place."""
+    if k.maximize:
+        g = -g
+    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g
+    one = f32(1.0, p)
+    sign = torch.where(c > 0, one, torch.where(c < 0, -one, c))
+    p.copy_(p * f32(k.decay, p) - f32(k.step_size, p) * sign)
+    m.copy_(f32(k.beta2, p) * m + f32(k.one_minus_beta2, p) * g)
