@@ -344,7 +344,7 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
 def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, read: Callable[[slice], Tensor]) -> Iterator[Tensor]:
     """Slot ``i`` of ``flat``, of which each rank reads its shard for a part of the plan. Collective."""
     communicator = engine.mesh.communicator(getattr(flat.ranks.plan, part).axes, "control")
-    if 0 not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
+    if engine.world.ranks[0] not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
         return
     slot, count, first = flat.layout.slots[i], flat.ranks.count[part], flat.shard(part)[0]
     for start in range(slot.begin, slot.end, PIECE):

@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.counted import Counted
+from npuzero.comm.joining import current_world, entered, process_world
 from npuzero.comm.loopback import run_threads
 from npuzero.comm.mesh import Mesh
-from npuzero.comm.world import HOST_CHANNEL, ProcessWorld, SingleWorld, World, current_world, process_world
+from npuzero.comm.process_world import ProcessWorld
+from npuzero.comm.world import HOST_CHANNEL, SingleWorld, World
 from npuzero.device import Handle
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "SingleWorld",
     "World",
     "current_world",
+    "entered",
     "process_world",
     "run_threads",
 ]

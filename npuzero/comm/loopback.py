@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,8 @@ from npuzero.comm import shared_memory
 from npuzero.comm.board import NOWHERE, SLICE_S, Failure, Slot, Watch, aborted
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.exchange import meeting, place_of
-from npuzero.comm.world import World, entered
+from npuzero.comm.joining import entered
+from npuzero.comm.world import World
 from npuzero.errors import CollectiveError
 
 _Result = TypeVar("_Result")
@@ -29,7 +30,7 @@ class _Run:
         self.size = size
         self.changed = threading.Condition()
         self.regions: dict[tuple[tuple[int, ...], str], Any] = {}
-        self.exchanges: dict[tuple[str, int], dict[int, str]] = {}
+        self.exchanges: dict[tuple[str, int], dict[int, str]] = {}  # by place and number
         self.slots = [NOWHERE] * size
         self.failure: Failure | None = None
         self.left: set[int] = set()
@@ -94,37 +95,36 @@ class ThreadWorld(World):
         self._run = run
         self._came: Counter[str] = Counter()  # to exchanges
 
-    def exchange(self, value: object, channel: str = "") -> list[Any]:
-        self._check_birthplace("exchange")
-        self.board.enter()
-        run = self._run
-        place, number = place_of(channel), self._came[place_of(channel)] + 1
-        here = meeting(place, channel, number, range(self.size))
+    def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
+        run, place = self._run, place_of(channel, group)
+        here = meeting(place, channel, self._came[place] + 1, group or range(self.size))
         with run.changed:
-            values = run.exchanges.setdefault((channel, number), {})
+            values = run.exchanges.setdefault((place, here.number), {})
             values[self.rank] = json.dumps(value)
-            run.exchanges.pop((channel, number - 2), None)
+            # Who is in this exchange has left the one before, but others may still read what they met there.
+            run.exchanges.pop((place, here.number - 2), None)
             run.changed.notify_all()
-        self._came[place] = number
+        self._came[place] = here.number
         with Watch(self.board, here, self.rank) as watch:
-            failure = self.board.failure(known=True) or self._await(values, watch)
+            failure = self.board.failure(known=True) or self._await(values, here.ranks, watch)
         if failure is not None:
             raise failure.error(watch.subject)
-        return [json.loads(values[rank]) for rank in range(self.size)]
+        return [json.loads(values[rank]) for rank in here.ranks]
 
-    def _await(self, values: dict[int, str], watch: Watch) -> Failure | None:
-        """Until the values of all ranks are there; why they never will be."""
+    def _await(self, values: dict[int, str], ranks: Sequence[int], watch: Watch) -> Failure | None:
+        """Until the values of all ``ranks`` are there; why they never will be."""
         run = self._run
         deadline_s = time.monotonic() + self.timeout_s
 
         def over() -> bool:
-            return len(values) == self.size or run.failure is not None or bool(run.left - values.keys())
+            missing = set(ranks) - values.keys()
+            return not missing or run.failure is not None or not missing.isdisjoint(run.left)
 
         while True:
             left_s = deadline_s - time.monotonic()
             with run.changed:
                 ended = run.changed.wait_for(over, max(0.0, min(left_s, SLICE_S)))
-                if len(values) == self.size:
+                if len(values) == len(ranks):
                     return None
                 if run.failure is not None:
                     return run.failure
@@ -133,7 +133,7 @@ class ThreadWorld(World):
                     return Failure(
                         "closed" if ended else "timeout",
                         self.rank,
-                        f"all {self.size} ranks within {self.timeout_s} s",
+                        f"all {len(ranks)} ranks within {self.timeout_s} s",
                         f"ranks {sorted(values)} alone{why}",
                         "See the error of the first rank that failed, or what the others do.",
                     )

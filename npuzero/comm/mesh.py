@@ -1,4 +1,4 @@
-"""The mesh: global ranks as node x local, and the groups that follow from it."""
+"""The mesh: the ranks of a world as node x local, and the groups that follow from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from npuzero.plan import AXES, LOCAL, NODE, Axes, MeshShape
 
 
 class Mesh:
-    """The data axes of a world: global rank = node * local_size + local.
+    """The data axes of a world: rank = node * local_size + local.
 
     Args:
         local_size: ranks in the ``local`` axis; None: those that share this host, which must be equally many and
@@ -35,7 +35,7 @@ class Mesh:
         self.shape = MeshShape(node=world.size // local, local=local)
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
-        """Global ranks of this rank's group along ``axes``, in shard order: the first axis outermost."""
+        """The world's ranks in this rank's group along ``axes``, in shard order: the first axis outermost."""
         self._check(axes)
         here = {NODE: self.world.rank // self.shape.local, LOCAL: self.world.rank % self.shape.local}
         sizes = {NODE: self.shape.node, LOCAL: self.shape.local}
@@ -58,10 +58,14 @@ class Mesh:
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
         """The communicator of ``ranks(axes)`` in that order, made at the first call.
 
-        ``purpose`` ("gather", "reduce", "control") names a channel of its own, so that the order of gathers relative to
-        reductions need not agree between ranks.
+        ``purpose`` ("gather", "restore", "reduce", "control"; any word) names a channel of its own, so that the order
+        of gathers relative to reductions need not agree between ranks.
         """
         return self.world.communicator(self.ranks(axes), purpose)
+
+    def part(self, axes: Axes) -> World:
+        """Makes a world of ``ranks(axes)`` in that order, see :meth:`World.part`: to train one model in each group."""
+        return self.world.part(self.ranks(axes))
 
     def _check(self, axes: Sequence[str]) -> None:
         if len(set(axes)) != len(axes) or not set(axes) <= set(AXES):

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from npuzero.comm import fork
 from npuzero.comm.communicator import INTEGERS, WIRES, Communicator
-from npuzero.comm.world import ProcessWorld
+from npuzero.comm.process_world import ProcessWorld
 from npuzero.device import Handle, HostLane
 from npuzero.errors import CollectiveError, ContractError
 from npuzero.ops.storage.lazy import settled

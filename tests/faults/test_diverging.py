@@ -179,7 +179,7 @@ def test_a_thread_beside_the_main_one_may_still_come() -> None:
         got: list[int] = []
 
         def beside() -> None:
-            with comm.world.entered(world):
+            with comm.entered(world):
                 if world.rank == 1:
                     world.communicator(range(2), "known to the world")
                     time.sleep(2.0)

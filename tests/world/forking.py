@@ -60,7 +60,7 @@ def ends_in_a_thread(*_: Any) -> None:
 
 def drops_everything(training: Training) -> None:
     vars(training).clear()
-    comm.world._process_world = None
+    comm.joining._process_world = None
     gc.collect()
 
 

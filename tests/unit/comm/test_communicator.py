@@ -200,7 +200,7 @@ def set_launch(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("npuzero.comm.world._process_world", None)
+    monkeypatch.setattr("npuzero.comm.joining._process_world", None)
 
 
 def test_start_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,230 @@
+"""Joining: how a process comes into its world, and which world a thread is in.
+
+``current_world()`` is the world the calling thread is in: that of ``run_threads`` inside it; else the one made by
+``process_world``; else one on torch.distributed, if that is initialized, or of the ranks the launcher tells of; else a
+world of one rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from npuzero import config, device, observe
+from npuzero.comm import fork
+from npuzero.comm.process_world import ProcessWorld
+from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
+from npuzero.errors import CollectiveError, ConfigError
+
+#: Backends of ``process_world``. "shm" is shared memory alone: all ranks on one host.
+BACKENDS = ("shm", "gloo", "nccl", "hccl")
+
+
+def process_world(
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+    backend: str | None = None,
+    *,
+    buffer_mb: int | None = None,
+) -> World:
+    """The world torchrun started this process in; makes it ``current_world()``.
+
+    A second call gives the same world, as long as that is not closed.
+
+    Args:
+        device: this rank's device; None: an npu or a GPU of this host by LOCAL_RANK if there are any, else the CPU.
+        timeout_s: seconds before a waiting collective gives up; None: NPUZERO_TIMEOUT_S, or 600.
+        backend: None: hccl, nccl or gloo by device, with shared memory between CPU ranks of one host; "gloo": that
+            alone; "shm": shared memory alone.
+        buffer_mb: hccl's buffer per group, but for those of small messages; each group takes two.
+
+    Raises:
+        ConfigError: the launcher's variables are half there, the backend is missing or does not serve the device,
+            there are more ranks than devices, or this process is in a world with other wishes.
+        CollectiveError: the ranks did not find each other.
+        StateError: this process is a forked child of a rank.
+    """
+    default_s = config.environment().timeout_s  # read in any case: a misspelt variable is an error
+    launch = config.launch()
+    here = _choose_device(device, launch.local_rank)
+    _check_backend(backend, here)
+    wishes = {"device": device and here, "timeout_s": timeout_s, "backend": backend, "buffer_mb": buffer_mb}
+    joined = _joined()
+    if joined is not None and (joined.size > 1 or launch.world_size == 1):
+        joined._check_birthplace("init")
+        _check_wishes(joined, wishes)
+        return joined
+    seconds = default_s if timeout_s is None else timeout_s
+    if dist.is_available() and dist.is_initialized():
+        world: World = _on_torch(here, backend, seconds, buffer_mb)
+    elif launch.world_size == 1:
+        world = SingleWorld(here, seconds)
+    else:
+        _init_process_group(here, seconds)
+        world = _on_torch(here, backend, seconds, buffer_mb)
+    _join(world, wishes)
+    return world
+
+
+def current_world() -> World:
+    """The world the calling thread is in; see the head of this module."""
+    inside: World | None = getattr(_thread, "world", None)
+    if inside is not None:
+        return inside
+    joined = _joined()
+    if joined is not None:
+        return joined
+    if dist.is_available() and dist.is_initialized():
+        _join(_on_torch(_choose_device(None, config.launch().local_rank), None, TIMEOUT_S, None), {})
+    elif config.launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
+        process_world()
+    else:
+        _join(SingleWorld(device.choose(0)), {})
+    return current_world()
+
+
+@contextmanager
+def entered(world: World) -> Iterator[World]:
+    """Makes ``world`` the calling thread's for the length of a ``with`` block."""
+    before = getattr(_thread, "world", None)
+    _thread.world = world
+    try:
+        yield world
+    finally:
+        _thread.world = before
+
+
+_thread = threading.local()
+_process_world: World | None = None
+
+
+_group: Any = None  # torch.distributed's default group as the world was made
+_wishes: dict[str, Any] = {}  # with which it was asked for
+
+
+def _join(world: World, wishes: dict[str, Any]) -> None:
+    global _process_world, _group, _wishes
+    _process_world = world
+    _group = _default_group()
+    _wishes = wishes
+    observe.set_rank(world.rank, process=True)
+
+
+def _joined() -> World | None:
+    """The world this process is in, unless that is closed, or torch.distributed has been started anew since."""
+    world = _process_world
+    if world is None or world.closed:
+        return None
+    group = _default_group()
+    alone = world.size == 1 and (group is None or dist.get_world_size() == 1)
+    return world if alone or group is None or group is _group else None
+
+
+def _default_group() -> Any:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _check_wishes(world: World, wishes: dict[str, Any]) -> None:
+    """Raises ConfigError where something is asked for that the world has not."""
+    has = {**_wishes, "device": world.device, "timeout_s": world.timeout_s}
+    for name, wish in wishes.items():
+        if wish is not None and wish != has.get(name):
+            raise ConfigError(
+                f"init: {name}",
+                expected=f"{has.get(name) or 'none'}, as in the world that this process is in",
+                got=str(wish),
+                do="Ask for all of it in the first call, or close that world first (world.close()), on every rank.",
+            )
+
+
+def _on_torch(here: torch.device, backend: str | None, timeout_s: float, buffer_mb: int | None) -> ProcessWorld:
+    if fork.inherited_group():
+        raise fork.not_carried_over("torch.distributed's group")
+    store = dist.PrefixStore(  # type: ignore[attr-defined]
+        "npuzero", dist.distributed_c10d._get_default_store()
+    )
+    return ProcessWorld(
+        store, dist.get_rank(), dist.get_world_size(), here, backend=backend, timeout_s=timeout_s, buffer_mb=buffer_mb
+    )
+
+
+def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.device:
+    if wanted is None:
+        return device.choose(local_rank)
+    found = device.get(wanted).device
+    if found.type != "cpu" and ":" not in str(found):
+        count = device.get(wanted).count()
+        if local_rank >= count:
+            raise ConfigError(
+                "init: device",
+                expected=f"at most one process per {found.type} device, of which this host has {count}",
+                got=f"local rank {local_rank}",
+                do="Start as many processes per host as it has devices (torchrun --nproc-per-node).",
+            )
+        return torch.device(found.type, local_rank)
+    return found
+
+
+def _check_backend(backend: str | None, here: torch.device) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ConfigError(
+            "init: backend",
+            expected=f"one of {', '.join(BACKENDS)}, or None",
+            got=repr(backend),
+            do="Name one of these.",
+        )
+    serves = ("shm", "gloo") if here.type == "cpu" else (device.get(here).backend,)
+    if backend is not None and backend not in serves:
+        raise ConfigError(
+            "init: backend", expected=f"one of {', '.join(serves)} for {here}", got=repr(backend), do="Leave it None."
+        )
+
+
+def _init_process_group(here: torch.device, timeout_s: float) -> None:
+    """torch.distributed by the launcher's variables, with the backend of the device."""
+    backend = device.get(here).backend
+    meeting = config.rendezvous()
+    if not dist.is_backend_available(backend):
+        raise ConfigError(
+            "init",
+            expected=f"torch.distributed with {backend}",
+            got="a torch without it",
+            do="Install a build with it.",
+        )
+    if here.type != "cpu":
+        getattr(torch, here.type).set_device(here)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise CollectiveError(
+            "init",
+            expected=f"all ranks to meet at {meeting} by {backend}",
+            got=f"{type(error).__name__}: {error}",
+            do="See whether every rank was started, and whether its first error is another.",
+        ) from error
+    _at_exit.append(dist.destroy_process_group)
+
+
+_at_exit: list[Callable[[], None]] = []
+
+
+@atexit.register
+def _end() -> None:
+    if _process_world is not None and not _process_world.inherited:
+        orderly = getattr(sys, "last_value", None) is None  # not after an exception that nobody caught
+        if orderly:
+            _process_world.drain()
+        _process_world.close()
+        if orderly and isinstance(_process_world, ProcessWorld):
+            _process_world.outlive()
+    for action in _at_exit:
+        if dist.is_initialized() and not fork.inherited_group():
+            action()
