@@ -34,13 +34,13 @@ def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
 
 
 class Rank:
-    """Takes steps."""
+    """Takes steps; ``workload``: what kind options["workload"] has the fields of."""
 
-    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+    def __init__(self, rank: int, options: dict[str, Any], workload: type[Workload] = Workload) -> None:
         module, _, name = options["contender"].partition(":")
         build = importlib.import_module(module).CONTENDERS[name]()
         self._rank = rank
-        self._workload = Workload(**options["workload"])
+        self._workload = workload(**options["workload"])
         self._batches: list[int] = options["batches"][rank]
         self._base_bytes = memory.now_bytes(torch.device("cpu"))
         begin_s = time.perf_counter()

@@ -1,0 +1,190 @@
+"""What a step's threads take of the cores, beside what compute only takes. From the repository's root::
+
+    python -m benchmarks.threads --out benchmarks/results/threads-VENDOR.json     # needs transformers
+
+A Llama of transformers (19 M parameters in 10 layers, bf16, batch 4 x 160) on 2 ranks, each a process with one thread
+for compute. On two cores whatever a collective's thread does, compute waits for. So beside the step's time, which wants
+an idle machine, each contender's ranks count what they did, which wants none: by thread the CPU time and the switches,
+and page faults. ``loop`` is the thread that computes, ``npuzero-comm`` those of the collectives, all else by its name.
+
+A count is per step, the mean over the ranks. Voluntary switches are the times a thread went to sleep, involuntary ones
+those at which another took its core. CPU time of a thread that spins is as good as lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.step.memory import page_faults
+from benchmarks.step.work import Rank
+from benchmarks.step.workload import Workload
+from npuzero.bench import Benchmark, Effort, Record, Result, Team, check_equal, fingerprint, python_worker, run
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE = "compute only"
+CONTENDERS = {BASELINE: "compute", "npuzero zero2": "zero2", "npuzero zero3": "zero3"}
+
+#: What a thread's life is counted by, and the line of /proc/self/task/*/status that has it.
+SWITCHES = {"sleeps": "voluntary_ctxt_switches:", "put aside": "nonvoluntary_ctxt_switches:"}
+
+
+@dataclass(frozen=True)
+class LlamaWorkload(Workload):
+    """A transformers Llama in place of the plain GPT."""
+
+    dim: int = 384
+    layers: int = 10
+    heads: int = 6
+    vocabulary: int = 2048
+    sequence: int = 160
+
+    def model(self) -> nn.Module:  # type: ignore[override]
+        torch.manual_seed(0)
+        return Llama(self)
+
+
+class Llama(nn.Module):
+    """int64[B, T] -> logits f32[B, T, V]."""
+
+    def __init__(self, sizes: Workload) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=sizes.vocabulary,
+            hidden_size=sizes.dim,
+            intermediate_size=sizes.dim * 8 // 3,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
+            max_position_embeddings=sizes.sequence,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits
+        return logits.float()
+
+
+def make(rank: int, size: int, options: dict[str, Any]) -> CountedRank:
+    """One rank, for npuzero.bench's worker; see benchmarks.step.work for the options."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return CountedRank(rank, options, LlamaWorkload)
+
+
+class CountedRank(Rank):
+    """Takes steps, and tells what its threads did in them."""
+
+    def count(self, steps: int) -> dict[str, float]:
+        """Per step: seconds of CPU and switches of each kind of thread, page faults."""
+        before = counts()
+        for _ in range(steps):
+            self.run()
+        after = counts()
+        return {key: (after[key] - before[key]) / steps for key in sorted(after)}
+
+
+def counts() -> Counter[str]:
+    """What this process's threads have done since they began, as "<what> of <thread>"."""
+    python = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: Counter[str] = Counter({"page faults": page_faults()})
+    for task in Path("/proc/self/task").iterdir():
+        thread = int(task.name)
+        name = python.get(thread) or (task / "comm").read_text().strip()
+        name = "loop" if thread == os.getpid() else name
+        # What clock_getcpuclockid(3) makes of a thread's id: schedstat has the same, where the kernel has it.
+        found[f"cpu_s of {name}"] += time.clock_gettime((~thread << 3) | 6)  # type: ignore[assignment]
+        lines = dict(line.split()[:2] for line in (task / "status").read_text().splitlines() if "ctxt" in line)
+        for what, line in SWITCHES.items():
+            found[f"{what} of {name}"] += int(lines[line])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    LlamaWorkload.add_options(parser)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15, help="at the most")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of rounds, at the most")
+    parser.add_argument("--counted", type=int, default=20, help="steps that are counted")
+    parser.add_argument("--out", type=Path, help="write the record there (JSON)")
+    options = parser.parse_args()
+    record = Record.begin("threads", " ".join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record.results.append(measure(options))
+    print(table(record.results[0]))
+    if options.out is not None:
+        record.write(options.out)
+
+
+def measure(options: argparse.Namespace) -> Result:
+    """Times all contenders in rounds, then counts each."""
+    workload = LlamaWorkload.of(options)
+    with ExitStack() as stack:
+        teams = {name: stack.enter_context(team(name, workload, options.ranks)) for name in CONTENDERS}
+
+        def check() -> str:
+            """Both presets learn the same: how states are cut moves no bit."""
+            two, three = (teams[name].ask("train", steps=3) for name in CONTENDERS if name != BASELINE)
+            check_equal("zero3", torch.tensor(three), torch.tensor(two))
+            return "losses of 3 steps under zero2 and zero3, to the bit"
+
+        contenders = [of.contender() for of in teams.values()]
+        effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=0.5, warm_up=1)
+        facts = asdict(workload) | {"ranks": options.ranks, "threads": 1, "counted": options.counted}
+        title = f"transformers Llama, {workload.precision}, batch {workload.batch} x {workload.sequence} a rank"
+        result = run(Benchmark("threads/llama", title, contenders, BASELINE, check, facts), effort)
+        for name, of in teams.items():
+            result.values[name] = mean(of.ask("count", steps=options.counted))
+    return result
+
+
+def team(name: str, workload: Workload, ranks: int) -> Team:
+    """The ranks of a contender, on one thread each."""
+    contender = f"benchmarks.step.contenders:{CONTENDERS[name]}"
+    return Team(
+        name,
+        python_worker("benchmarks.threads"),
+        ranks,
+        options={"contender": contender, "batches": [[rank] for rank in range(ranks)], "workload": asdict(workload)},
+        variables={"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
+        start_s=600.0,
+    )
+
+
+def mean(counted: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of all ranks."""
+    keys = sorted({key for one in counted for key in one})
+    return {key: statistics.fmean(one.get(key, 0.0) for one in counted) for key in keys}
+
+
+def table(result: Result) -> str:
+    """For people."""
+    lines = [f"{result.title}; {len(result.seconds[BASELINE])} rounds; per step and rank"]
+    for name in result.seconds:
+        time, values = result.slowdown(name), result.values[name]
+        lines.append(
+            f"{name:16} {time.median:6.3f} (MAD {time.mad:.3f}) x compute only; {values['page faults']:.0f} page faults"
+        )
+        for thread in sorted({key.partition(" of ")[2] for key in values if " of " in key}):
+            cpu_s, *switches = (values.get(f"{what} of {thread}", 0.0) for what in ("cpu_s", *SWITCHES))
+            told = f"sleeps {switches[0]:7.1f}, is put aside {switches[1]:6.1f} times"
+            lines.append(f"    {thread:28} {cpu_s * 1e3:9.2f} ms of CPU; {told}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
