@@ -13,6 +13,7 @@ import re
 import struct
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from npuzero.errors import KernelUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KERNELS = tuple(sorted((ROOT / "csrc" / "npu").glob("*.cpp")))
-MACHINE = tuple(sorted((ROOT / "tests" / "npu" / "emulator").glob("*.cpp")))
+MACHINE = tuple(sorted((ROOT / "tests" / "npu" / "emulator").rglob("*.cpp")))
 BUILD = ROOT / "build" / "emulator"
 SCHEDULES = ("in order", "stores late", "loads early", "loads late", "random")  # emulator/run.h
 CORES = 3
@@ -44,7 +45,8 @@ def build(op: str = "", changes: Mapping[Path, str] | None = None) -> Path:
     """A library of all kernels, or of one op's alone with other texts for some files of csrc/npu."""
     changes = changes or {}
     sources = [path for path in KERNELS if not op or path.stem in (op, "launch")]
-    objects = [_compile(source, changes) for source in (*sources, *MACHINE)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: _compile(source, changes), (*sources, *MACHINE)))
     digest = hashlib.sha256("".join(path.name for path in objects).encode()).hexdigest()[:16]
     library = BUILD / f"lib{digest}.so"
     if not library.exists():
@@ -70,7 +72,7 @@ def _compile(source: Path, changes: Mapping[Path, str]) -> Path:
     if source in changes:
         place = other / "npu" / source.name
     # The arithmetic is the machine's; of the rest, compiling takes longer than running.
-    optimize = "-O3" if source.stem == "machine" else "-O0"
+    optimize = "-O3" if source.parent.name == "machine" else "-O0"
     folders = [f"-I{path}" for path in (other, *includes)]
     _run(["g++", *_FLAGS, optimize, *folders, "-c", str(place), "-o", str(target)], target)
     return target
