@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError, StateError
-from npuzero.shard.engine import engine_behind, engine_of
+from npuzero.shard.ownership import engine_behind, engine_of
 
 
 def clip_grad_norm_(
@@ -31,7 +31,7 @@ def clip_grad_norm_(
     """
     _check_positive("clip_grad_norm_: max_norm", max_norm)
     _check_positive("clip_grad_norm_: norm_type", norm_type)
-    return engine_of(model).clip(float(max_norm), float(norm_type), error_if_nonfinite)
+    return engine_of(model).gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
 
 def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
@@ -49,7 +49,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
         ConfigError: ``clip_value`` is no positive number.
     """
     _check_positive("clip_grad_value_: clip_value", clip_value)
-    engine_of(model).clip_values(float(clip_value))
+    engine_of(model).gradients.clip_values(float(clip_value))
 
 
 def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
@@ -71,7 +71,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
         ConfigError: ``norm_type`` is no positive number.
     """
     _check_positive("grad_norms: norm_type", norm_type)
-    return engine_of(model).gradient_norms(float(norm_type))
+    return engine_of(model).gradients.norms(float(norm_type))
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -97,7 +97,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
             got="a frozen one" if engine is not None else "something else",
             do="Pass e.g. model.head.weight; the gradient of a plain parameter is in its .grad.",
         )
-    return engine.full_gradient(*place)
+    return engine.gradients.full(*place)
 
 
 def _check_positive(what: str, value: object) -> None:

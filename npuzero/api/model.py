@@ -23,9 +23,10 @@ from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
-from npuzero.shard.engine import Engine, engine_of, not_cut, owners
+from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.origin import Origin
+from npuzero.shard.ownership import engine_of, not_cut, owners
 
 PlanLike = Plan | str | int | float
 #: A model stays what it is to a type checker, too.
@@ -58,7 +59,7 @@ def init(
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 
-def zero(  # noqa: PLR0913 - the door to everything, by name
+def zero(
     model: Model,
     stage: int | float | None = None,
     *,
@@ -166,7 +167,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         StateError: the model is not cut, or has taken no step.
     """
-    return engine_of(model).report()
+    return engine_of(model).meter.report()
 
 
 @contextlib.contextmanager
@@ -175,7 +176,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Fewer bytes are sent; a plan that cuts gradients then keeps them whole (float32) until that next pass.
     """
-    with engine_of(model).no_sync():
+    with engine_of(model).passes.no_sync():
         yield
 
 
@@ -226,7 +227,7 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
     Raises:
         StateError: on every rank, at the end of the block: the ranks wrote different values.
     """
-    with engine_of(model).gathered(write):
+    with engine_of(model).values.gathered(write):
         yield model
 
 
@@ -243,7 +244,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     wanted = engine.world.rank == 0 or not rank0_only
     copies: dict[int, Tensor] = {}
     for unit in engine.units:
-        with engine.whole(unit):
+        with engine.values.whole(unit):
             if wanted:
                 copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters())
     if not wanted:
@@ -326,12 +327,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
                 do="Give every rank the same names; only rank 0's values count.",
                 rank=rank,
             )
-    engine.load({id(tensor): state[name] for name, tensor in named.items()})
+    engine.values.load({id(tensor): state[name] for name, tensor in named.items()})
     buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
     with torch.no_grad():
         for name, buffer in buffers.items():
             buffer.copy_(state[name])
-        engine.share(buffers.values())
+        engine.values.share(buffers.values())
     for name in filter(is_extra, named):
         set_extra(model, name, state[name])
 
@@ -415,4 +416,4 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
 
 def _refresh_masters(model: nn.Module, _: object) -> None:
     """torch's load_state_dict has copied into the whole parameters: take the new values into masters too."""
-    engine_of(model).refresh_masters()
+    engine_of(model).values.refresh_masters()

@@ -14,9 +14,10 @@ from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.metadata import Chunk, Index, properties
 from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry, Part
 from npuzero.errors import CheckpointError, StateError
-from npuzero.shard.engine import Engine, engine_of
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Slot
-from npuzero.shard.unit import Flat
+from npuzero.shard.ownership import engine_of
 
 
 class CutTensor(torch.Tensor):
@@ -77,7 +78,7 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     """
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
-    engine.settle()
+    engine.values.settle()
     state: dict[str, Any] = {MODEL: {entry.path[1]: entry.value for entry in parts.model_entries(model)}}
     _add_cut(state, parts.model_parts(model, engine))
     if cut_optimizer is not None:
@@ -106,10 +107,10 @@ def load_state_dict(
     """
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
-    engine.settle()
+    engine.values.settle()
     for part in parts.model_parts(model, engine):
-        begin, end = part.flat.shard(part.placed)
-        values = torch.zeros(end - begin, dtype=part.dtype, device=engine.space.device)
+        begin, end = part.rest.range
+        values = torch.zeros(end - begin, dtype=part.dtype, device=engine.device)
         for cut in part.cuts:
             _copy_own(state[MODEL], str(cut.paths[0][1]), cut.slot, begin, values)
         parts.write(part, values)
@@ -121,12 +122,12 @@ def load_state_dict(
             group.update((key, value) for key, value in options.items() if key != "params")
         for flat in engine.flats():
             _load_states(engine, cut_optimizer, flat, state[OPTIMIZER]["state"])
-    engine.restore_parameters()
+    engine.values.restore_parameters()
 
 
 def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
     for part in tensors:
-        begin, end = part.flat.shard(part.placed)
+        begin, end = part.rest.range
         values = part.read(slice(0, end - begin))
         for cut in part.cuts:
             made = CutTensor(cut.slot.shape, values, parts.own_boxes(cut.slot, begin, values))
@@ -148,14 +149,14 @@ def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[En
             if name == "step":
                 numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
             elif own:
-                zeros = torch.zeros(flat.master.numel(), device=engine.space.device)
+                zeros = torch.zeros(flat.master.numel(), device=engine.device)
                 cuts = tuple(Cut((path,), slot, torch.float32) for path, slot in zip(paths, own, strict=True))
-                tensors.append(Part(flat, "states", cuts, zeros.__getitem__))
+                tensors.append(Part(flat, flat.rests.states, cuts, zeros.__getitem__))
     return tensors, numbers
 
 
 def _load_states(engine: Engine, optimizer: CutOptimizer, flat: Flat, loaded: Mapping[str, Any]) -> None:
-    begin, end = flat.shard("states")
+    begin, end = flat.rests.states.range
     buffers: dict[str, Tensor] = {}
     slots: parts.SlotStates = []
     for slot in flat.layout.slots:
@@ -163,7 +164,7 @@ def _load_states(engine: Engine, optimizer: CutOptimizer, flat: Flat, loaded: Ma
         for name, value in loaded.get(slot.name, {}).items():
             state[name] = None if isinstance(value, CutTensor) else float(value)
             if state[name] is None:
-                buffer = buffers.setdefault(name, torch.zeros(end - begin, device=engine.space.device))
+                buffer = buffers.setdefault(name, torch.zeros(end - begin, device=engine.device))
                 _copy_own(loaded[slot.name], name, slot, begin, buffer)
         slots.append(state)
     optimizer.load_cut_state(engine, flat, buffers, slots)

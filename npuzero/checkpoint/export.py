@@ -27,10 +27,12 @@ from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.errors import CheckpointError, ConfigError, StorageError
 from npuzero.memory import zeros
 from npuzero.ops.storage.lazy import settled
-from npuzero.shard.engine import PIECE, Engine
+from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra
+from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
-from npuzero.shard.unit import Flat
+from npuzero.shard.rest import Rest
+from npuzero.shard.values import PIECE
 
 #: Largest size of a file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
@@ -259,7 +261,7 @@ def export(
     """Write the model's whole tensors by rank 0; collective. See ``npuzero.export``."""
     tensors = _exported(model, rename or (lambda name: name))
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
-    engine.settle()
+    engine.values.settle()
     facts: list[Facts] = []
     for name, tensor in tensors:
         kind = dtype if dtype is not None and id(tensor) in slots else tensor.dtype
@@ -337,19 +339,20 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     flat, i = place
     # Whoever wants more digits than the parameters have gets the masters'.
     exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
-    part, read = ("states", flat.read_master) if exact else ("parameters", flat.resting.__getitem__)
-    yield from _slot_pieces(engine, flat, i, part, read)
+    rests = flat.rests
+    rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.resting.__getitem__)
+    yield from _slot_pieces(engine, flat, i, rest, read)
 
 
-def _slot_pieces(engine: Engine, flat: Flat, i: int, part: str, read: Callable[[slice], Tensor]) -> Iterator[Tensor]:
-    """Slot ``i`` of ``flat``, of which each rank reads its shard for a part of the plan. Collective."""
-    communicator = engine.mesh.communicator(getattr(flat.ranks.plan, part).axes, "control")
+def _slot_pieces(engine: Engine, flat: Flat, i: int, rest: Rest, read: Callable[[slice], Tensor]) -> Iterator[Tensor]:
+    """Slot ``i`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
+    communicator = rest.group.communicator("control")
     if engine.world.ranks[0] not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
         return
-    slot, count, first = flat.layout.slots[i], flat.ranks.count[part], flat.shard(part)[0]
+    slot, count, first = flat.layout.slots[i], rest.group.size, rest.begin
     for start in range(slot.begin, slot.end, PIECE):
         stop = min(start + PIECE, slot.end)
-        piece = zeros(stop - start, read(slice(0, 0)).dtype, engine.space.device)
+        piece = zeros(stop - start, read(slice(0, 0)).dtype, engine.device)
         length = flat.layout.numel // count
         for owner in range(start // length, (stop - 1) // length + 1):
             begin, end = overlap((start, stop), flat.layout.shard(owner, count))

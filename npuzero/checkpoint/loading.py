@@ -18,8 +18,8 @@ from npuzero.checkpoint.source import Source, Wanted
 from npuzero.errors import CheckpointError
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
+from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
-from npuzero.shard.unit import Flat
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
 
@@ -161,7 +161,7 @@ class Loader:
                 self._load_states(flat)
 
     def _load_parameters(self, part: Part) -> None:
-        begin, end = part.flat.shard(part.placed)
+        begin, end = part.rest.range
         values = self._buffer(MODEL, end - begin, part.dtype)
         for gap in part.flat.layout.gaps:
             first, last = overlap(gap, (begin, end))
@@ -187,7 +187,7 @@ class Loader:
             value.copy_(loaded)
 
     def _load_states(self, flat: Flat) -> None:
-        begin, end = flat.shard("states")
+        begin, end = flat.rests.states.range
         buffers: dict[str, Tensor] = {}
         slots: parts.SlotStates = []
         wanted: list[Wanted] = []

@@ -18,8 +18,9 @@ from npuzero.checkpoint.boxes import Box, boxes_of
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, axes_beyond
 from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Slot, overlap
-from npuzero.shard.unit import Flat
+from npuzero.shard.rest import Rest
 
 #: What names begin with, as in PyTorch's own recipes.
 MODEL, OPTIMIZER = "model", "optim"
@@ -82,7 +83,7 @@ class Part:
     """One buffer of a flat: the tensors in it, and how this rank reads a range of its shard (a slice of it)."""
 
     flat: Flat
-    placed: str  # the part of the plan it is cut as
+    rest: Rest  # as which part of the flat it is cut
     cuts: tuple[Cut, ...]
     read: Callable[[slice], Tensor]
 
@@ -92,7 +93,7 @@ class Part:
 
     def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
         """The range of the flat that ``rank`` writes."""
-        axes = getattr(self.flat.ranks.plan, self.placed).axes
+        axes = self.rest.group.axes
         return self.flat.layout.shard(shape.index(axes + axes_beyond(axes), rank), shape.world)
 
     def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
@@ -155,8 +156,11 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
             Cut(tuple((MODEL, name) for name in names[id(parameter)]), slot, dtype)
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
         )
-        placed, read = ("states", flat.read_master) if flat.trainable else ("parameters", flat.resting.__getitem__)
-        parts.append(Part(flat, placed, cuts, read))
+        rests = flat.rests
+        rest, read = (
+            (rests.states, flat.read_master) if flat.trainable else (rests.parameters, flat.resting.__getitem__)
+        )
+        parts.append(Part(flat, rest, cuts, read))
     return parts
 
 
@@ -177,7 +181,7 @@ def optimizer_parts(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part]
                 for slot, state in zip(flat.layout.slots, slots, strict=True)
                 if name in state and state[name] is None
             )
-            parts.append(Part(flat, "states", cuts, partial(_read_state, optimizer, flat, name)))
+            parts.append(Part(flat, flat.rests.states, cuts, partial(_read_state, optimizer, flat, name)))
         for slot, state in zip(flat.layout.slots, slots, strict=True):
             for name, number in state.items():
                 if number is not None:

@@ -18,7 +18,8 @@ from npuzero.checkpoint.parts import Entry
 from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
 from npuzero.errors import CheckpointError, ConfigError
-from npuzero.shard.engine import Engine, engine_of
+from npuzero.shard.engine import Engine
+from npuzero.shard.ownership import engine_of
 
 PathLike = str | os.PathLike[str]
 
@@ -34,7 +35,7 @@ class Stateful(Protocol):
 
 
 @torch.no_grad()
-def save(  # noqa: PLR0913 - what is to be saved, by name
+def save(
     folder: PathLike,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -78,7 +79,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     cut_optimizer = parts.optimizer_of(model, optimizer)
     saver = saver_of(engine)
     saver.finish()
-    engine.settle()
+    engine.values.settle()
     tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
     if cut_optimizer is not None:
         states, numbers = parts.optimizer_parts(engine, cut_optimizer)
@@ -139,7 +140,7 @@ def load(
     except Exception as error:
         problem = error
     agree(world, f"load {path}", problem)
-    engine.settle()
+    engine.values.settle()
     try:
         loader.load()
         for name, kept in {"scheduler": scheduler, "scaler": scaler}.items():
@@ -153,7 +154,7 @@ def load(
     except Exception as error:
         problem = error
     agree(world, f"load {path}", problem)
-    engine.restore_parameters()
+    engine.values.restore_parameters()
     return Loaded(path, taken, extra)
 
 

@@ -72,7 +72,7 @@ class Job:
         """By the name of each part that all ranks give, a digest of what it consists of; no values."""
         found: dict[str, list[object]] = defaultdict(list)
         for part in self.parts:
-            layout = part.flat.layout.numel, part.placed, str(part.dtype)
+            layout = part.flat.layout.numel, part.rest.group.axes, str(part.dtype)
             for cut in part.cuts:
                 kind, *_, state = cut.paths[0]
                 name = MODEL if kind == MODEL else f"{kind}.{state}"
@@ -179,7 +179,7 @@ class Saver:
         """What this rank writes, and its elements."""
         for part in parts:
             begin, end = part.written_by(self._world.rank, self._shape)
-            shard = part.flat.shard(part.placed)[0]
+            shard = part.rest.begin
             values = part.read(slice(begin - shard, end - shard))
             for item in part.items(self._world.rank, self._shape):
                 yield item, values[item.begin - begin : item.begin - begin + item.box.numel]

@@ -19,8 +19,9 @@ from npuzero.optim.segments import MOMENT_DTYPES, MOMENTS, AdamState, Range, Row
 from npuzero.optim.wrapped import ZeroOptimizer
 from npuzero.plan import DTYPES, MASTERS, Precision
 from npuzero.shard.accord import Words
-from npuzero.shard.engine import Engine, engine_behind
-from npuzero.shard.unit import Flat
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
+from npuzero.shard.ownership import engine_behind
 
 # As torch has them: a program may put this module's in their place.
 _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
@@ -29,7 +30,7 @@ _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 class Adam(ZeroOptimizer):
     """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and three more
+    def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -155,7 +156,7 @@ class Adam(ZeroOptimizer):
         updated = [
             [
                 used and id(parameter) in members
-                for parameter, used in zip(flat.parameters, engine.used(flat), strict=True)
+                for parameter, used in zip(flat.parameters, engine.boundary.used(flat), strict=True)
             ]
             for flat in engine.flats()
         ]
@@ -167,7 +168,7 @@ class Adam(ZeroOptimizer):
                 for parameter in itertools.compress(flat.parameters, used)
             ]
             self._taken.part(here)
-        device, counts = engine.space.device, self._taken.counts
+        device, counts = engine.device, self._taken.counts
         rows = Rows(device)
         known = not counted and not any(lies_there(group["lr"], device) for group in self.param_groups)
         shards: list[Flat] = []
@@ -191,24 +192,26 @@ class Adam(ZeroOptimizer):
                 start += flat.master.numel()
         dynamic = rows.table()
         if counted:
-            self._taken.take(here, engine.skip)
+            self._taken.take(here, engine.boundary.skip)
         line = self._cut_line(engine, shards)
         gradients = [flat.own_gradient for flat in shards]
-        line.update(gradients, segments(ranges), engine.gradient_scale, engine.skip, dynamic)
+        line.update(gradients, segments(ranges), engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
 
     def _counted_on_device(self, engine: Engine, members: Mapping[int, tuple[int, Options]]) -> bool:
         """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
         without the host's knowledge. It begins with what the host has counted.
         """
-        asked = engine.skip is not None or any(group["capturable"] for group in self.param_groups)
+        asked = engine.boundary.skip is not None or any(group["capturable"] for group in self.param_groups)
         if not asked and not self._taken.counts:
             return False
         trained = [(flat, i, id(flat.parameters[i])) for flat in engine.flats() for i in flat.slots]
-        asked = engine.skip is not None or any(key in members and members[key][1]["capturable"] for *_, key in trained)
+        asked = engine.boundary.skip is not None or any(
+            key in members and members[key][1]["capturable"] for *_, key in trained
+        )
         counted = asked or any(key in self._taken.counts for *_, key in trained)
         for flat, i, key in trained if counted else ():
             if key not in self._taken.counts:
-                self._taken.begin(key, self._steps_of(flat)[i], engine.space.device)
+                self._taken.begin(key, self._steps_of(flat)[i], engine.device)
         return counted
 
     def _cut_line(self, engine: Engine, shards: list[Flat]) -> ops.Line:
@@ -241,7 +244,7 @@ class Adam(ZeroOptimizer):
         if flat not in self._moments:
             self._check_precision(engine.plan.precision)
             amsgrad = any(group["amsgrad"] for group in self.param_groups)
-            allocate = functools.partial(engine.space.allocate, label="states")
+            allocate = functools.partial(engine.spaces[flat.rests.states.memory].allocate, label="states")
             moments = engine.plan.precision.moments
             self._moments[flat] = AdamState(flat.master.numel(), moments, amsgrad, allocate)
         return self._moments[flat]
@@ -318,7 +321,7 @@ class AdamW(Adam):
         ConfigError: options out of range, or parameters that torch refuses; of torch's kind of error, too.
     """
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and three more
+    def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1e-3,

@@ -7,7 +7,7 @@ from types import TracebackType
 from torch import Tensor, nn
 
 from npuzero.optim.scaler import LossScaler
-from npuzero.shard.engine import engine_of
+from npuzero.shard.ownership import engine_of
 
 
 class FiniteGuard:
@@ -38,7 +38,7 @@ class FiniteGuard:
     def __init__(self, model: nn.Module, scaler: LossScaler | None = None) -> None:
         self._engine = engine_of(model)
         self._scaler = scaler
-        self._engine.watch(True)
+        self._engine.finite.watch(True)
 
     def check(self, loss: Tensor | None = None) -> None:
         """After the step's backward passes, and before the optimizer. Collective.
@@ -49,7 +49,7 @@ class FiniteGuard:
         Raises:
             NonFiniteError: the step before this one was bad, and nobody has looked.
         """
-        self._engine.check_finite(loss, None if self._scaler is None else self._scaler.at_floor())
+        self._engine.finite.check(loss, None if self._scaler is None else self._scaler.at_floor())
 
     def look(self) -> None:
         """Waits for the verdict on the last step checked. Collective.
@@ -57,11 +57,11 @@ class FiniteGuard:
         Raises:
             NonFiniteError: inf or NaN on any rank; ``facts`` has ``unit``, ``parameter`` and ``rank`` as far as known.
         """
-        self._engine.look_finite()
+        self._engine.finite.look()
 
     def remove(self) -> None:
         """Watches no longer."""
-        self._engine.watch(False)
+        self._engine.finite.watch(False)
 
     def __enter__(self) -> FiniteGuard:
         return self

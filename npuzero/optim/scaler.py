@@ -13,7 +13,8 @@ from torch._compile import _disable_dynamo
 
 from npuzero.errors import CheckpointError, ConfigError, StateError
 from npuzero.optim.loss_scale import LossScale
-from npuzero.shard.engine import Engine, engine_behind
+from npuzero.shard.engine import Engine
+from npuzero.shard.ownership import engine_behind
 
 
 class _Stage(enum.Enum):
@@ -119,7 +120,7 @@ class LossScaler:
         engines, plain = _split(optimizer)
         rules = {**self._settings, "init_scale": self._begins["scale"]}
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        found = [engine.unscale(inverse, rules, mine) for engine in engines]
+        found = [engine.gradients.unscale(inverse, rules, mine) for engine in engines]
         found += [_unscale(gradient, inverse) for gradient in plain]
         present = [part.to(state.scale.device) for part in found if part is not None]
         if not present:
@@ -155,7 +156,7 @@ class LossScaler:
         overflow = self._found[id(optimizer)]
         engines, plain = _split(optimizer)
         for engine in engines:
-            engine.skip_where(overflow.view(1).to(engine.space.device))
+            engine.boundary.skip_where(overflow.view(1).to(engine.device))
         if not plain:
             return optimizer.step(**kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -19,8 +19,9 @@ from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateErro
 from npuzero.optim.terms import Terms
 from npuzero.plan import Precision
 from npuzero.shard.accord import Words
-from npuzero.shard.engine import Engine, engine_behind, owners
-from npuzero.shard.unit import Flat
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
+from npuzero.shard.ownership import engine_behind, owners, uncopied
 
 # They look beyond one element: norms, matrices, or the loss itself.
 _NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon", "SparseAdam", "LARS", "LAMB", "Lamb", "Shampoo", "SOAP")
@@ -69,7 +70,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ):
             super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
         for engine in self._owners()[0]:
-            engine.accord.propose(self._terms_for(engine))
+            engine.boundary.accord.propose(self._terms_for(engine))
 
     @property
     def kind(self) -> str:
@@ -94,7 +95,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         engines = self._engines()
         if engines:
-            raise engines[0].uncopied("copied or pickled")
+            raise uncopied("copied or pickled")
         return {**super().__getstate__(), "_class": self._class, "_options": self._options, "_inner": self._inner}
 
     def __setstate__(self, state: Options) -> None:
@@ -145,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         engines = self._engines()
         for engine in engines:
-            engine.accord.follow(self._terms_for(engine))
+            engine.boundary.accord.follow(self._terms_for(engine))
         ready = [engine for engine in engines if engine.begin_update()]
         self._update(ready)
         for engine in ready:
@@ -202,17 +203,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         inner = self._inner or self._make_inner()
         for group, mirror in zip(self.param_groups, inner.param_groups, strict=True):
             mirror.update((key, value) for key, value in group.items() if key != "params")
-        ready = [engine for engine in ready if engine.skip is None or not engine.skip.item()]
+        ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]
         for engine in ready:
             for flat in engine.flats():
-                flat.own_gradient.mul_(engine.gradient_scale)
-            engine.gradient_scale.fill_(1.0)
+                flat.own_gradient.mul_(engine.boundary.gradient_scale)
+            engine.boundary.gradient_scale.fill_(1.0)
         for engine in self._engines():
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):
                     stand_in = self._stand_ins.get(id(parameter))
                     if stand_in is not None:
-                        counts = engine in ready and engine.used(flat)[i]
+                        counts = engine in ready and engine.boundary.used(flat)[i]
                         stand_in.grad = flat.own_gradient[flat.own_slots[i]] if counts else None
         inner.step()
         for engine in ready:
@@ -231,9 +232,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 else:
                     parameter.grad = None
         for engine in engines:
-            engine.forget_backward()
-            if not any(group.get("capturable") for group in self.param_groups):  # a graph has the gradients' addresses
-                engine.forget_step()
+            # The graph of a capturable step has the gradients' addresses.
+            engine.forget_gradients(lend=not any(group.get("capturable") for group in self.param_groups))
 
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
         mine = self._flat_state(flat)
         names = sorted({name for slot in known for name, value in slot.items() if value is None})
-        wholes = {name: engine.gather_states(flat, mine.get(name)).cpu() for name in names}
+        wholes = {name: engine.values.gather_states(flat, mine.get(name)).cpu() for name in names}
         return [
             {
                 name: wholes[name][slot.begin : slot.end].view(slot.shape) if value is None else torch.tensor(value)

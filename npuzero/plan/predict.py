@@ -34,7 +34,7 @@ class FlatSize:
     trainable: bool = True
 
 
-def predict_bytes(  # noqa: PLR0913 - what a step depends on, by name
+def predict_bytes(
     plan: Plan,
     flats: Sequence[FlatSize],
     mesh: MeshShape,

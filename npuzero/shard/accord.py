@@ -16,7 +16,7 @@ import torch
 from npuzero.comm import World
 from npuzero.errors import ConfigError
 from npuzero.plan import DIGEST_BITS
-from npuzero.shard.unit import Flat
+from npuzero.shard.flat import Flat
 
 #: By name what is said: numbers, texts, None, and lists of these.
 Words = dict[str, Any]

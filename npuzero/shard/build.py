@@ -20,12 +20,13 @@ from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateErro
 from npuzero.plan import FlatSize, MeshShape, Plan, Precision, Report, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
+from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Layout
 from npuzero.shard.origin import Origin
-from npuzero.shard.unit import Flat, Ranks, Unit
+from npuzero.shard.rest import Rests
+from npuzero.shard.unit import Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PARTS = ("parameters", "held", "gradients", "states")
 
 
 def agree(
@@ -64,17 +65,14 @@ def agree(
 
 def build_units(specs: list[UnitSpec], plan: Plan, settings: Settings, mesh: CountingMesh) -> list[Unit]:
     """Units with their flats laid out, before any data moves."""
-    axes = {part: getattr(plan, part).axes for part in _PARTS}
-    count, index = ({part: f(a) for part, a in axes.items()} for f in (mesh.size, mesh.index))
-    ranks = Ranks(plan, mesh.shape.world, count, index)
     units = []
     for i, spec in enumerate(specs):
         named = dict(spec.parameters)
         flats: list[Flat] = []
-        for layout, _ in layouts_of(_facts(spec), plan.precision, ranks.world, settings.bucket_bytes):
-            name = f"{spec.name}[{len(flats)}]"
-            flats.append(Flat(name, layout, [named[slot.name] for slot in layout.slots], ranks))
-        units.append(Unit(spec, i, flats))
+        for layout, _ in layouts_of(_facts(spec), plan.precision, mesh.shape.world, settings.bucket_bytes):
+            parameters = [named[slot.name] for slot in layout.slots]
+            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, plan, Rests.of(plan, layout, mesh)))
+        units.append(Unit(spec, i, flats, plan))
     return units
 
 

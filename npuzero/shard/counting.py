@@ -1,11 +1,13 @@
-"""Who counts what an engine sends."""
+"""What an engine sends and holds in a step, counted."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
-from npuzero.plan import AXES, Axes
+from npuzero.errors import StateError
+from npuzero.memory import Spaces
+from npuzero.plan import AXES, Axes, Plan, Report, sent_by_verb
 
 
 class CountingMesh:
@@ -32,3 +34,46 @@ class CountingMesh:
         """All ranks, over tensors on the host: the control channel itself where that is on the host already."""
         on_host = self._mesh.world.device.type == "cpu"
         return self.communicator(AXES, "control" if on_host else HOST_CHANNEL)
+
+
+class Meter:
+    """Measures steps, from a step's first forward to the end of its update."""
+
+    def __init__(self, plan: Plan, mesh: CountingMesh, spaces: Spaces) -> None:
+        self._plan = plan
+        self._mesh = mesh
+        self._spaces = spaces
+        self._begun = False
+        self._last: Report | None = None
+
+    def step_begins(self) -> None:
+        """A forward for training begins; the first one since the last step begins another."""
+        if not self._begun:
+            self._begun = True
+            self.reset()
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self._mesh.sent.clear()
+        self._mesh.control.clear()
+        self._spaces.reset_peaks()
+
+    def step_ends(self) -> None:
+        sent = sent_by_verb(self._mesh.sent, sum(self._mesh.control.values()))
+        self._last = Report(self._spaces.peaks(), sent, self._plan, self._mesh.shape.world)
+        self._begun = False
+
+    def report(self) -> Report:
+        """What the last step held and sent on this rank.
+
+        Raises:
+            StateError: no step has been taken.
+        """
+        if self._last is None:
+            raise StateError(
+                "npuzero.report",
+                expected="a model that has taken a step",
+                got="none yet",
+                do="Call it after optimizer.step(); npuzero.predict says what to expect before.",
+            )
+        return self._last

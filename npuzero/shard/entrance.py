@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,17 @@ from npuzero.shard.overlay import lay_over
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[tuple[Any, ...], dict[str, Any]] | None"]
 #: Called with the module and what it returned.
 After = Callable[[nn.Module, Any], None]
+#: Called where what stood inside raised; the error goes on.
+Failed = Callable[[], None]
+
+
+class Visit(NamedTuple):
+    """What stands around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between."""
+
+    before: Before
+    after: After
+    failed: Failed
+
 
 _REASON = "npuzero's engine gathers and releases parameters around a unit; compile the units, not what is around them"
 
@@ -35,7 +46,7 @@ class Entrance:
         self._module = weakref.ref(module)
         self._plain: Callable[..., Any] = type(module)._call_impl
         self._compiled: Callable[..., Any] | None = module.__dict__.pop("_compiled_call_impl", None)
-        self._around: list[tuple[Before, After]] = []
+        self._around: list[Visit] = []
         call = torch.compiler.disable(self._call, recursive=False, reason=_REASON)
         lay_over(module, _call_impl=call, compile=self._compile, _npuzero_entrance=self)
 
@@ -45,19 +56,25 @@ class Entrance:
         found: Entrance | None = module.__dict__.get("_npuzero_entrance")
         return found or Entrance(module)
 
-    def add(self, before: Before, after: After) -> None:
-        """Have ``before`` and ``after`` called around every call, and never traced."""
-        before, after = (torch.compiler.disable(each, reason=_REASON) for each in (before, after))
-        self._around.append((before, after))
+    def add(self, visit: Visit) -> None:
+        """Have ``visit`` stand around every call, and never be traced."""
+        self._around.append(Visit(*(torch.compiler.disable(each, reason=_REASON) for each in visit)))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
-        for before, _ in reversed(self._around):
-            args, kwargs = before(module, args, kwargs) or (args, kwargs)
-        output = self._plain(module, *args, **kwargs) if self._compiled is None else self._compiled(*args, **kwargs)
-        for _, after in self._around:
-            after(module, output)
+        entered = len(self._around)
+        try:
+            while entered:
+                entered -= 1
+                args, kwargs = self._around[entered].before(module, args, kwargs) or (args, kwargs)
+            output = self._plain(module, *args, **kwargs) if self._compiled is None else self._compiled(*args, **kwargs)
+        except BaseException:
+            for visit in self._around[entered:]:  # one whose own ``before`` raised may have done half of it
+                visit.failed()
+            raise
+        for visit in self._around:
+            visit.after(module, output)
         return output
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from npuzero.comm import Communicator, World
 from npuzero.errors import NonFiniteError
 from npuzero.ops.norm import norm_unchecked
-from npuzero.shard.unit import Flat, Unit
+from npuzero.shard.boundary import Boundary
+from npuzero.shard.flat import Flat
+from npuzero.shard.unit import Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -114,6 +117,47 @@ class Watch:
         came = {name: at for at, name in enumerate(said[0]["arrived"])}
         name = min(gradients, key=lambda name: (came.get(name, len(came)), name))
         return _error(f"the gradient of parameter {name} of unit {owner[name]!r}", owner[name], name, None)
+
+
+class Finite:
+    """The watch over one model, while somebody wants one.
+
+    Args:
+        make: makes a watch.
+        boundary: of the model's steps.
+        show: shows the hooks the watch that there is now.
+    """
+
+    def __init__(self, make: Callable[[], Watch], boundary: Boundary, show: Callable[[Watch | None], None]) -> None:
+        self._make = make
+        self._boundary = boundary
+        self._show = show
+        self.watching: Watch | None = None
+
+    def watch(self, on: bool) -> None:
+        """See what stops being finite, and where; or stop watching."""
+        self.watching = self._make() if on else None
+        self._show(self.watching)
+
+    @_disable_dynamo
+    def check(self, loss: Tensor | None, counts: Tensor | None) -> None:
+        """Skip the present step where anything in it is inf or NaN; :meth:`look` says. Collective.
+
+        ``counts``: () bool, whether gradients do; None: yes.
+        """
+        self.look()
+        self._boundary.accord.call("FiniteGuard.check", {})
+        if self.watching is not None:
+            some = self._boundary.finish()
+            bad = (
+                self._boundary.sums.total()[1] if some else torch.zeros((), device=self._boundary.gradient_scale.device)
+            )
+            self._boundary.skip_where(self.watching.conclude(loss, bad if counts is None else bad * counts))
+
+    def look(self) -> None:
+        """Raises NonFiniteError where the last step checked was bad. Collective."""
+        if self.watching is not None:
+            self.watching.look()
 
 
 def _bad(flat: Flat, what: str) -> list[str]:

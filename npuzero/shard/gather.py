@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from npuzero import observe
 from npuzero.comm import Handle
-from npuzero.shard.counting import CountingMesh
-from npuzero.shard.unit import ParameterState, Unit
+from npuzero.shard.states import ParameterState
+from npuzero.shard.unit import Unit
 from npuzero.shard.writes import Writes
 
 _S = ParameterState
@@ -14,8 +14,7 @@ _S = ParameterState
 class Gatherer:
     """Starts, finishes and undoes the gathering of units. A start must be followed by a finish on every rank."""
 
-    def __init__(self, mesh: CountingMesh, writes: Writes) -> None:
-        self._mesh = mesh
+    def __init__(self, writes: Writes) -> None:
         self._writes = writes
         self._handles: dict[int, list[Handle]] = {}
 
@@ -23,17 +22,16 @@ class Gatherer:
         """Begin to gather ``unit`` unless it is whole already or on its way."""
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
-        part = "held" if unit.parameter_state is _S.HELD else "parameters"
+        from_held = unit.parameter_state is _S.HELD
         unit.move(_S.GATHERING)
         handles = self._handles[unit.index] = []
         for flat in unit.flats:
             if flat.cut and not flat.transient.here:
                 flat.transient.restore()
-                shard = flat.held.tensor if part == "held" and flat.held is not None else flat.resting
-                axes = getattr(flat.ranks.plan, part).axes
-                handles.append(
-                    self._mesh.communicator(axes, "gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}")
-                )
+                # Where held is cut as parameters are there is no second copy: the resting shard is what is held.
+                shard = flat.held.tensor if from_held and flat.held is not None else flat.resting
+                group = (flat.rests.held if from_held else flat.rests.parameters).group
+                handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}"))
 
     def finish(self, unit: Unit) -> None:
         """Wait until ``unit`` is whole and open its parameters to reading; starts the gather if nobody has."""
@@ -64,16 +62,15 @@ class Gatherer:
         if unit.parameter_state is _S.WHOLE:
             self._writes.look(unit)
         unit.close()
-        held, cut = unit.flats[0].ranks.count["held"], unit.flats[0].ranks.count["parameters"]
         for flat in unit.flats:
-            if keep_held and held == 1:
+            if keep_held and not unit.held_cut:
                 continue
             if flat.held is not None and keep_held:
                 flat.held.restore()
-                flat.held.tensor.copy_(flat.whole[slice(*flat.shard("held"))])
+                flat.held.tensor.copy_(flat.whole[slice(*flat.rests.held.range)])
             elif flat.held is not None:
                 flat.held.release()
             if flat.cut:
                 flat.transient.release()
         # Where held equals the resting cut there is no second copy: the unit is simply sharded again.
-        unit.move(_S.HELD if keep_held and held < cut else _S.SHARDED)
+        unit.move(_S.HELD if keep_held and unit.holds_more else _S.SHARDED)

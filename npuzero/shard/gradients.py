@@ -1,91 +1,133 @@
-"""What is asked of gradients that are READY: norms, elements that are not finite, and a whole one.
+"""What programs ask of gradients between backward and the step: clipping, norms, unscaling, and a whole one.
 
-Each rank has its own shard, whatever the plan. Sums over shards are taken in float64, where their order moves less than
-float32 can hold: however the plan cuts the gradients, a norm rounded to float32 has the same bits, but for sums within
-1e-15 of a rounding boundary.
+Everything here is collective but :meth:`Gradients.read`, and has the ranks agree first which gradients there are
+(:meth:`Boundary.finish`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
+from torch._compile import _disable_dynamo
 
-from npuzero.ops.norm import norm_unchecked
-from npuzero.plan import Plan
-from npuzero.shard.counting import CountingMesh
-from npuzero.shard.unit import Flat
+from npuzero.comm import World
+from npuzero.errors import StateError
+from npuzero.shard.accord import Words
+from npuzero.shard.boundary import Boundary
+from npuzero.shard.flat import Flat
+from npuzero.shard.guard import INSTEAD
+from npuzero.shard.unit import Unit
+from npuzero.shard.values import Values
 
 
 class Gradients:
-    """The present gradients of one model, over all ranks; what only reads them asks here.
+    """The present gradients of one model, as its program may ask for them."""
 
-    Args:
-        flats: the trainable flats of the model.
-    """
+    def __init__(self, units: Sequence[Unit], world: World, boundary: Boundary, values: Values) -> None:
+        self._units = units
+        self._flats = [flat for unit in units for flat in unit.trainable]
+        self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
+        self._world = world
+        self._boundary = boundary
+        self._values = values
 
-    def __init__(self, flats: Sequence[Flat], plan: Plan, mesh: CountingMesh, device: torch.device) -> None:
-        self._flats = flats
-        self._axes = plan.states.axes
-        self._mesh = mesh
-        self._device = device
-        self._parts = torch.zeros(len(flats), 2, dtype=torch.float64, device=device)
-        self._sums: Tensor | None = None
+    @_disable_dynamo
+    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Global norm of the gradients; has them scaled at the update so that it is at most ``max_norm``."""
+        boundary = self._boundary
+        boundary.accord.call("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
+        total = torch.zeros((), device=self._world.device)
+        if boundary.finish():
+            total = (boundary.sums.norm(norm_type) * boundary.gradient_scale[0]).float()
+            if error_if_nonfinite and not total.isfinite().item():
+                raise StateError(
+                    "clip_grad_norm_",
+                    expected="finite gradients",
+                    got=f"a norm of {total.item()}, here from units {self._nonfinite_units()}",
+                    do="Lower the learning rate or look at the loss; zero_grad() drops these gradients.",
+                )
+            boundary.scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
+        return total
 
-    @property
-    def whole(self) -> bool:
-        """Whether each rank has all of them."""
-        return self._mesh.size(self._axes) == 1
+    @_disable_dynamo
+    def clip_values(self, limit: float) -> None:
+        """Bring every element of the gradients into ``[-limit, limit]``."""
+        self._boundary.accord.call("clip_grad_value_", {"clip_value": limit})
+        if self._boundary.finish():
+            self._boundary.apply_scale()
+            for flat in self._flats:
+                flat.own_gradient.clamp_(-limit, limit)
+            self._boundary.sums.forget()
 
-    def forget(self) -> None:
-        """They have changed: what was summed is no longer true."""
-        self._sums = None
+    @_disable_dynamo
+    def norms(self, p: float) -> dict[str, float]:
+        """By name the p-norm of each whole gradient that any rank has."""
+        boundary = self._boundary
+        boundary.accord.call("grad_norms", {"norm_type": p})
+        if not boundary.finish():
+            return {}
+        places = [(flat, i) for flat, i in self._places.values() if boundary.used(flat)[i]]
+        norms = (boundary.sums.norms(places, p) * boundary.gradient_scale[0]).float()
+        return dict(zip((flat.layout.slots[i].name for flat, i in places), norms.tolist(), strict=True))
 
-    def sum(self) -> Tensor:
-        """[2] float64: sum of squares and number of non-finite elements, over unique elements of all gradients."""
-        if self._sums is None:
-            for flat, part in zip(self._flats, self._parts, strict=True):
-                norm_unchecked(flat.own_gradient, part)
-            self._sums = self._over_owners(self._parts.sum(0))
-        return self._sums
+    def full(self, flat: Flat, i: int) -> Tensor | None:
+        """The whole gradient of a slot, float32; None where no rank has any."""
+        if not self._boundary.finish() or not self._boundary.used(flat)[i]:
+            return None
+        slot = flat.layout.slots[i]
+        whole = self._values.gather_states(flat, flat.own_gradient)[slot.begin : slot.end].view(slot.shape)
+        return whole * self._boundary.gradient_scale[0]
 
-    def norm(self, p: float) -> Tensor:
-        """() float64: the p-norm over unique elements of all gradients."""
-        if p == 2.0:
-            return self.sum()[0].sqrt()
-        shards = [flat.own_gradient for flat in self._flats if flat.own_gradient.numel()]
-        return self._norm_of_parts(vector_norm(torch.stack([_norm(own, p) for own in shards]), p), p)
+    def read(self, flat: Flat, i: int) -> Tensor:
+        """What ``p.grad`` is read as where the plan keeps it whole: a copy, float32. Not collective.
 
-    def norms(self, places: Iterable[tuple[Flat, int]], p: float) -> Tensor:
-        """[n] float64: the p-norm of each of ``n`` slots, by one collective for all."""
-        mine = [_norm(flat.own_gradient[flat.own_slots[i]], p) for flat, i in places]
-        return self._norm_of_parts(torch.stack(mine), p)
+        Raises:
+            StateError: no rank has all of it, or the ranks have not summed it yet.
+        """
+        if self._world.size == 1:
+            self._boundary.finish()
+        slot = flat.layout.slots[i]
+        if flat.rests.states.cut or not self._boundary.summed:
+            cut = f"plan {flat.plan.name!r}, which leaves each rank a part of the sum"
+            raise StateError(
+                f"reading the gradient of {slot.name}",
+                expected="a gradient that this rank has whole, after the ranks have summed it",
+                got=cut if flat.rests.states.cut else "one that is not summed yet",
+                do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
+                f"to train use {INSTEAD}.",
+            )
+        return flat.own_gradient[flat.own_slots[i]].view(slot.shape) * self._boundary.gradient_scale[0]
 
-    def nonfinite(self, places: Iterable[tuple[Flat, int]]) -> Tensor:
-        """() float64: the number of elements of these slots that are inf or NaN."""
-        bad = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for flat, i in places:
-            bad += (~flat.own_gradient[flat.own_slots[i]].isfinite()).sum()
-        return self._over_owners(bad)[0]
+    def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
+        """Multiply the gradients of some parameters by ``inverse`` (float32, one element).
 
-    def _norm_of_parts(self, mine: Tensor, p: float) -> Tensor:
-        """The p-norm of what the owners have norms of; ``mine`` is this rank's."""
-        norms = torch.zeros(self._mesh.size(self._axes), *mine.shape, dtype=torch.float64, device=self._device)
-        norms[self._mesh.index(self._axes)] = mine
-        return cast(Tensor, vector_norm(self._over_owners(norms), p, dim=0))
+        Where these are all of the model's it happens at the update.
 
-    def _over_owners(self, sums: Tensor) -> Tensor:
-        """``sums`` added up, in place, over the ranks that the states are cut over."""
-        if not self.whole:
-            self._mesh.communicator(self._axes, "control").all_reduce(sums.view(-1), tag="gradient norm").wait()
-        return sums
+        Args:
+            rules: what the loss scaler was told, the same on every rank.
+            parameters: the ids of those that the optimizer at hand has.
 
+        Returns:
+            () float32 on the device, not zero where an element of these gradients is inf or NaN, on any rank; None
+            where no rank has any.
+        """
+        boundary = self._boundary
+        boundary.accord.call("LossScaler", rules)
+        if not boundary.finish():
+            return None
+        if all(key in parameters for key in self._places):
+            boundary.scale_gradients(inverse)
+            return (boundary.sums.total()[1] != 0).float()
+        chosen = [place for key, place in self._places.items() if key in parameters]
+        if not any(boundary.used(flat)[i] for flat, i in chosen):
+            return None
+        bad = boundary.sums.nonfinite(chosen)
+        for flat, i in chosen:
+            flat.own_gradient[flat.own_slots[i]].mul_(inverse)
+        boundary.sums.forget()
+        return (bad != 0).float()
 
-def _norm(values: Tensor, p: float) -> Tensor:
-    """() float64; 0 of nothing, of which torch has no largest."""
-    if not values.numel():
-        return torch.zeros((), dtype=torch.float64, device=values.device)
-    return cast(Tensor, vector_norm(values, p, dtype=torch.float64))
+    def _nonfinite_units(self) -> list[str]:
+        return [u.name for u in self._units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]

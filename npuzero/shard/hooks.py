@@ -26,12 +26,13 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from npuzero.errors import StateError
-from npuzero.plan import Plan
-from npuzero.shard.entrance import After, Before, Entrance
+from npuzero.shard.entrance import After, Before, Entrance, Visit
 from npuzero.shard.finite import Watch
+from npuzero.shard.flat import Flat
 from npuzero.shard.guard import CutGradient, in_backward
 from npuzero.shard.overlay import lay_over
-from npuzero.shard.unit import Flat, ParameterState, Unit
+from npuzero.shard.states import ParameterState
+from npuzero.shard.unit import Unit
 
 
 class Events(Protocol):
@@ -39,6 +40,7 @@ class Events(Protocol):
 
     def forward_begins(self, unit: Unit) -> None: ...
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None: ...
+    def forward_fails(self, unit: Unit) -> None: ...
     def backward_reaches(self, unit: Unit) -> None: ...
     def backward_leaves(self, unit: Unit) -> None: ...
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None: ...
@@ -95,46 +97,62 @@ class Hooks:
     def _watch(self, unit: Unit) -> None:
         module = unit.module()
         assert module is not None
-        is_root = unit.index == 0
-        Entrance.of(module).add(self._before_forward(unit, is_root), self._after_forward(unit, is_root))
+        Entrance.of(module).add(self._visit(unit, unit.index == 0))
+
+    def _visit(self, unit: Unit, is_root: bool) -> Visit:
+        events = self._events
+        return Visit(
+            self._before_forward(unit, is_root), self._after_forward(unit, is_root), lambda: events.forward_fails(unit)
+        )
 
     def _watch_door(self, unit: Unit, door: nn.Module) -> None:
         """Have ``unit`` whole while ``door``, a module inside of it, is called from outside."""
-        before, after = self._before_forward(unit, is_root=True), self._after_forward(unit, is_root=True)
+        visit = self._visit(unit, is_root=True)
         entered = False
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal entered
             entered = unit.parameter_state is not ParameterState.WHOLE
-            return before(module, args, kwargs) if entered else None
+            return visit.before(module, args, kwargs) if entered else None
 
         def leave(module: nn.Module, output: Any) -> None:
             if entered:
-                after(module, output)
+                visit.after(module, output)
 
-        Entrance.of(door).add(enter, leave)
+        def fail() -> None:
+            if entered:
+                visit.failed()
+
+        Entrance.of(door).add(Visit(enter, leave, fail))
 
     def watch_method(self, units: list[Unit], module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
         """Have ``units`` whole while the method ``name`` of ``module``, which is ``plain``, is called from outside."""
-        entrances = [(u, self._before_forward(u, u.index == 0), self._after_forward(u, u.index == 0)) for u in units]
+        visits = [(unit, self._visit(unit, unit.index == 0)) for unit in units]
         module_of = weakref.ref(module)
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
             module = module_of()
             assert module is not None
-            entered = [each for each in entrances if each[0].parameter_state is not ParameterState.WHOLE]
-            for _, before, _ in entered:
-                args, kwargs = before(module, args, kwargs) or (args, kwargs)
-            output = plain(module, *args, **kwargs)
-            for _, _, after in reversed(entered):
-                after(module, output)
+            entered = [visit for unit, visit in visits if unit.parameter_state is not ParameterState.WHOLE]
+            try:
+                for visit in entered:
+                    args, kwargs = visit.before(module, args, kwargs) or (args, kwargs)
+                output = plain(module, *args, **kwargs)
+            except BaseException:
+                for visit in reversed(entered):
+                    visit.failed()
+                raise
+            for visit in reversed(entered):
+                visit.after(module, output)
             return output
 
         lay_over(module, **{name: call})
 
     def _before_forward(self, unit: Unit, is_root: bool) -> Before:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if unit.index == 0 and not in_backward():
+                self.forget_backward()
             self._events.forward_begins(unit)
             if unit.cut and unit.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs(unit, (args, kwargs))
@@ -181,12 +199,12 @@ class Hooks:
     def _after_adding(self, unit_of: weakref.ref[Unit], flat: Flat, i: int) -> Callable[[Tensor], None]:
         # A parameter must not keep itself alive through its own hook, which the garbage collector does not see.
         hooks_of, flat_of, last = weakref.ref(self), weakref.ref(flat), len(flat.parameters) - 1
-        pending, marker = flat.pending, flat.markers[i]
+        arrived, marker = flat.gradient.contribution.arrived, flat.gradient.markers[i]
 
         def hook(parameter: Tensor) -> None:
             gradient = parameter.grad
-            if 0 < len(pending) < last and type(gradient) is Tensor:  # neither its flat's first nor its last
-                pending[i] = gradient
+            if 0 < len(arrived) < last and type(gradient) is Tensor:  # neither its flat's first nor its last
+                arrived[i] = gradient
                 parameter.grad = marker
                 return
             hooks, unit, owner = hooks_of(), unit_of(), flat_of()
@@ -204,14 +222,14 @@ class Hooks:
         return hook
 
 
-def second_derivatives(unit: Unit, plan: Plan) -> StateError:
+def second_derivatives(unit: Unit) -> StateError:
     """A backward pass that is to be differentiated, by ``create_graph=True`` or by torch.func, came to a cut unit."""
     by_func = torch._C._functorch.peek_interpreter_stack() is not None
     return StateError(
         f"{'torch.func' if by_func else 'backward with create_graph=True'} through unit {unit.name!r}",
         expected="first derivatives where a plan cuts parameters, by backward() or torch.autograd.grad: parameters are "
         "released as backward leaves a unit",
-        got=f"plan {plan.name!r}"
+        got=f"plan {unit.plan.name!r}"
         + (" and a transform of torch.func, which may differentiate again" if by_func else ""),
         do="Use a plan that keeps parameters whole (zero0, zero1, zero1.5, zero2)"
         + (

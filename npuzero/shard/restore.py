@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from npuzero import observe
 from npuzero.comm import Handle
-from npuzero.plan import Plan, axes_between
-from npuzero.shard.counting import CountingMesh
 from npuzero.shard.unit import Unit
 
 
 class Restorer:
-    """all_gather over states - parameters, unit by unit in the order of forward."""
+    """all_gather over states - parameters, unit by unit in the order of forward.
 
-    def __init__(self, mesh: CountingMesh, plan: Plan) -> None:
-        self._mesh = mesh
-        self._axes = axes_between(plan.states.axes, plan.parameters.axes)
+    On a channel of its own: gathers of one unit may begin while another's restore is under way.
+    """
+
+    def __init__(self) -> None:
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
         """Begin to send this rank's updated shard of ``unit``; its parameters are closed to reading until finished."""
-        if self._mesh.size(self._axes) == 1 or not unit.trainable:
-            return
-        communicator = self._mesh.communicator(self._axes, "gather")
-        self._handles[unit.index] = [
-            communicator.all_gather(flat.resting, flat.own_parameters, tag=f"restore {unit.name}")
+        handles = [
+            flat.rests.restored.communicator("restore").all_gather(
+                flat.resting, flat.own_parameters, tag=f"restore {unit.name}"
+            )
             for flat in unit.trainable
+            if flat.rests.restored.many
         ]
-        unit.close()
+        if handles:
+            self._handles[unit.index] = handles
+            unit.close()
 
     def finish(self, unit: Unit) -> None:
         """Wait until the resting parameters of ``unit`` are up to date."""

@@ -6,7 +6,7 @@ into each tensor; the counts are looked at where a unit's whole parameters end, 
 
 Every rank carries what it wrote itself, and no collective is needed for that. But a shard's owner knows nothing of what
 the others wrote: only where all ranks write the same is the outcome what one process would have. So a rank keeps a
-digest of what it wrote, and the vote that begins a step (:meth:`Engine.finish_gradients`) has the ranks compare.
+digest of what it wrote, and the vote that begins a step (:meth:`Boundary.finish`) has the ranks compare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from npuzero.comm import World
 from npuzero.errors import StateError
 from npuzero.ops import storage
-from npuzero.shard.unit import Flat, Unit
+from npuzero.shard.flat import Flat
+from npuzero.shard.unit import Unit
 
 #: Elements whose digest is taken at once: they are widened to 8 bytes for it.
 _PIECE = 2**20
@@ -30,18 +31,11 @@ Digests = dict[str, list[int]]
 
 
 class Writes:
-    """What was written into the units of a model, and not yet compared between the ranks.
+    """What was written into the units of a model, and not yet compared between the ranks."""
 
-    Args:
-        whole: makes the parameters of a unit whole in a ``with`` block; collective.
-    """
-
-    def __init__(
-        self, units: Sequence[Unit], world: World, whole: Callable[[Unit], AbstractContextManager[None]]
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], world: World) -> None:
         self._units = units
         self._world = world
-        self._whole = whole
         self._written: dict[int, Digests] = {}  # by unit; as this rank wrote it
 
     def __bool__(self) -> bool:
@@ -68,8 +62,11 @@ class Writes:
         if self._world.size > 1:
             self._written.setdefault(unit.index, {}).update(_digests(flat, slots))
 
-    def compare(self) -> None:
+    def compare(self, whole: Callable[[Unit], AbstractContextManager[None]]) -> None:
         """Have all ranks compare what any of them wrote. Collective.
+
+        Args:
+            whole: makes the parameters of a unit whole in a ``with`` block; collective.
 
         Raises:
             StateError: on every rank: they wrote different values.
@@ -78,7 +75,7 @@ class Writes:
         mine, self._written = self._written, {}
         for index in sorted({index for rank in said for index in rank}):
             unit = self._units[index]
-            with self._whole(unit):
+            with whole(unit):
                 now = digests(unit)
             written = mine.get(index, {})
             # Who wrote says so; who did not says what there is. Where parameters are cut there may be both.

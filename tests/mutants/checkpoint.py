@@ -55,7 +55,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "after a load training goes on with the parameters of before",
         "checkpoint/public.py",
-        "    engine.restore_parameters()\n",
+        "    engine.values.restore_parameters()\n",
         "",
         ("checkpoint/test_resume.py::test_some_pairs[('zero1', 3)]",),
     ),
@@ -214,7 +214,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "parameters do not follow their masters after torch's own load",
         "checkpoint/cut.py",
-        "    engine.restore_parameters()\n",
+        "    engine.values.restore_parameters()\n",
         "",
         ("checkpoint/test_exact.py::test_training_goes_on_after_torchs_own_load",),
     ),
@@ -283,14 +283,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the lower halves of split masters are not saved",
-        "shard/unit.py",
+        "shard/flat.py",
         "return storage.join(self.master[own], self.remainder[own])",
         "return self.master[own].float()",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
     ),
     Mutant(
         "the lower halves of split masters are not loaded",
-        "shard/unit.py",
+        "shard/flat.py",
         "            self.remainder[own].copy_(remainder)\n",
         "            self.remainder[own].zero_()\n",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
@@ -312,14 +312,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what a program has just written into parameters is not saved",
         "checkpoint/public.py",
-        "    saver.finish()\n    engine.settle()\n",
+        "    saver.finish()\n    engine.values.settle()\n",
         "    saver.finish()\n",
         ("checkpoint/test_exact.py::test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load",),
     ),
     Mutant(
         "what a program wrote before a load overwrites what was loaded",
         "checkpoint/public.py",
-        '    agree(world, f"load {path}", problem)\n    engine.settle()\n',
+        '    agree(world, f"load {path}", problem)\n    engine.values.settle()\n',
         '    agree(world, f"load {path}", problem)\n',
         ("checkpoint/test_exact.py::test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load",),
     ),

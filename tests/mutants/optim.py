@@ -78,7 +78,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a step that the scaler skips for cut models is taken",
         "optim/scaler.py",
-        "engine.skip_where(overflow.view(1).to(engine.space.device))",
+        "engine.boundary.skip_where(overflow.view(1).to(engine.device))",
         "pass",
         ("world/test_scaler.py::test_a_skipped_step_leaves_no_trace",),
     ),
@@ -113,7 +113,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "torch's optimizers over a cut model take steps that a scaler would skip",
         "optim/wrapped.py",
-        "ready = [engine for engine in ready if engine.skip is None or not engine.skip.item()]",
+        "ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]",
         "ready = list(ready)",
         ("world/test_scaler.py::test_decisions_are_torchs",),
     ),
@@ -127,14 +127,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clipping is not seen by torch's optimizers over a cut model",
         "optim/wrapped.py",
-        "                flat.own_gradient.mul_(engine.gradient_scale)\n",
+        "                flat.own_gradient.mul_(engine.boundary.gradient_scale)\n",
         "                pass\n",
         ("world/test_scaler.py::test_decisions_are_torchs",),
     ),
     Mutant(
         "what a rank did not use counts as a zero gradient for torch's optimizers: its momentum goes on",
         "optim/wrapped.py",
-        "counts = engine in ready and engine.used(flat)[i]",
+        "counts = engine in ready and engine.boundary.used(flat)[i]",
         "counts = engine in ready",
         ("world/test_optimizers.py::test_optimizers[SGD-over shards-zero1]",),
     ),

@@ -1,0 +1,252 @@
+"""The step boundary: which gradients there are, agreed on by all ranks; and what the update is told of them.
+
+Between two updates the gradients of a model are in one of three stages::
+
+    OPEN      backward passes come, and add to them
+    AGREED    the ranks know which parameters took part, and R3 has summed their gradients
+    STEPPED   an update has used them; they can still be read, until zero_grad() or the next backward pass
+
+A backward pass opens them again, in whatever stage they are.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from npuzero.comm import World
+from npuzero.errors import StateError
+from npuzero.plan import DIGEST_BITS
+from npuzero.shard.accord import Accord
+from npuzero.shard.census import Census
+from npuzero.shard.counting import CountingMesh
+from npuzero.shard.flat import Flat
+from npuzero.shard.ownership import deleted
+from npuzero.shard.reduce import Reducer
+from npuzero.shard.rest import Group
+from npuzero.shard.sums import Sums
+from npuzero.shard.unit import Unit
+from npuzero.shard.values import Values
+
+#: The gradients of a flat, from which on their memory is lent between steps: moving less is not worth the calls.
+LENT_BYTES = 2**20
+
+
+class Stage(enum.Enum):
+    """How far the present gradients are."""
+
+    OPEN = "open"
+    AGREED = "agreed"
+    STEPPED = "stepped"
+
+
+class Boundary:
+    """The gradients of one model between two updates.
+
+    Attributes:
+        gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
+        skip: [1] float32 on the device, or None: where it is not zero, the present step changes nothing.
+        accord: what all ranks must say alike.
+        sums: over the gradients, once they are agreed on.
+        summed: whether the present gradients are over all ranks.
+        agreed: whether the ranks know which of them there are, for the update to come.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        world: World,
+        mesh: CountingMesh,
+        reducer: Reducer,
+        values: Values,
+        census: Census,
+    ) -> None:
+        self._units = units
+        self._flats = [flat for unit in units for flat in unit.trainable]
+        self._mesh = mesh
+        self._reducer = reducer
+        self._values = values
+        self._census = census
+        self.accord = Accord(self._flats, world)
+        self.sums = Sums(self._flats, world.device)
+        self.gradient_scale = torch.ones(1, device=world.device)
+        self.skip: Tensor | None = None
+        self._stage = Stage.OPEN
+        self._used: dict[Flat, list[bool]] = {}  # per slot, where AGREED
+        self._scaled = False  # gradient_scale is not 1
+        self._brought = False  # a backward pass of this rank is in what the next step sums, whatever was dropped of it
+        self._dropped = False  # the user has dropped some of the present gradients, while others stay
+
+    @property
+    def summed(self) -> bool:
+        return self._stage is not Stage.OPEN
+
+    @property
+    def agreed(self) -> bool:
+        return self._stage is Stage.AGREED
+
+    def used(self, flat: Flat) -> list[bool]:
+        """Per slot: has any rank a gradient in the present step (after :meth:`finish`)?"""
+        assert self._stage is Stage.AGREED
+        return self._used[flat]
+
+    def reopen(self) -> None:
+        """A backward pass brings more."""
+        present = self._present()
+        if not _any(present):  # whoever zeroed the gradients, and however
+            self.forget()
+        elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
+            self.apply_scale()
+        self._clear_dropped(present)
+        self._stage = Stage.OPEN
+        self.sums.forget()
+        self._brought = True
+
+    def finish(self) -> bool:
+        """R3: bring every gradient to READY on its owner. Collective; nothing to do the second time.
+
+        Returns:
+            False where no rank has any gradient (torch's optimizers then do nothing).
+        """
+        if self._reducer.open:
+            raise StateError(
+                "npuzero step",
+                expected="a call after backward() has returned",
+                got="a call inside a backward pass, or after one that raised",
+                do="Call it after loss.backward(); after an exception call zero_grad() first.",
+            )
+        if self._stage is not Stage.AGREED:
+            self._agree_anew()
+        else:  # the program may have dropped some since, as it does on every rank
+            present = self._present()
+            if present != self._used:
+                self._used = present
+                self.sums.forget()
+                self._clear_dropped(present)
+        some = _any(self._used)
+        self._brought = self._brought and some
+        return some
+
+    def _agree_anew(self) -> None:
+        root = self._units[0].module()
+        if root is None:
+            raise deleted("optimizer")
+        self._census.check(root)
+        present = self._present()
+        self._clear_dropped(present)
+        self._values.look_at_whole()
+        if not _any(present) and not self._brought:
+            self.forget()
+            self._meet_in_gathers()
+        # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
+        self._reducer.finish()
+        self._used = self._vote(present)
+        with torch._C.DisableTorchFunctionSubclass():
+            for flat, used in self._used.items():
+                for i, (anywhere, here) in enumerate(zip(used, present[flat], strict=True)):
+                    if anywhere and not here:
+                        flat.gradient.adopt(i)
+        self._stage = Stage.AGREED
+
+    def _present(self) -> dict[Flat, list[bool]]:
+        """Per slot: does this rank have a gradient?"""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {flat: flat.gradient.present() for flat in self._flats}
+
+    def _clear_dropped(self, present: Mapping[Flat, list[bool]]) -> None:
+        """Zero what the buffers hold of gradients that the user dropped while others stay."""
+        for flat, here in present.items():
+            for i in flat.gradient.dropped(here):
+                self._reducer.drain()
+                flat.gradient.clear(i)
+                self._dropped = True
+
+    def _meet_in_gathers(self) -> None:
+        """Ranks that gather for a backward pass would wait for ever: let the two meet, which is an error at once."""
+        groups: dict[object, Group] = {}
+        for flat in (flat for unit in self._units for flat in unit.flats if flat.cut):
+            groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
+        for group in groups.values():
+            nothing = torch.empty(0, device=self.gradient_scale.device)
+            group.communicator("gather").all_reduce(nothing, tag="a step without a backward pass").wait()
+
+    def _vote(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
+        """True where any rank says True; what any has dropped, and no rank has, is gone.
+
+        Where ranks follow different rules, or any has written into parameters, all compare.
+        """
+        if self._mesh.shape.world == 1 or not present:
+            return present
+        flags = [flag for flat in self._flats for flag in present[flat]]
+        ballot = [*flags, self._dropped, self._values.written, *self.accord.ballot(present)]
+        votes = torch.tensor(ballot, dtype=torch.float32)
+        self._mesh.host().all_reduce(votes, tag="parameters in use").wait()
+        *used, dropped, written = (sums := votes.tolist())[:-DIGEST_BITS]
+        self.accord.look(sums[-DIGEST_BITS:])
+        if written:
+            self._values.compare_written()
+        votes_of = iter(used)
+        agreed = {flat: [next(votes_of) > 0 for _ in flat.slots] for flat in self._flats}
+        if dropped:  # by whoever had brought it to the others
+            for flat, anywhere in agreed.items():
+                for i in flat.slots:
+                    if not anywhere[i]:
+                        flat.gradient.clear(i)
+            self._dropped = False
+        return agreed
+
+    # -- what the update is told -----------------------------------------------------------------------------------
+
+    def scale_gradients(self, by: Tensor) -> None:
+        """Have the update multiply all gradients by one number more: [1] or () float32."""
+        self.gradient_scale.mul_(by)
+        self._scaled = True
+
+    def apply_scale(self) -> None:
+        """Multiply the gradients themselves by what the update was to multiply them by."""
+        for flat in self._flats:
+            flat.own_gradient.mul_(self.gradient_scale)
+        self.gradient_scale.fill_(1.0)
+        self._scaled = False
+
+    def skip_where(self, flag: Tensor) -> None:
+        """Have the present step change nothing where ``flag`` ([1] float32) is not zero, or was before."""
+        self.skip = flag if self.skip is None else torch.maximum(self.skip, flag)
+
+    # -- afterwards ------------------------------------------------------------------------------------------------
+
+    def step_ends(self) -> None:
+        """The update has used the gradients."""
+        self._stage = Stage.STEPPED
+        self._used = {}
+        self.skip = None
+        self._brought = False
+        self.sums.forget()
+
+    def forget(self) -> None:
+        """No gradient is there any more."""
+        self._reducer.reset()
+        self._stage = Stage.OPEN
+        self._dropped = self._brought = False
+        self.gradient_scale.fill_(1.0)
+        self._scaled = False
+        self.skip = None
+
+    def lend_memory(self) -> None:
+        """zero_grad() was called: what the last step's gradients took may be used for other things until the next.
+
+        What is under way stays, until the next backward pass sees that nobody wants it.
+        """
+        large = [flat for flat in self._flats if flat.gradient.buffer.nbytes >= LENT_BYTES]
+        done = self._stage is not Stage.AGREED and self._reducer.idle
+        if large and done and not _any(self._present()):
+            self.forget()
+            for flat in large:
+                flat.gradient.memory.release()
+
+
+def _any(flags: Mapping[Flat, list[bool]]) -> bool:
+    return any(map(any, flags.values()))

@@ -1,0 +1,71 @@
+"""What one backward pass brings to one flat: gradients as they leave autograd, and which way they go from there."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from npuzero.errors import ConfigError
+from npuzero.ops.pack import pack_unchecked
+from npuzero.ops.storage.lazy import settled
+from npuzero.shard.layout import Layout
+
+
+class Pass(enum.Enum):
+    """What a backward pass is to the step."""
+
+    ALONE = "alone"  # under no_sync: it adds up on this rank, and a later one takes it along
+    SUMMED = "summed"  # R2, and maybe more passes before the step
+    LAST = "last"  # foreseen to be the step's last: R3 runs beside it, too
+
+
+class Route(enum.Enum):
+    """Which way a flat's contribution goes, once it is complete."""
+
+    KEEP = "keep"  # into the whole gradients that this rank adds up alone
+    SEND = "send"  # packed into a wire, for R2 or, where that is the identity, for R3
+    BOTH = "both"  # what was kept so far goes along: added to it, and sent
+
+
+class Contribution:
+    """The gradients of the present backward pass.
+
+    Attributes:
+        arrived: by slot number what autograd made.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._count = len(layout.slots)
+        self.arrived: dict[int, Tensor] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether every slot has its gradient."""
+        return len(self.arrived) >= self._count
+
+    def add(self, i: int, gradient: Tensor) -> None:
+        """Slot ``i`` has its gradient; once more in a pass where reentrant checkpointing finishes it once per use."""
+        earlier = self.arrived.get(i)
+        self.arrived[i] = gradient if earlier is None else earlier + gradient
+
+    def check(self) -> None:
+        """Raises ConfigError for what cannot be packed; shape and dtype are the parameter's, as autograd sees to."""
+        for i, gradient in self.arrived.items():
+            if gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"gradient of {self._layout.slots[i].name}",
+                    expected="a dense tensor",
+                    got=str(gradient.layout),
+                    do="Use sparse=False: a sharded state is kept and updated densely.",
+                )
+
+    def pack(self, arrived: Mapping[int, Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
+        """Write some of them, scaled, to where their slots lie in ``into`` ([n], any float), or add them there."""
+        if arrived:
+            tensors = [settled(gradient) for gradient in arrived.values()]
+            offsets = [self._layout.slots[i].begin for i in arrived]
+            pack_unchecked(tensors, offsets, into, scale=scale, accumulate=accumulate)

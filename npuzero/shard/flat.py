@@ -1,0 +1,251 @@
+"""A flat: the buffers of parameters that travel together, and where each part of them rests on this rank.
+
+Names used in this package, for a flat of n elements and a plan that cuts parameters, held, gradients and states into
+P, H, G and S shards::
+
+    whole       [n]    parameter dtype; every parameter is a view of it; no bytes while released (only where P > 1)
+    resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
+    held        [n/H]  parameter dtype; what it keeps between forward and backward (only where 1 < H < P)
+    master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
+    remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
+    gradient    see :mod:`npuzero.shard.gradient`
+    own         [n/S]  this rank's states shard, a sub-range of all of the above
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import ops
+from npuzero.memory import Source, Spaces, Transient, zeros
+from npuzero.ops import storage
+from npuzero.ops.storage.lazy import settled
+from npuzero.plan import Memory, Plan
+from npuzero.shard import guard
+from npuzero.shard.gradient import Gradient
+from npuzero.shard.layout import Layout, overlap
+from npuzero.shard.origin import give_data
+from npuzero.shard.rest import Rest, Rests
+
+
+class Flat:
+    """One flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen.
+
+    Attributes:
+        plan, rests: the row of the table it follows, and what that comes to here.
+        masters: how masters are kept: ``"own"`` where they are the float32 parameters, else as the precision says.
+        own_slots: per slot, its part of this rank's states shard, as a slice of that shard.
+        offsets: per slot, where it begins in the flat, in bytes.
+    """
+
+    def __init__(self, name: str, layout: Layout, parameters: list[nn.Parameter], plan: Plan, rests: Rests) -> None:
+        self.name = name
+        self.layout = layout
+        self.parameters = parameters
+        self.dtype = layout.dtype
+        self.plan = plan
+        self.rests = rests
+        self.masters = "own" if layout.dtype == torch.float32 else plan.precision.masters
+        self.trainable = parameters[0].requires_grad
+        self.cut = rests.parameters.cut
+        self.whole: Tensor
+        self.transient: Transient  # the memory of whole; only where cut
+        self.resting: Tensor
+        self.held: Transient | None = None  # only where held is cut, and less than parameters are
+        self.master: Tensor
+        self.remainder: Tensor | None = None
+        self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
+        self.gradient: Gradient  # only where trainable
+        # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
+        self._counts: list[int] = []
+        self._aliases: dict[int, Tensor] = {}
+        self.own_slots = [self._own_slot(i) for i in self.slots]
+        self.offsets = [slot.begin * layout.dtype.itemsize for slot in layout.slots]
+
+    @property
+    def slots(self) -> range:
+        """Numbers of the slots."""
+        return range(len(self.parameters))
+
+    @property
+    def own_gradient(self) -> Tensor:
+        """[n/S] float32: this rank's shard of the gradient, summed over the ranks once it is READY."""
+        return self.gradient.own
+
+    def _own_slot(self, i: int) -> slice:
+        slot, start = self.layout.slots[i], self.rests.states.begin
+        begin, end = overlap((slot.begin, slot.end), self.rests.states.range)
+        return slice(begin - start, end - start) if begin < end else slice(0, 0)
+
+    def cut_like_own(self, i: int, whole: Tensor) -> Tensor:
+        """Of a tensor shaped like slot ``i``, the elements that lie in this rank's states shard; 1-D."""
+        own = self.own_slots[i]
+        if own.start == own.stop:
+            return whole.reshape(-1)[:0]
+        shift = self.rests.states.begin - self.layout.slots[i].begin
+        return whole.reshape(-1)[own.start + shift : own.stop + shift]
+
+    def place_of_own(self, i: int) -> int:
+        """Which element of slot ``i`` is the first of this rank's states shard, if any is."""
+        return int(self.own_slots[i].start) + self.rests.states.begin - self.layout.slots[i].begin
+
+    def materialize(self, spaces: Spaces, source: Source | None, first_values: Callable[[Flat], None]) -> None:
+        """Allocate what rests here, have ``first_values`` fill it, and let the parameters be views of the flat buffer.
+
+        ``source``: who provides the memory of the resting parameters, which other ranks read when they gather.
+        """
+        rests = self.rests
+        resident = spaces[Memory.DEVICE]  # what lives within a step only is where it is computed with
+        self.resting = spaces[rests.parameters.memory].allocate(
+            rests.parameters.numel, self.dtype, "parameters", source
+        )
+        self.whole = self.resting
+        if self.cut:
+            self.transient = resident.transient(self.layout.numel, self.dtype, "buffers")
+            self.whole = self.transient.tensor
+            if 1 < rests.held.group.size < rests.parameters.group.size:
+                self.held = spaces[rests.held.memory].transient(rests.held.numel, self.dtype, "buffers")
+        self.own_parameters = self.resting[rests.states.within(rests.parameters)]
+        if self.trainable:
+            self.gradient = Gradient(self.name, self.layout, rests, self.plan.precision, spaces)
+            self.master = self.own_parameters
+            states = spaces[rests.states.memory]
+            if self.masters == "fp32":
+                self.master = states.allocate(rests.states.numel, torch.float32, "states")
+            elif self.masters == "split":
+                self.remainder = states.allocate(rests.states.numel, torch.int16, "states")
+        first_values(self)
+        if self.cut:
+            self.transient.restore()  # views can only be made of what has memory
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.grad = None
+            give_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
+        for i, parameter in enumerate(self.parameters):
+            parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
+            guard.reopen(parameter)
+        self._counts = self._count_writes()
+        if self.cut:
+            self.transient.release()
+        if self.trainable:
+            self.gradient.memory.release()
+            self.gradient.mark(self.parameters)
+
+    def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
+        """Take whole values, one per slot. The peak beyond what rests is the whole flat in float32.
+
+        Args:
+            values: tensors of the slots' shapes, any floating dtype and device.
+            share: makes the whole flat (float32) the same on all ranks.
+        """
+        exact = zeros(self.layout.numel, torch.float32, self.resting.device)
+        for slot, value in zip(self.layout.slots, values, strict=True):
+            exact[slot.begin : slot.end].copy_(value.reshape(-1))
+        share(exact)
+        self.put(0, exact)
+
+    def put(self, start: int, values: Tensor) -> None:
+        """Take the elements from ``start`` of the flat on into what rests here of them, and, unrounded, into masters.
+
+        Args:
+            values: [k] of any floating dtype and device.
+        """
+        exact = values.to(self.resting.device, torch.float32)
+
+        def shared(rest: Rest) -> tuple[Tensor, slice]:
+            begin, end = overlap((start, start + exact.numel()), rest.range)
+            return exact[begin - start : end - start], slice(begin - rest.begin, end - rest.begin)
+
+        here, own = shared(self.rests.parameters)
+        _copy_rounded(here, self.resting[own])
+        if self.trainable:
+            here, own = shared(self.rests.states)
+            self.write_master(own, here)
+
+    # -- writes of the program's own -------------------------------------------------------------------------------
+
+    def written(self) -> list[int]:
+        """The slots that somebody has written since this was asked last; they must be readable."""
+        counts = self._count_writes()
+        if counts == self._counts:
+            return []
+        before, self._counts = self._counts, counts
+        return [i for i in self.slots if counts[i] != before[i]]
+
+    def _count_writes(self) -> list[int]:
+        counts = [parameter._version for parameter in self.parameters]
+        for i, alias in self._aliases.items():
+            counts[i] += alias._version
+        return counts
+
+    def take_written(self, slots: Sequence[int]) -> None:
+        """Carry what was written into the whole parameters of ``slots`` to where it lasts: the resting shard, masters.
+
+        A float32 master keeps its value where its rounded copy is unchanged. Of split masters the lower halves, which
+        belonged to the values of before, become zero: where the plan cuts parameters those of the elements that
+        changed, else, since nothing tells which did, those of the slots.
+        """
+        if self.cut:
+            new = self.whole[slice(*self.rests.parameters.range)]
+            if self.remainder is not None:
+                own = self.rests.states.within(self.rests.parameters)
+                changed = storage.bits(new[own]) != storage.bits(self.own_parameters)
+                self.remainder.masked_fill_(changed, 0)
+            self.resting.copy_(new)
+        elif self.remainder is not None:
+            for i in slots:
+                self.remainder[self.own_slots[i]].zero_()
+        if self.trainable and self.low is not None:
+            for own in (self.own_slots[i] for i in slots):
+                storage.follow(self.master[own], self.low[own])
+
+    # -- masters ---------------------------------------------------------------------------------------------------
+
+    @property
+    def low(self) -> Tensor | None:
+        """[n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
+        return self.own_parameters if self.masters == "fp32" else None
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether masters are bfloat16 alone."""
+        return self.masters == "none"
+
+    def read_master(self, own: slice) -> Tensor:
+        """float32: the masters of a range of this rank's states shard, however they are kept; maybe a copy."""
+        if self.remainder is not None:
+            return storage.join(self.master[own], self.remainder[own])
+        return self.master[own].float()
+
+    def write_master(self, own: slice, values: Tensor) -> None:
+        """Replace the masters of a range of this rank's states shard, and own parameters with them."""
+        if self.remainder is not None:
+            upper, remainder = storage.split(values.float())
+            self.master[own].copy_(upper)
+            self.remainder[own].copy_(remainder)
+        else:
+            _copy_rounded(values, self.master[own])
+            if self.low is not None:
+                _copy_rounded(values, self.low[own])
+
+    def refresh_master(self) -> None:
+        """Somebody wrote the parameters: masters follow them."""
+        if self.remainder is not None:
+            self.remainder.zero_()
+        elif self.low is not None:
+            self.master.copy_(self.low)
+
+    def refresh_low(self) -> None:
+        """Somebody wrote the masters: own parameters follow them."""
+        if self.low is not None:
+            _copy_rounded(self.master, self.low)
+
+
+def _copy_rounded(values: Tensor, target: Tensor) -> None:
+    """``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
+    if target.dtype == torch.bfloat16:
+        ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")
+    else:
+        target.copy_(values)

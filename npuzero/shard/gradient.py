@@ -1,0 +1,247 @@
+"""The gradient of one flat: where it accumulates on this rank, how much of it is there, and the state it is in.
+
+Names, for a flat of n elements whose gradients and states are cut into G and S shards::
+
+    buffer    [n/G]  float32; accumulates over micro-batches; no bytes after zero_grad()
+    unsynced  [n]    float32; what accumulates under no_sync where G > 1
+    carry     [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
+    wire      [n]    the precision's wire dtype; what a reduction sends
+    own       [n/S]  this rank's states shard of the buffer: the gradient that the update reads
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import ops
+from npuzero.errors import StateError
+from npuzero.memory import Pool, Spaces
+from npuzero.plan import Memory, Precision
+from npuzero.shard import guard
+from npuzero.shard.contribution import Contribution, Pass, Route
+from npuzero.shard.layout import Layout, overlap
+from npuzero.shard.rest import Rests
+from npuzero.shard.states import GradientState, moved
+
+
+class Content(enum.Enum):
+    """Where this rank's gradients of one slot are, since the last reset."""
+
+    NOWHERE = "nowhere"  # none has come
+    ALONE = "alone"  # in the whole gradients that this rank adds up alone: the buffer where G = 1, else unsynced
+    SUMMED = "summed"  # in what the ranks have summed: the cut buffer, or the carry
+
+
+class Gradient:
+    """The gradient of one flat.
+
+    Attributes:
+        rests, layout: of the flat.
+        wire, sums: dtypes that gradients, and finished sums of them, travel in.
+        scale: what gradients are multiplied by as they are packed: 1 / the ranks that they are averaged over, so that
+            every reduction is a plain sum.
+        meets_at_boundary: whether R3 has any collective.
+        memory: the memory of the buffer.
+        contribution: what the present backward pass has brought.
+        content: per slot.
+        summing: whether the cut buffer has anything of this step; if not, the next reduction overwrites it.
+        markers: per slot, what ``p.grad`` is while the gradient lives here.
+    """
+
+    def __init__(self, name: str, layout: Layout, rests: Rests, precision: Precision, spaces: Spaces) -> None:
+        self.name = name
+        self.layout = layout
+        self.rests = rests
+        self.wire, self.sums = precision.wire_of(layout.dtype), precision.sums_of(layout.dtype)
+        self.scale = 1.0 / rests.averaged.size
+        self.cut = rests.gradients.cut
+        self.meets_at_boundary = rests.deeper.many or rests.beyond.many
+        self._space = spaces[Memory.DEVICE]
+        self.memory = spaces[rests.gradients.memory].transient(rests.gradients.numel, torch.float32, "gradients")
+        self.memory.restore()
+        self.buffer = self.memory.tensor
+        self.own = self.buffer[rests.states.within(rests.gradients)]
+        self.unsynced: Tensor | None = None
+        self.carry: Tensor | None = None
+        self.state = GradientState.EMPTY
+        self.contribution = Contribution(layout)
+        self.content = [Content.NOWHERE] * len(layout.slots)
+        self.summing = False
+        self.pool: Pool  # where its wires come from; the reducer's
+        self.markers: list[guard.CutGradient] = []
+        self._parameters: Sequence[nn.Parameter] = ()
+
+    def mark(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the markers of ``parameters``, one per slot."""
+        self._parameters = parameters
+        of = weakref.ref(self)
+        self.markers = [guard.CutGradient(p, partial(_parameter_of, of, i)) for i, p in enumerate(parameters)]
+
+    def move(self, to: GradientState) -> None:
+        """Change the state, as the life-cycle allows; where there was no gradient it gets memory."""
+        self.state = moved(f"gradients of {self.name}", self.state, to)
+        if not self.memory.here:
+            self.memory.restore()
+            if not self.cut:  # else a reduction writes all of it
+                for begin, end in self.layout.gaps:
+                    self.buffer[begin:end].zero_()
+
+    def forget(self) -> None:
+        """No slot has a gradient any more."""
+        self.content = [Content.NOWHERE] * len(self.content)
+        self.summing = False
+        self.contribution.arrived.clear()
+        self._drop_carry()
+        self._drop_unsynced()
+        self.state = GradientState.EMPTY
+
+    # -- a pass ----------------------------------------------------------------------------------------------------
+
+    def route(self, kind: Pass) -> Route:
+        """The table of moves: which way the complete contribution of a pass goes."""
+        if kind is Pass.ALONE:
+            return Route.KEEP
+        if self.cut:  # R2 sends it, and what no_sync has kept goes along
+            return Route.SEND if self.unsynced is None else Route.BOTH
+        # R2 is the identity. The first gradients of a step that are known to be the last are sent as they come, where
+        # accumulating them in float32 would only be undone by the wire's dtype.
+        alone = kind is Pass.LAST and self.meets_at_boundary and self.wire != torch.float32
+        return Route.SEND if alone and Content.ALONE not in self.content else Route.KEEP
+
+    def take(self, kind: Pass) -> Tensor | None:
+        """Take in the contribution, which is complete; the wire to send, if there is one."""
+        route = self.route(kind)
+        self.contribution.check()
+        if route is not Route.SEND:
+            self._accumulate()
+        for i in self.contribution.arrived:
+            self.content[i] = Content.SUMMED if route is Route.SEND else Content.ALONE
+        wire = None if route is Route.KEEP else self.fill_wire()
+        self.contribution.arrived.clear()
+        return wire
+
+    def _accumulate(self) -> None:
+        """Add to the whole float32 gradients: the plan keeps them whole, or ``no_sync`` does for now."""
+        if self.cut and self.unsynced is None:
+            self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
+        whole = self.unsynced if self.unsynced is not None else self.buffer
+        arrived = self.contribution.arrived
+        # Slots of which something is there are added to, others are overwritten: nobody has zeroed what they hold.
+        for again in (False, True) if Content.ALONE in self.content else (False,):
+            chosen = {i: gradient for i, gradient in arrived.items() if (self.content[i] is Content.ALONE) is again}
+            self.contribution.pack(chosen, whole, self.scale, accumulate=again)
+
+    def fill_wire(self) -> Tensor:
+        """A whole wire with this rank's contribution; what is absent is zero, and so are the gaps."""
+        wire, gaps_are_zero = self.pool.acquire(self.layout.numel, self.wire, self.layout.gaps)
+        if self.unsynced is not None:
+            self.zero_absent(self.unsynced)
+            ops.cast(self.unsynced, wire)
+            self._drop_unsynced()
+            self._now_summed()
+            return wire
+        if not gaps_are_zero:
+            for begin, end in self.layout.gaps:
+                wire[begin:end].zero_()
+        arrived = self.contribution.arrived
+        if not self.contribution.complete:
+            for i, slot in enumerate(self.layout.slots):
+                if i not in arrived:
+                    wire[slot.begin : slot.end].zero_()
+        self.contribution.pack(arrived, wire, self.scale, accumulate=False)
+        return wire
+
+    def zero_absent(self, whole: Tensor) -> None:
+        """Zero in the whole gradients that this rank adds up alone ([n]) the slots of which nothing is there."""
+        for slot, content in zip(self.layout.slots, self.content, strict=True):
+            if content is not Content.ALONE:
+                whole[slot.begin : slot.end].zero_()
+
+    def reopen(self) -> None:
+        """More gradients come: what is READY is no longer all there is.
+
+        Where a reduction at the boundary made it, it is set aside, to be added once these are reduced.
+        """
+        if self.state is not GradientState.READY:
+            return
+        if self.meets_at_boundary:
+            self.carry = self._space.allocate(self.own.numel(), torch.float32, "buffers")
+            self.carry.copy_(self.own)
+            self._now_summed()
+            self.summing = False
+        self.move(GradientState.ACCUMULATED)
+
+    def add_carry(self) -> None:
+        """Add what was set aside, if anything was, to the sum that is finished."""
+        if self.carry is not None:
+            self.own.add_(self.carry)
+            self._drop_carry()
+
+    def _now_summed(self) -> None:
+        alone, summed = Content.ALONE, Content.SUMMED
+        self.content = [summed if content is alone else content for content in self.content]
+
+    def _drop_unsynced(self) -> None:
+        self._uncount(self.unsynced)
+        self.unsynced = None
+
+    def _drop_carry(self) -> None:
+        self._uncount(self.carry)
+        self.carry = None
+
+    def _uncount(self, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            self._space.count("buffers", -buffer.nbytes)
+
+    # -- what the program sees -------------------------------------------------------------------------------------
+
+    def present(self) -> list[bool]:
+        """Per slot: is there a gradient, as far as this rank's user is concerned? (Under DisableTorchFunctionSubclass.)
+
+        Raises:
+            StateError: somebody else put a gradient there.
+        """
+        found = [parameter.grad for parameter in self._parameters]
+        if all(map(is_, found, self.markers)):  # as nearly always; asked several times a step
+            return [True] * len(found)
+        for i, (gradient, marker) in enumerate(zip(found, self.markers, strict=True)):
+            if gradient is not None and gradient is not marker:
+                raise StateError(
+                    f"gradient of {self.layout.slots[i].name}",
+                    expected="None, or what the engine put there",
+                    got="a tensor set from outside, which no rank would reduce",
+                    do="Let backward() make gradients; change them through the loss, or use torch.autograd.grad.",
+                )
+        return [gradient is not None for gradient in found]
+
+    def adopt(self, i: int) -> None:
+        """Slot ``i`` has a gradient by another rank: as under DDP it has one on all."""
+        self.content[i] = Content.SUMMED
+        self._parameters[i].grad = self.markers[i]
+
+    def dropped(self, present: Sequence[bool]) -> list[int]:
+        """The slots of which something is here, and which the user has dropped since (``p.grad = None``)."""
+        if all(present):
+            return []
+        return [i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE]
+
+    def clear(self, i: int) -> None:
+        """Zero whatever the buffers hold of slot ``i``."""
+        self.content[i] = Content.NOWHERE
+        slot = self.layout.slots[i]
+        for buffer, rest in ((self.buffer, self.rests.gradients), (self.carry, self.rests.states)):
+            if buffer is not None:
+                begin, end = overlap((slot.begin, slot.end), rest.range)
+                buffer[begin - rest.begin : end - rest.begin].zero_()
+
+
+def _parameter_of(gradient_of: weakref.ref[Gradient], i: int) -> Tensor | None:
+    gradient = gradient_of()
+    return None if gradient is None else gradient._parameters[i]

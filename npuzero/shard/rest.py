@@ -1,0 +1,118 @@
+"""Where the parts of one flat rest: over which ranks each is cut, in which memory, and which range is this rank's.
+
+A plan says this of a model's training state; here it is said of one flat, so flats of one engine may follow different
+plans. Whoever moves a part (:class:`~npuzero.shard.gather.Gatherer`, ``Reducer``, ``Restorer``) reads the flat alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from npuzero.comm import Communicator
+from npuzero.plan import AXES, Axes, Memory, Placement, Plan, axes_between, axes_beyond
+from npuzero.shard.counting import CountingMesh
+from npuzero.shard.layout import Layout
+
+
+class Group:
+    """The ranks along some axes of the mesh, this one among them.
+
+    Attributes:
+        axes: outermost first.
+        size: their number.
+        index: which of them this rank is.
+        many: whether there are others; where not, a collective over the group is the identity and is left out.
+    """
+
+    def __init__(self, mesh: CountingMesh, axes: Axes) -> None:
+        self.axes = axes
+        self.size = mesh.size(axes)
+        self.index = mesh.index(axes)
+        self.many = self.size > 1
+        self._mesh = mesh
+
+    def communicator(self, purpose: str) -> Communicator:
+        """The communicator of these ranks on the channel ``purpose``, made at the first call."""
+        return self._mesh.communicator(self.axes, purpose)
+
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """One part of a flat.
+
+    Attributes:
+        group: the ranks it is cut over: as many shards as they are, in their order.
+        memory: where it lies.
+        begin, end: this rank's shard, in elements of the flat.
+    """
+
+    group: Group
+    memory: Memory
+    begin: int
+    end: int
+
+    @staticmethod
+    def of(placement: Placement, layout: Layout, mesh: CountingMesh) -> Rest:
+        """What ``placement`` comes to for a flat of this layout."""
+        group = Group(mesh, placement.axes)
+        return Rest(group, placement.memory, *layout.shard(group.index, group.size))
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.begin, self.end
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank has less than all of it."""
+        return self.group.many
+
+    def within(self, outer: Rest) -> slice:
+        """This shard as a slice of ``outer``, a shallower cut: by the plan's law a contiguous sub-range of it."""
+        return slice(self.begin - outer.begin, self.end - outer.begin)
+
+
+@dataclass(frozen=True, eq=False)
+class Rests:
+    """The parts of one flat under its plan, and the groups that the rules move them over.
+
+    Attributes:
+        parameters, held, gradients, states: as :class:`npuzero.Plan` has them.
+        deeper: states - gradients, over which R3 scatters what R2 has left.
+        beyond: D - states, over which R3 sums what several ranks keep.
+        restored: states - parameters, over which R4 gathers.
+        averaged: D, the ranks whose gradients are averaged.
+    """
+
+    parameters: Rest
+    held: Rest
+    gradients: Rest
+    states: Rest
+    deeper: Group
+    beyond: Group
+    restored: Group
+    averaged: Group
+
+    @staticmethod
+    def of(plan: Plan, layout: Layout, mesh: CountingMesh) -> Rests:
+        """The row ``plan`` of the table, for a flat of this layout."""
+        states = plan.states.axes
+        return Rests(
+            parameters=Rest.of(plan.parameters, layout, mesh),
+            held=Rest.of(plan.held, layout, mesh),
+            gradients=Rest.of(plan.gradients, layout, mesh),
+            states=Rest.of(plan.states, layout, mesh),
+            deeper=Group(mesh, axes_between(states, plan.gradients.axes)),
+            beyond=Group(mesh, axes_beyond(states)),
+            restored=Group(mesh, axes_between(states, plan.parameters.axes)),
+            averaged=Group(mesh, AXES),
+        )
+
+    @property
+    def summed(self) -> Group | None:
+        """The group of the first collective that a gradient goes through; None where it goes through none."""
+        groups = (self.gradients.group, self.deeper, self.beyond)
+        return next((group for group in groups if group.many), None)

@@ -1,0 +1,56 @@
+"""The states that a unit's parameters and a flat's gradient may be in: who holds memory, and what may follow."""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+from npuzero.errors import StateError
+
+
+class ParameterState(enum.Enum):
+    """Who holds a unit's parameters."""
+
+    SHARDED = "sharded"  # resting only
+    GATHERING = "gathering"  # a gather writes into whole
+    WHOLE = "whole"  # whole may be read
+    HELD = "held"  # resting and the held copy
+
+
+class GradientState(enum.Enum):
+    """Who holds a flat's gradient."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"  # some have left autograd
+    REDUCING = "reducing"  # a reduction is under way
+    ACCUMULATED = "accumulated"  # this backward's are in the accumulator
+    READY = "ready"  # summed over all ranks, this rank's own shard
+
+
+_P, _G = ParameterState, GradientState
+MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
+    _P.SHARDED: (_P.GATHERING,),
+    _P.GATHERING: (_P.WHOLE,),
+    _P.WHOLE: (_P.SHARDED, _P.HELD, _P.GATHERING),
+    _P.HELD: (_P.GATHERING, _P.SHARDED),
+    _G.EMPTY: (_G.PARTIAL, _G.REDUCING, _G.ACCUMULATED),
+    _G.PARTIAL: (_G.REDUCING, _G.ACCUMULATED, _G.EMPTY),
+    _G.REDUCING: (_G.ACCUMULATED, _G.READY),
+    _G.ACCUMULATED: (_G.PARTIAL, _G.REDUCING, _G.READY, _G.EMPTY),
+    _G.READY: (_G.ACCUMULATED, _G.EMPTY),
+}
+
+_State = TypeVar("_State", ParameterState, GradientState)
+
+
+def moved(subject: str, now: _State, to: _State) -> _State:
+    """``to``, if the life-cycle lets it follow ``now``; else a StateError naming both."""
+    if to is not now and to not in MOVES[now]:
+        allowed = ", ".join(state.name for state in MOVES[now])
+        raise StateError(
+            subject,
+            expected=f"a move from {now.name} to one of {allowed}",
+            got=to.name,
+            do="This is a fault of the engine; please report it with the model's structure.",
+        )
+    return to

@@ -1,0 +1,215 @@
+"""The values of a model's parameters: where the first ones come from, and how they go in and out whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.comm import World
+from npuzero.errors import StateError
+from npuzero.memory import Spaces
+from npuzero.plan import AXES
+from npuzero.shard.counting import CountingMesh
+from npuzero.shard.discover import UnitSpec
+from npuzero.shard.flat import Flat
+from npuzero.shard.gather import Gatherer
+from npuzero.shard.layout import overlap
+from npuzero.shard.origin import Origin
+from npuzero.shard.restore import Restorer
+from npuzero.shard.states import ParameterState
+from npuzero.shard.unit import Unit
+from npuzero.shard.writes import Writes, digests
+
+#: Elements that are read, or sent to be written, at once.
+PIECE = 2**20
+
+
+class Values:
+    """The parameters of one model, whole or in shards; the collectives here run between steps."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        world: World,
+        mesh: CountingMesh,
+        gatherer: Gatherer,
+        restorer: Restorer,
+        writes: Writes,
+    ) -> None:
+        self._units = units
+        self._world = world
+        self._mesh = mesh
+        self._gatherer = gatherer
+        self._restorer = restorer
+        self._writes = writes
+
+    # -- in --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_over(
+        self, model: nn.Module, specs: Sequence[UnitSpec], origin: Origin, spaces: Spaces, claim: Callable[[Unit], None]
+    ) -> None:
+        """Move every parameter into its flat, with the values of ``origin``, and guard what is cut.
+
+        Args:
+            spaces: where parameters, gradients and states rest.
+            claim: lets the parameters of a unit know whose they are; they may be read only from then on.
+        """
+        device = self._world.device
+        first_values = partial(self._first_values, origin)
+        origin.fill_buffers(model, device)
+        for unit, spec in zip(self._units, specs, strict=True):
+            origin.fill_unit(model, spec, device)
+            for flat in unit.flats:
+                # The resting shard is what others read: in R1, or where parameters are whole in R4.
+                rests = flat.rests
+                group, purpose = (rests.parameters.group, "gather") if flat.cut else (rests.restored, "restore")
+                source = group.communicator(purpose).buffer if group.many else None
+                flat.materialize(spaces, source, first_values)
+            claim(unit)
+            if unit.cut:
+                unit.close()
+        self.share(model.buffers())
+
+    def _first_values(self, origin: Origin, flat: Flat) -> None:
+        """Slots that are stored are read where they rest, in pieces; the others have rank 0's values."""
+        if not any(origin.has(slot.name) for slot in flat.layout.slots):
+            flat.fill([parameter.detach() for parameter in flat.parameters], self._from_rank_0)
+            return
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            if origin.has(slot.name):
+                begin, end = overlap((slot.begin, slot.end), flat.rests.parameters.range)
+                for start in range(begin, end, PIECE):
+                    stop = min(start + PIECE, end)
+                    flat.put(start, origin.read(slot.name, start - slot.begin, stop - slot.begin))
+            else:
+                exact = parameter.detach().reshape(-1).to(torch.float32, copy=True)
+                self._from_rank_0(exact)
+                flat.put(slot.begin, exact)
+
+    def load(self, values: Mapping[int, Tensor]) -> None:
+        """Replace parameters by whole tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
+        self.settle()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
+
+    def share(self, buffers: Iterable[Tensor]) -> None:
+        """Buffers, of any dtype, become what they are on rank 0. Collective."""
+        for buffer in buffers:
+            raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
+            self._from_rank_0(raw)
+            buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
+
+    def _from_rank_0(self, whole: Tensor) -> None:
+        self._mesh.communicator(AXES, "control").broadcast(whole, root=0, tag="weights").wait()
+
+    # -- out -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole(self, unit: Unit) -> Iterator[None]:
+        """The parameters of ``unit`` whole and readable, on every rank. Collective."""
+        self._restorer.finish(unit)
+        kept = unit.parameter_state is ParameterState.WHOLE
+        self._gatherer.finish(unit)
+        try:
+            yield
+        finally:
+            if not kept:
+                self._gatherer.release(unit)
+
+    @contextlib.contextmanager
+    def gathered(self, write: bool) -> Iterator[None]:
+        """All units whole, on every rank; what is written inside lasts. Collective.
+
+        Args:
+            write: take over whatever is changed, also what torch does not see written.
+
+        Raises:
+            StateError: on every rank: they wrote different values.
+        """
+        with contextlib.ExitStack() as stack:
+            for unit in self._units:
+                stack.enter_context(self.whole(unit))
+            before = {unit: digests(unit) for unit in self._units if write}
+            yield
+            for unit in self._units:
+                self._writes.look_closely(unit, before[unit]) if write else self._writes.look(unit)
+        if any(self._world.exchange(self.written)):
+            self.compare_written()
+
+    def open(self, unit: Unit, name: str) -> None:
+        """Somebody reads a guarded parameter: let them where it rests whole, say why not where it is cut."""
+        if not unit.cut:
+            self._restorer.finish(unit)
+            return
+        raise StateError(
+            f"parameter {name}",
+            expected=f"to be read while unit {unit.name!r} computes",
+            got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} cuts it over the ranks)",
+            do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
+            "reads it, run that module through the model's forward or name it in units=; if a method does, see "
+            "npuzero.register_forward_method. "
+            "DistributedDataParallel, FSDP and the like do not belong around it.",
+        )
+
+    def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
+        """[n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank that has none)."""
+        whole = torch.zeros(flat.layout.numel, device=self._world.device)
+        shard = torch.zeros(flat.rests.states.numel, device=self._world.device) if own is None else own
+        if not flat.rests.states.cut:
+            return whole.copy_(shard)
+        communicator = flat.rests.states.group.communicator("control")
+        communicator.all_gather(whole, shard, tag="optimizer state").wait()
+        return whole
+
+    # -- as they lie -----------------------------------------------------------------------------------------------
+
+    def bring_home(self, thoroughly: bool = False) -> None:
+        """Waits for what is under way and releases what is whole but for the plan. Collective.
+
+        Args:
+            thoroughly: also see that every parameter still lies in its flat.
+        """
+        for unit in self._units:
+            self._restorer.finish(unit)
+            self._gatherer.release(unit)
+            if thoroughly:
+                unit.check_views(thoroughly=True)
+
+    def settle(self) -> None:
+        """Brings all home, so that masters and resting parameters may be read and written. Collective."""
+        self.bring_home()
+        self.look_at_whole()
+
+    def look_at_whole(self) -> None:
+        """What was written into units that stay whole; into others, it was looked at as they were released."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._units:
+                if not unit.cut:
+                    self._writes.look(unit)
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's program has written into parameters since the ranks compared."""
+        return bool(self._writes)
+
+    def compare_written(self) -> None:
+        """Have all ranks compare what any of them wrote; see :meth:`Writes.compare`. Collective."""
+        self._writes.compare(self.whole)
+
+    def refresh_masters(self) -> None:
+        """Somebody wrote into whole parameters (``load_state_dict``): masters follow."""
+        for unit in self._units:
+            for flat in unit.trainable:
+                flat.refresh_master()
+
+    def restore_parameters(self) -> None:
+        """R4, at once: masters were written, and every rank's resting parameters follow. Collective."""
+        for unit in self._units:
+            self._restorer.start(unit)
+            self._restorer.finish(unit)
