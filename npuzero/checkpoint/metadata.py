@@ -181,9 +181,14 @@ def _check(found: Any, path: Path) -> None:
         raise _broken(path, type(found).__name__)
     if found.planner_data is not None and type(found.planner_data) is not dict:
         raise _broken(path, f"planner data that is a {type(found.planner_data).__name__}")
-    where: Mapping[Any, Any] = found.storage_data
+    _check_described(found.state_dict_metadata, found.storage_data, path)
+    _check_places(found.storage_data, path)
+
+
+def _check_described(described_by_name: Mapping[Any, Any], where: Mapping[Any, Any], path: Path) -> None:
+    """Every item is a tensor, whose parts lie somewhere and cover it, or bytes that do."""
     parts = 0
-    for key, described in found.state_dict_metadata.items():
+    for key, described in described_by_name.items():
         if type(key) is not str:
             raise _broken(path, f"a name that is a {type(key).__name__}")
         if type(described) is Tensors:
@@ -195,7 +200,11 @@ def _check(found: Any, path: Path) -> None:
             raise _broken(path, type(described).__name__, key)
         elif type(where.get(Index(key))) is not _StorageInfo:
             raise _broken(path, "a part that lies nowhere", key)
-    sizes: dict[str, int] = {}
+
+
+def _check_places(where: Mapping[Any, Any], path: Path) -> None:
+    """Every part lies within a file beside the index."""
+    sizes: dict[str, int] = {}  # one stat a file, not one a part
     for index, info in where.items():
         name = info.relative_path
         if type(index) is not Index or not files.is_plain(name):

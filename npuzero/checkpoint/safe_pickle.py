@@ -79,7 +79,7 @@ _MARKS = _ARGUMENTS = 256
 
 
 class _Machine:
-    """One pickle being read. A method for each opcode; the loop does the most frequent ones itself."""
+    """One pickle being read: its bytes, the stack, the memo, and the loop over opcodes, a function each (below)."""
 
     def __init__(
         self, raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None
@@ -87,28 +87,29 @@ class _Machine:
         self._raw = raw
         self._at = 0
         self._allowed = allowed
-        self._persistent = persistent
-        self._kinds = {kind.made: kind for kind in allowed.values() if isinstance(kind, Kind)}
-        self._keys = {str, *(kind.made for kind in self._kinds.values() if kind.key)}
-        self._stack: list[Any] = []  # of the values after the last mark
+        self.persistent = persistent
+        self.kinds = {kind.made: kind for kind in allowed.values() if isinstance(kind, Kind)}
+        self.keys = {str, *(kind.made for kind in self.kinds.values() if kind.key)}
+        self.stack: list[Any] = []  # of the values after the last mark
         self._before: list[list[Any]] = []  # the stacks before each mark
-        self._memo: list[Any] = []
+        self.memo: list[Any] = []
 
     def run(self) -> Any:
         """The object."""
-        raw, memo, steps = self._raw, self._memo, _STEPS
+        raw, memo, steps = self._raw, self.memo, _STEPS
         while True:
             code = raw[self._at]
             self._at += 1
+            # The most frequent ones are done here, without a call.
             if code == 0x94:  # MEMOIZE
-                memo.append(self._stack[-1])
+                memo.append(self.stack[-1])
             elif code == 0x68:  # BINGET
-                self._stack.append(memo[raw[self._at]])
+                self.stack.append(memo[raw[self._at]])
                 self._at += 1
             elif code == 0x6A:  # LONG_BINGET
-                self._stack.append(memo[self._count(4)])
+                self.stack.append(memo[self.count(4)])
             elif code == 0x2E:  # STOP
-                return self._stack.pop()
+                return self.stack.pop()
             else:
                 step = steps.get(code)
                 if step is None:
@@ -118,17 +119,15 @@ class _Machine:
     def mark(self) -> None:
         if len(self._before) == _MARKS:
             raise Refused(f"more than {_MARKS} marks")
-        self._before.append(self._stack)
-        self._stack = []
+        self._before.append(self.stack)
+        self.stack = []
 
-    def _pop_to_mark(self) -> list[Any]:
-        items = self._stack
-        self._stack = self._before.pop()
+    def pop_to_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self._before.pop()
         return items
 
-    # -- numbers, texts, constants -------------------------------------------------------------------------------------
-
-    def _take(self, count: int) -> bytes:
+    def take(self, count: int) -> bytes:
         """The next bytes."""
         begin = self._at
         self._at = end = begin + count
@@ -136,169 +135,206 @@ class _Machine:
             raise Refused(f"{count} bytes announced, {len(self._raw) - begin} there")
         return self._raw[begin:end]
 
-    def _count(self, width: int) -> int:
+    def count(self, width: int) -> int:
+        """The next number; at the end of the bytes a smaller one, and whatever comes next finds nothing."""
         begin = self._at
         self._at = end = begin + width
         return int.from_bytes(self._raw[begin:end], "little")
 
-    def _line(self) -> str:
+    def line(self) -> str:
         end = self._raw.index(b"\n", self._at)
         line = self._raw[self._at : end]
         self._at = end + 1
         return line.decode()
 
-    def integer(self, width: int) -> None:
-        self._stack.append(self._count(width))
-
-    def signed(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
-
-    def long(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._count(1)), "little", signed=True))
-
-    def real(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
-
-    def text(self, width: int) -> None:
-        self._stack.append(self._take(self._count(width)).decode())
-
-    def constant(self, value: object) -> None:
-        self._stack.append(value)
-
-    def protocol(self) -> None:
-        if self._count(1) > pickle.HIGHEST_PROTOCOL:
-            raise Refused("a later protocol of pickle")
-
-    def frame(self) -> None:
-        self._take(8)
-
-    # -- the memo ------------------------------------------------------------------------------------------------------
-
-    def put(self, width: int) -> None:
-        """Numbers that come in order, as picklers give them: none is an allocation."""
-        if self._count(width) != len(self._memo):
-            raise Refused("a memo out of order")
-        self._memo.append(self._stack[-1])
-
-    # -- containers ----------------------------------------------------------------------------------------------------
-
-    def empty(self, kind: type) -> None:
-        self._stack.append(kind())
-
-    def tuple_of(self, count: int) -> None:
-        if count > len(self._stack):
-            raise Refused("a tuple of values that are not there")
-        self._stack[-count:] = [tuple(self._stack[-count:])]
-
-    def tuple_to_mark(self) -> None:
-        made = tuple(self._pop_to_mark())
-        self._stack.append(made)
-
-    def append(self) -> None:
-        self._extend([self._stack.pop()])
-
-    def appends(self) -> None:
-        self._extend(self._pop_to_mark())
-
-    def _extend(self, items: list[Any]) -> None:
-        if type(self._stack[-1]) is not list:
-            raise Refused(f"something appended to a {type(self._stack[-1]).__name__}")
-        self._stack[-1].extend(items)
-
-    def set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._update([key, value])
-
-    def set_items(self) -> None:
-        self._update(self._pop_to_mark())
-
-    def _update(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not dict or len(items) % 2:
-            raise Refused(f"items set in a {type(target).__name__}")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in self._keys:  # others may take long to hash, or for ever
-                raise Refused(f"a key that is a {type(key).__name__}")
-            target[key] = value
-
-    # -- what is let in ------------------------------------------------------------------------------------------------
-
-    def _find(self, module: Any, name: Any) -> None:
+    def find(self, module: Any, name: Any) -> None:
+        """Push what stands for a name of the world outside."""
         if type(module) is not str or type(name) is not str or (module, name) not in self._allowed:
             raise Refused(f"{str(module)[:80]}.{str(name)[:80]} is not let in")
-        self._stack.append(self._allowed[module, name])
-
-    def find(self) -> None:
-        module = self._line()
-        self._find(module, self._line())
-
-    def find_on_stack(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._find(module, name)
-
-    def reduce(self) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
-        if type(function) is not Function or type(arguments) is not tuple or len(arguments) > _ARGUMENTS:
-            raise Refused(f"a call of a {type(function).__name__}")
-        self._stack.append(function.call(*arguments))
-
-    def new(self) -> None:
-        arguments, kind = self._stack.pop(), self._stack.pop()
-        if type(kind) is not Kind or type(arguments) is not tuple or arguments:
-            raise Refused(f"an instance of a {type(kind).__name__}")
-        self._stack.append(object.__new__(kind.made))
-
-    def build(self) -> None:
-        state, instance = self._stack.pop(), self._stack[-1]
-        kind = self._kinds.get(type(instance))
-        if kind is None:
-            raise Refused(f"a state of a {type(instance).__name__}")
-        kind.build(instance, state)
-
-    def persist(self) -> None:
-        if self._persistent is None:
-            raise Refused("a persistent id")
-        self._stack.append(self._persistent(self._stack.pop()))
+        self.stack.append(self._allowed[module, name])
 
 
-def _with(step: Callable[[_Machine, Any], None], argument: Any) -> Callable[[_Machine], None]:
-    return lambda machine: step(machine, argument)
+_Step = Callable[[_Machine], None]
+
+# -- numbers, texts, constants -----------------------------------------------------------------------------------------
 
 
-_NAMED: dict[str, Callable[[_Machine], None]] = {
-    "PROTO": _Machine.protocol,
-    "FRAME": _Machine.frame,
+def _integer(width: int) -> _Step:
+    return lambda machine: machine.stack.append(machine.count(width))
+
+
+def _signed(machine: _Machine) -> None:
+    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
+
+
+def _long(machine: _Machine) -> None:
+    machine.stack.append(int.from_bytes(machine.take(machine.count(1)), "little", signed=True))
+
+
+def _real(machine: _Machine) -> None:
+    machine.stack.append(struct.unpack(">d", machine.take(8))[0])
+
+
+def _text(width: int) -> _Step:
+    return lambda machine: machine.stack.append(machine.take(machine.count(width)).decode())
+
+
+def _constant(value: object) -> _Step:
+    return lambda machine: machine.stack.append(value)
+
+
+def _protocol(machine: _Machine) -> None:
+    if machine.count(1) > pickle.HIGHEST_PROTOCOL:
+        raise Refused("a later protocol of pickle")
+
+
+def _frame(machine: _Machine) -> None:
+    machine.take(8)
+
+
+def _put(width: int) -> _Step:
+    """Into the memo, under numbers that come in order, as picklers give them: none is an allocation."""
+
+    def step(machine: _Machine) -> None:
+        if machine.count(width) != len(machine.memo):
+            raise Refused("a memo out of order")
+        machine.memo.append(machine.stack[-1])
+
+    return step
+
+
+# -- containers --------------------------------------------------------------------------------------------------------
+
+
+def _empty(kind: type) -> _Step:
+    return lambda machine: machine.stack.append(kind())
+
+
+def _tuple_of(count: int) -> _Step:
+    def step(machine: _Machine) -> None:
+        stack = machine.stack
+        if count > len(stack):
+            raise Refused("a tuple of values that are not there")
+        stack[-count:] = [tuple(stack[-count:])]
+
+    return step
+
+
+def _tuple_to_mark(machine: _Machine) -> None:
+    made = tuple(machine.pop_to_mark())
+    machine.stack.append(made)
+
+
+def _append(machine: _Machine) -> None:
+    _extend(machine, [machine.stack.pop()])
+
+
+def _appends(machine: _Machine) -> None:
+    _extend(machine, machine.pop_to_mark())
+
+
+def _extend(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not list:
+        raise Refused(f"something appended to a {type(target).__name__}")
+    target.extend(items)
+
+
+def _set_item(machine: _Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _update(machine, [key, value])
+
+
+def _set_items(machine: _Machine) -> None:
+    _update(machine, machine.pop_to_mark())
+
+
+def _update(machine: _Machine, items: list[Any]) -> None:
+    target = machine.stack[-1]
+    if type(target) is not dict or len(items) % 2:
+        raise Refused(f"items set in a {type(target).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) not in machine.keys:  # others may take long to hash, or for ever
+            raise Refused(f"a key that is a {type(key).__name__}")
+        target[key] = value
+
+
+# -- what is let in ----------------------------------------------------------------------------------------------------
+
+
+def _find(machine: _Machine) -> None:
+    module = machine.line()
+    machine.find(module, machine.line())
+
+
+def _find_on_stack(machine: _Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.find(module, name)
+
+
+def _reduce(machine: _Machine) -> None:
+    arguments, function = machine.stack.pop(), machine.stack.pop()
+    if type(function) is not Function or type(arguments) is not tuple or len(arguments) > _ARGUMENTS:
+        raise Refused(f"a call of a {type(function).__name__}")
+    machine.stack.append(function.call(*arguments))
+
+
+def _new(machine: _Machine) -> None:
+    arguments, kind = machine.stack.pop(), machine.stack.pop()
+    if type(kind) is not Kind or type(arguments) is not tuple or arguments:
+        raise Refused(f"an instance of a {type(kind).__name__}")
+    machine.stack.append(object.__new__(kind.made))
+
+
+def _build(machine: _Machine) -> None:
+    state, instance = machine.stack.pop(), machine.stack[-1]
+    # All else, such as a class or a function of the process, would be changed for good.
+    kind = machine.kinds.get(type(instance))
+    if kind is None:
+        raise Refused(f"a state of a {type(instance).__name__}")
+    kind.build(instance, state)
+
+
+def _persist(machine: _Machine) -> None:
+    if machine.persistent is None:
+        raise Refused("a persistent id")
+    machine.stack.append(machine.persistent(machine.stack.pop()))
+
+
+_NAMED: dict[str, _Step] = {
+    "PROTO": _protocol,
+    "FRAME": _frame,
     "MARK": _Machine.mark,
-    "NONE": _with(_Machine.constant, None),
-    "NEWTRUE": _with(_Machine.constant, True),
-    "NEWFALSE": _with(_Machine.constant, False),
-    "BININT": _Machine.signed,
-    "BININT1": _with(_Machine.integer, 1),
-    "BININT2": _with(_Machine.integer, 2),
-    "LONG1": _Machine.long,
-    "BINFLOAT": _Machine.real,
-    "SHORT_BINUNICODE": _with(_Machine.text, 1),
-    "BINUNICODE": _with(_Machine.text, 4),
-    "BINUNICODE8": _with(_Machine.text, 8),
-    "EMPTY_LIST": _with(_Machine.empty, list),
-    "EMPTY_DICT": _with(_Machine.empty, dict),
-    "EMPTY_TUPLE": _with(_Machine.constant, ()),
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
-    "TUPLE": _Machine.tuple_to_mark,
-    "TUPLE1": _with(_Machine.tuple_of, 1),
-    "TUPLE2": _with(_Machine.tuple_of, 2),
-    "TUPLE3": _with(_Machine.tuple_of, 3),
-    "BINPUT": _with(_Machine.put, 1),
-    "LONG_BINPUT": _with(_Machine.put, 4),
-    "GLOBAL": _Machine.find,
-    "STACK_GLOBAL": _Machine.find_on_stack,
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.new,
-    "BUILD": _Machine.build,
-    "BINPERSID": _Machine.persist,
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(True),
+    "NEWFALSE": _constant(False),
+    "BININT": _signed,
+    "BININT1": _integer(1),
+    "BININT2": _integer(2),
+    "LONG1": _long,
+    "BINFLOAT": _real,
+    "SHORT_BINUNICODE": _text(1),
+    "BINUNICODE": _text(4),
+    "BINUNICODE8": _text(8),
+    "EMPTY_LIST": _empty(list),
+    "EMPTY_DICT": _empty(dict),
+    "EMPTY_TUPLE": _constant(()),
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "TUPLE": _tuple_to_mark,
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "BINPUT": _put(1),
+    "LONG_BINPUT": _put(4),
+    "GLOBAL": _find,
+    "STACK_GLOBAL": _find_on_stack,
+    "REDUCE": _reduce,
+    "NEWOBJ": _new,
+    "BUILD": _build,
+    "BINPERSID": _persist,
 }
 _STEPS = {getattr(pickle, name)[0]: step for name, step in _NAMED.items()}
 
