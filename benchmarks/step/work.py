@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo  # what torch imports as the first optimizer is made, in every contender that has one: 70 MB
+import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is made, in every contender with one: 70 MB
 
 from benchmarks.step import memory
 from benchmarks.step.workload import Workload, loss_of

@@ -59,7 +59,7 @@ def init(
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 
-def zero(
+def zero(  # noqa: PLR0913 - the door to everything, by name
     model: Model,
     stage: int | float | None = None,
     *,

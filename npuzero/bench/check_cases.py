@@ -98,6 +98,12 @@ def _grid() -> Iterator[tuple[str, Case]]:
 
 def _probes() -> Iterator[tuple[str, Case]]:
     odd: dict[str, Make] = {"NaNs": _nans, "infinities": _infinities}
+    yield from _probes_of_cast(odd)
+    yield from _probes_of_pack(odd)
+    yield from _probes_of_flat_adam(odd)
+
+
+def _probes_of_cast(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for name, source, target, rounding in _casts():
         if rounding in ("tf32", "away") or (torch.float32 != target != source and rounding == "nearest"):
             yield f"{name}: ties", partial(_cast, source, target, rounding, make=_ties(target))
@@ -105,11 +111,17 @@ def _probes() -> Iterator[tuple[str, Case]]:
             yield f"{name}: {what}", partial(_cast, source, target, rounding, make=make)
     for what, place in _PLACES.items():
         yield f"cast stochastic: draws {what}", partial(_cast, *_F32_TO_BF16, "stochastic", place=place, seed=2**64 - 1)
+
+
+def _probes_of_pack(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for target in (torch.bfloat16, torch.float16):
         for what, make in {"ties": _ties(target), **odd}.items():
             packed = partial(_pack, torch.float32, target, False, make=make, scale=1.0)
             yield f"pack f32 to {short(target)}: {what}", packed
     yield "pack f32 added to bf16: infinities", partial(_pack, *_F32_TO_BF16, True, make=_infinities)
+
+
+def _probes_of_flat_adam(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for what, make in {"ties": _ties(torch.bfloat16), **odd}.items():
         yield f"flat_adam copies to bf16: {what}", partial(_copy, torch.bfloat16, make)
         yield f"flat_adam split masters: {what}", partial(_copy, None, make)
@@ -231,7 +243,7 @@ def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make =
     return [out.cpu().float(), *([x] if added else [])]
 
 
-def _adam(
+def _adam(  # noqa: PLR0913 - all that a case may vary, by name
     grad: torch.dtype,
     low: torch.dtype | None,
     options: Mapping[str, bool],

@@ -35,7 +35,7 @@ class Stateful(Protocol):
 
 
 @torch.no_grad()
-def save(
+def save(  # noqa: PLR0913 - what is to be saved, by name
     folder: PathLike,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

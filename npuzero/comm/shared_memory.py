@@ -161,7 +161,7 @@ class SharedMemoryCommunicator(Communicator):
     def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
         return self._submit("broadcast", (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype, root=root)
 
-    def _submit(
+    def _submit(  # noqa: PLR0917 - as the extension has it
         self,
         verb: str,
         tensors: tuple[torch.Tensor, ...],

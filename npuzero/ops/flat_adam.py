@@ -68,7 +68,7 @@ class Coefficients(NamedTuple):
 DYNAMIC = ("step_size", "bias2_sqrt", "decay", "step")
 
 
-def flat_adam(
+def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
     master: Tensors,
     exp_avg: Tensors,
     exp_avg_sq: Tensors,

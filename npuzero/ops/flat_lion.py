@@ -57,7 +57,7 @@ class Coefficients(NamedTuple):
 DYNAMIC = ("step_size", "decay", "step")
 
 
-def flat_lion(
+def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
     master: Tensors,
     exp_avg: Tensors,
     grad: Tensors,

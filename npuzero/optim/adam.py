@@ -30,7 +30,7 @@ _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 class Adam(ZeroOptimizer):
     """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - torch's signature, and three more
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -321,7 +321,7 @@ class AdamW(Adam):
         ConfigError: options out of range, or parameters that torch refuses; of torch's kind of error, too.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - torch's signature, and three more
         self,
         params: Any,
         lr: float | Tensor = 1e-3,

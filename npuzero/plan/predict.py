@@ -34,7 +34,7 @@ class FlatSize:
     trainable: bool = True
 
 
-def predict_bytes(
+def predict_bytes(  # noqa: PLR0913 - what a step depends on, by name
     plan: Plan,
     flats: Sequence[FlatSize],
     mesh: MeshShape,

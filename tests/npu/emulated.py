@@ -201,7 +201,7 @@ class Emulator:
         )
         self._run("norm", call, *views, ctypes.c_float(scale), unwritten={workspace.data})
 
-    def flat_adam(
+    def flat_adam(  # noqa: PLR0917 - as the extension has it
         self,
         line: Sequence[tuple[int, ...]],
         ranges: Sequence[tuple[int, int, int, int, int]],

@@ -76,7 +76,7 @@ class Driver:
                 words += [*ends, count, source_dtype, target_dtype]
         self._run("pack", call, words)
 
-    def flat_adam(
+    def flat_adam(  # noqa: PLR0917 - as the extension has it
         self,
         line: Sequence[tuple[int, ...]],
         ranges: Sequence[tuple[int, int, int]],

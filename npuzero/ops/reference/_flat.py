@@ -28,7 +28,7 @@ K = TypeVar("K", bound=Coefficients)
 
 
 @torch.no_grad()
-def update(
+def update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
     formula: Callable[..., None],
     kinds: Sequence[tuple[bool, bool]],
     used: Callable[[K], int],
