@@ -250,17 +250,9 @@ STILL_LARGE = {
     "npuzero/api",
     "npuzero/comm/communicator.py: Communicator",
     "npuzero/comm/torch_backend.py: ShmGroup",
-    "npuzero/comm/world.py",
     "npuzero/optim/adam.py: Adam",
     "npuzero/optim/scaler.py: LossScaler",
     "npuzero/optim/wrapped.py: ZeroOptimizer",
-    "npuzero/shard/engine.py",
-    "npuzero/shard/engine.py: Engine",
-    "npuzero/shard/reduce.py: Reducer",
-    "npuzero/shard/unit.py: Flat",
-    "tests/npu/emulator/machine.cpp",
-    "tests/properties/test_random_programs.py",
-    "tests/properties/test_random_programs.py: Interpreter",
 }
 
 

@@ -37,7 +37,7 @@ class Passes:
         device: type of the device, by which autocast goes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that act in a pass, made and wired by the engine
         self,
         units: Sequence[Unit],
         gatherer: Gatherer,
