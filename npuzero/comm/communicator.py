@@ -15,29 +15,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NoReturn, final
+from typing import final
 
 import torch
 
 from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
+from npuzero.comm.checks import (
+    INTEGERS,
+    WIRES,
+    check_apart,
+    check_dtype,
+    check_equal_dtypes,
+    check_flats,
+    check_parts,
+    is_part,
+)
 from npuzero.device import Handle
 from npuzero.errors import ContractError
-from npuzero.ops.storage.lazy import lazy
-
-#: Dtypes a sum may travel in. all_reduce also takes those of INTEGERS, and float64.
-WIRES = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int32, torch.int64, torch.uint8)
 
 
 class Communicator(ABC):
     """One rank's door to the collectives of a group.
 
     Attributes:
-        ranks: global ranks in the order of the group.
+        ranks: of the run, in the order of the group.
         rank: this rank's index in it.
         size: how many there are.
         name: of the channel: two communicators of the same ranks do not disturb each other.
         device: where the tensors live.
+        place: its name on the board, the same on all ranks.
         started: operations that this rank has started.
         board: where this rank says that it waits, in a world.
     """
@@ -48,6 +54,7 @@ class Communicator(ABC):
         self.size = len(self.ranks)
         self.name = name
         self.device = device
+        self.place = f"{name}/{'-'.join(map(str, self.ranks))}"
         self.started = 0
         self.board: Board | None = None
 
@@ -74,11 +81,11 @@ class Communicator(ABC):
 
         ``shard`` may be this rank's own part of ``whole``.
         """
-        self._check("all_gather", whole=whole, shard=shard)
-        self._check_parts("all_gather", whole, shard)
-        _check_equal_dtypes("all_gather", whole=whole, shard=shard)
-        if not self._is_own_part(whole, shard):
-            _check_apart("all_gather", whole=whole, shard=shard)
+        check_flats("all_gather", self.device, whole=whole, shard=shard)
+        check_parts("all_gather", whole, shard, self.size)
+        check_equal_dtypes("all_gather", whole=whole, shard=shard)
+        if not is_part(whole, shard, self.rank):
+            check_apart("all_gather", whole=whole, shard=shard)
         return self._all_gather(whole, shard, tag)
 
     @final
@@ -91,26 +98,26 @@ class Communicator(ABC):
         then the addition, then one rounding). ``shard`` may be this rank's own part of ``whole``, then without
         ``accumulate``. The rest of ``whole`` keeps its values.
         """
-        self._check("reduce_scatter", shard=shard, whole=whole)
-        _check_dtype("reduce_scatter: whole", whole, WIRES)
-        _check_dtype("reduce_scatter: shard", shard, (whole.dtype, torch.float32))
-        self._check_parts("reduce_scatter", whole, shard)
-        if accumulate or not self._is_own_part(whole, shard):
-            _check_apart("reduce_scatter", shard=shard, whole=whole)
+        check_flats("reduce_scatter", self.device, shard=shard, whole=whole)
+        check_dtype("reduce_scatter: whole", whole, WIRES)
+        check_dtype("reduce_scatter: shard", shard, (whole.dtype, torch.float32))
+        check_parts("reduce_scatter", whole, shard, self.size)
+        if accumulate or not is_part(whole, shard, self.rank):
+            check_apart("reduce_scatter", shard=shard, whole=whole)
         return self._reduce_scatter(shard, whole, accumulate, tag)
 
     @final
     def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> Handle:
         """buffer[n] = the sum of all ranks' buffers, in place, the same bits on every rank. Integers wrap around."""
-        self._check("all_reduce", buffer=buffer)
-        _check_dtype("all_reduce: buffer", buffer, (*WIRES, torch.float64, *INTEGERS))
+        check_flats("all_reduce", self.device, buffer=buffer)
+        check_dtype("all_reduce: buffer", buffer, (*WIRES, torch.float64, *INTEGERS))
         return self._all_reduce(buffer, tag)
 
     @final
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, tag: str = "") -> Handle:
         """Part j of inp[size * n] goes to rank j; part i of out[size * n] comes from rank i; any dtype."""
-        self._check("all_to_all", out=out, inp=inp)
-        _check_equal_dtypes("all_to_all", out=out, inp=inp)
+        check_flats("all_to_all", self.device, out=out, inp=inp)
+        check_equal_dtypes("all_to_all", out=out, inp=inp)
         if out.numel() != inp.numel() or inp.numel() % self.size:
             raise ContractError(
                 "all_to_all",
@@ -118,13 +125,13 @@ class Communicator(ABC):
                 got=f"{out.numel()} and {inp.numel()} elements",
                 do="Pad both to equal parts.",
             )
-        _check_apart("all_to_all", out=out, inp=inp)
+        check_apart("all_to_all", out=out, inp=inp)
         return self._all_to_all(out, inp, tag)
 
     @final
     def broadcast(self, buffer: torch.Tensor, *, root: int, tag: str = "") -> Handle:
         """buffer[n] = that of the rank with index ``root`` in the group, in place; any dtype."""
-        self._check("broadcast", buffer=buffer)
+        check_flats("broadcast", self.device, buffer=buffer)
         if not 0 <= root < self.size:
             raise ContractError(
                 "broadcast: root",
@@ -137,11 +144,6 @@ class Communicator(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Until every rank has called it; operations under way before it are done then."""
-
-    @property
-    def place(self) -> str:
-        """Its name on the board, the same on all ranks."""
-        return f"{self.name}/{'-'.join(map(str, self.ranks))}"
 
     def meeting(self, number: int, verb: str, tag: str) -> Meeting:
         """The operation ``number``, as a place where ranks meet."""
@@ -183,65 +185,3 @@ class Communicator(ABC):
 
     @abstractmethod
     def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle: ...
-
-    def _check(self, verb: str, **tensors: torch.Tensor) -> None:
-        for name, tensor in tensors.items():
-            check_flat(f"{verb}: {name}", tensor, self.device)
-
-    def _check_parts(self, verb: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        if whole.numel() != self.size * shard.numel():
-            raise ContractError(
-                verb,
-                expected=f"whole of {self.size} ranks * {shard.numel()} elements of shard",
-                got=f"{whole.numel()} elements",
-                do="Pad to equal shards.",
-            )
-
-    def _is_own_part(self, whole: torch.Tensor, shard: torch.Tensor) -> bool:
-        own = whole.data_ptr() + self.rank * shard.numel() * whole.element_size()
-        return whole.dtype == shard.dtype and shard.data_ptr() == own
-
-
-def check_flat(subject: str, tensor: object, device: torch.device) -> None:
-    """Raises ContractError unless ``tensor`` is a dense 1-D contiguous tensor on ``device`` whose memory is there."""
-    if not isinstance(tensor, torch.Tensor):
-        _refuse(subject, "a tensor", type(tensor).__name__, "Hand over the flat buffer itself.")
-    if tensor.device != device:
-        _refuse(subject, f"a tensor on {device}", f"one on {tensor.device}", "Move it to the device of the group.")
-    if tensor.layout != torch.strided or tensor.dim() != 1 or not tensor.is_contiguous():
-        got = f"{tensor.layout}, shape {tuple(tensor.shape)}"
-        _refuse(subject, "a 1-D contiguous tensor", got, "Send the flat buffer, or tensor.view(-1).")
-    if lazy(tensor):
-        got = f"a lazy {'negative' if tensor.is_neg() else 'conjugate'}"
-        _refuse(subject, "memory that holds the values", got, "Call resolve_conj() and resolve_neg() first.")
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
-        got = f"{tensor.untyped_storage().nbytes()} bytes: it was released"
-        _refuse(subject, f"a storage of at least {needed} bytes", got, "Allocate the buffer before sending it.")
-
-
-def _check_dtype(subject: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
-    if tensor.dtype not in allowed:
-        names = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
-        _refuse(
-            subject, f"one of {names}", str(tensor.dtype).removeprefix("torch."), "Cast it first (npuzero.ops.cast)."
-        )
-
-
-def _check_equal_dtypes(verb: str, **tensors: torch.Tensor) -> None:
-    if len({tensor.dtype for tensor in tensors.values()}) > 1:
-        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items()).replace("torch.", "")
-        _refuse(verb, f"{' and '.join(tensors)} of one dtype", got, "Cast one of them first (npuzero.ops.cast).")
-
-
-def _check_apart(verb: str, **tensors: torch.Tensor) -> None:
-    (first, a), (second, b) = tensors.items()
-    a_end = a.data_ptr() + a.numel() * a.element_size()
-    b_end = b.data_ptr() + b.numel() * b.element_size()
-    if a.numel() and b.numel() and a.data_ptr() < b_end and b.data_ptr() < a_end:
-        got = f"[{a.data_ptr():#x}, {a_end:#x}) and [{b.data_ptr():#x}, {b_end:#x})"
-        _refuse(verb, f"{first} and {second} in memory apart from each other", got, "Use separate buffers.")
-
-
-def _refuse(subject: str, expected: str, got: str, do: str) -> NoReturn:
-    raise ContractError(subject, expected=expected, got=got, do=do)

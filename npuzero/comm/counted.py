@@ -13,7 +13,12 @@ from npuzero.plan import ring_bytes
 
 
 class Counted(Communicator):
-    """Wraps ``communicator``; each verb adds what it sends to ``counter[verb]`` (bytes, see plan.ring_bytes)."""
+    """Wraps ``communicator``; each verb adds what it sends to ``counter[verb]`` (bytes, see plan.ring_bytes).
+
+    A verb is counted as it is issued, on the caller's thread, before the wrapped communicator hears of it: whatever
+    that does later, on a lane or in several collectives, a report that follows the call has it. So this is the
+    outermost wrapper: what a composed communicator is made of is not counted beside it.
+    """
 
     def __init__(self, communicator: Communicator, counter: MutableMapping[str, int]) -> None:
         super().__init__(communicator.ranks, communicator.rank, communicator.name, communicator.device)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from npuzero.comm import fork
 from npuzero.comm.board import Failure, patience
-from npuzero.comm.communicator import INTEGERS, Communicator
+from npuzero.comm.checks import INTEGERS
+from npuzero.comm.communicator import Communicator
 from npuzero.device import Handle, HostLane
 from npuzero.errors import CollectiveError, ConfigError
 

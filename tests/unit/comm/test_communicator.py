@@ -10,7 +10,7 @@ import torch
 
 from npuzero import comm
 from npuzero.comm import Communicator, World
-from npuzero.comm.hierarchical import transposed
+from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
 from npuzero.comm.process_group import add_in_order
 from npuzero.errors import CollectiveError, ConfigError, ContractError
 
@@ -120,6 +120,37 @@ def test_counted_adds_what_a_ring_sends() -> None:
         return sent
 
     expected = {"all_gather": 240, "reduce_scatter": 60, "all_reduce": 240, "all_to_all": 120, "broadcast": 30}
+    assert comm.run_threads(4, body) == [expected] * 4
+
+
+def test_counted_counts_as_a_verb_is_called() -> None:
+    """Rank 0 has counted before any other rank has come, though its collectives run on a lane, one after another."""
+
+    def body(world: World) -> Counter[str]:
+        mesh, sent = comm.Mesh(world, 2), Counter[str]()
+        outer, inner, flat = (mesh.communicator(axes, "all") for axes in (("local",), ("node",), ("node", "local")))
+        ranks = mesh.ranks(("local", "node"))
+        group = comm.Counted(HierarchicalCommunicator(outer, inner, flat, ranks, "all"), sent)
+        if world.rank:
+            world.exchange(None)
+        whole = torch.ones(40)
+        handles = [
+            group.all_gather(whole, torch.ones(10)),
+            group.reduce_scatter(torch.ones(10), whole),
+            group.all_reduce(whole),
+            group.all_to_all(torch.ones(40), whole),
+            group.broadcast(whole, root=1),
+        ]
+        counted = Counter(sent)
+        if not world.rank:
+            assert not any(handle.done() for handle in handles)
+            world.exchange(None)
+        for handle in handles:
+            handle.wait()
+        assert sent == counted
+        return counted
+
+    expected = {"all_gather": 120, "reduce_scatter": 120, "all_reduce": 240, "all_to_all": 120, "broadcast": 120}
     assert comm.run_threads(4, body) == [expected] * 4
 
 

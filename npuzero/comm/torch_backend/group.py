@@ -1,0 +1,58 @@
+"""A group: how it begins and ends, and what torch asks of it beside the verbs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from npuzero.comm import fork
+from npuzero.comm.process_world import ProcessWorld
+from npuzero.comm.torch_backend.movements import Movements
+from npuzero.comm.torch_backend.reductions import Reductions
+from npuzero.comm.torch_backend.tensors import NAME
+from npuzero.device import HostLane
+
+# torch's stubs know the many ways to call a group; torch itself calls the one with options.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ShmGroup(Movements, Reductions, _ProcessGroup):  # type: ignore[misc]
+    """One rank of a process group over shared memory. The methods are those that torch.distributed calls.
+
+    Raises:
+        ConfigError: the ranks do not share a host.
+        CollectiveError: the ranks did not find each other.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._world = ProcessWorld(
+            store, rank, size, torch.device("cpu"), backend="shm", timeout_s=timeout.total_seconds()
+        )
+        self._group = self._world.communicator(range(size), "ops")
+        self._lane = HostLane("shm", fork.door("shm"))
+        self._name = ""
+        self._group.barrier()  # all have opened it before any of them may end
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def getGroupName(self) -> str:
+        self._name = str(dist.distributed_c10d._world.pg_names.get(self, self._name))
+        return self._name
+
+    @property
+    def group_name(self) -> Any:
+        return self.getGroupName()
+
+    def shutdown(self) -> None:
+        self.getGroupName()  # torch forgets the name, and then asks for it once more
+        self._lane.close(timeout_s=1.0)
+        self._world.close()
+
+    def abort(self) -> None:
+        self.getGroupName()
+        self._world.abort("torch.distributed aborted the group")

@@ -1,0 +1,30 @@
+"""What the verbs of a group share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from npuzero.comm.communicator import Communicator
+from npuzero.comm.torch_backend.tensors import After
+from npuzero.comm.torch_backend.work import ShmWork
+from npuzero.comm.world import World
+from npuzero.device import Handle, HostLane
+
+
+class Members:
+    """The ranks of a group, as its verbs reach them.
+
+    Attributes:
+        _world: of the group's ranks.
+        _group: over which most verbs go.
+        _lane: for what waits between its collectives.
+    """
+
+    _world: World
+    _group: Communicator
+    _lane: HostLane
+
+    def _work(self, handles: Sequence[Handle], afters: Sequence[After], result: list[Tensor]) -> ShmWork:
+        return ShmWork(self._lane, handles, afters, result)

@@ -1,0 +1,122 @@
+"""The verbs of torch.distributed that bring elements from rank to rank as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuzero.comm.communicator import Communicator
+from npuzero.comm.torch_backend.members import Members
+from npuzero.comm.torch_backend.tensors import NAME, flat_of, joined, landings, split, spread
+from npuzero.comm.torch_backend.work import ShmWork, WorkAsHandle
+from npuzero.errors import ContractError
+
+
+class Movements(Members):
+    """Under the names, and with the arguments, that torch calls them by."""
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        flats, afters = landings(tensors)
+        handles = [self._group.broadcast(flat, root=opts.rootRank) for flat in flats]
+        return self._work(handles, afters, tensors)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> ShmWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
+    ) -> ShmWork:
+        wholes, afters = landings(output_lists)
+        handles = [self._group.all_gather(w, flat_of(i)) for w, i in zip(wholes, input_list, strict=True)]
+        return self._work(handles, afters, output_lists)
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> ShmWork:
+        ((outputs,), (shard,)) = output_tensors, input_tensors
+        if all(output.numel() == shard.numel() for output in outputs):
+            whole = shard.new_empty(self._group.size * shard.numel())
+            handle = self._group.all_gather(whole, flat_of(shard))
+            return self._work([handle], [lambda: spread(whole, outputs)], outputs)
+        flats, afters = landings(outputs)
+        flats[self._group.rank].copy_(flat_of(shard))
+        handles = [self._group.broadcast(flat, root=root) for root, flat in enumerate(flats)]
+        return self._work(handles, afters, outputs)
+
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None) -> Any:
+        works = [
+            self.allgather([[outputs[k] for outputs in output_lists]], [shard]) for k, shard in enumerate(input_list)
+        ]
+        return self._work(
+            [WorkAsHandle(work) for work in works], [], [out for outputs in output_lists for out in outputs]
+        )
+
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> ShmWork:
+        (shard,) = input_tensors
+        whole = shard.new_empty(self._group.size * shard.numel())
+        handle = self._group.all_gather(whole, flat_of(shard))
+        outputs = output_tensors[0] if self._group.rank == opts.rootRank else []
+        return self._work([handle], [lambda: spread(whole, outputs)], outputs)
+
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> ShmWork:
+        (output,) = output_tensors
+        root = self._group.rank == opts.rootRank
+        whole = joined(input_tensors[0]) if root else output.new_empty(self._group.size * output.numel())
+        handle = self._group.broadcast(whole, root=opts.rootRank)
+        own = whole[self._group.rank * output.numel() :][: output.numel()]
+        return self._work([handle], [lambda: spread(own, [output])], [output])
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> ShmWork:
+        if not output_split_sizes and not input_split_sizes:
+            (flat,), afters = landings([output])
+            return self._work([self._group.all_to_all(flat, flat_of(input))], afters, [output])
+        return self.alltoall(
+            split(output, output_split_sizes, self._group.size), split(input, input_split_sizes, self._group.size)
+        )
+
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> ShmWork:
+        handle = self._lane.run(lambda: self._exchange_parts(output_tensors, input_tensors))
+        return self._work([handle], [], output_tensors)
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> ShmWork:
+        return self._carry(tensors, self._group.rank, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> ShmWork:
+        return self._carry(tensors, src, self._group.rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        raise ContractError(
+            f"recv on {NAME}", expected="a source rank", got="none: any source", do="Name src, or use gloo."
+        )
+
+    def _carry(self, tensors: list[Tensor], src: int, dst: int, tag: int) -> ShmWork:
+        """One tensor from ``src`` to ``dst``, on a communicator of their own: pairs do not wait for others."""
+        pair = self._world.communicator((src, dst), f"send {tag}")
+        flats, afters = landings(tensors)
+        return self._work([pair.broadcast(flat, root=0) for flat in flats], afters, tensors)
+
+    def _exchange_parts(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        """Part j of the inputs goes to rank j, whatever its size: all travel as long as the longest."""
+        group: Communicator = self._world.communicator(range(self._group.size), "parts")
+        longest = torch.tensor([max(part.numel() for part in (*outputs, *inputs))])
+        lengths = longest.new_empty(group.size)
+        group.all_gather(lengths, longest).wait()
+        sent = inputs[0].new_empty(group.size, int(lengths.max()))
+        for row, part in zip(sent, inputs, strict=True):
+            row[: part.numel()].copy_(flat_of(part))
+        received = torch.empty_like(sent)
+        group.all_to_all(received.view(-1), sent.view(-1)).wait()
+        for row, output in zip(received, outputs, strict=True):
+            spread(row[: output.numel()], [output])
+
+    # The names of torch before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
