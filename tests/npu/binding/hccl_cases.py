@@ -50,8 +50,8 @@ def made_lazily(world: World) -> dict[str, Any]:
     host.all_reduce(votes).wait()
     assert votes.tolist() == [world.size] * 3
     after_host = _logged("comm")
-    groups = [world.communicator(everyone, name) for name in ("gather", "control", "gather")]
-    assert groups[0] is groups[2]
+    groups = [world.communicator(everyone, name) for name in ("gather", "control", "restore", "gather")]
+    assert groups[0] is groups[3] is not groups[2]
     return {
         "backend": dist.get_backend(),
         "device": str(world.device),

@@ -12,7 +12,7 @@ def test_communicators(size, tmp_path):
     for rank, facts in enumerate(run("hccl_cases:everything", size, tmp_path)):
         assert facts["backend"] == "hccl" and facts["device"] == f"npu:{rank}"
         assert facts["before"] == facts["after_host"] == []
-        assert facts["sizes"] == ["200", "8"]
+        assert facts["sizes"] == ["200", "200", "8"]
 
 
 def test_results_are_late_and_still_right(tmp_path):
