@@ -248,8 +248,6 @@ STILL_LARGE = {
     "csrc/comm/communicator.cpp",
     "csrc/npu/norm.cpp",
     "npuzero/api",
-    "npuzero/comm/communicator.py: Communicator",
-    "npuzero/comm/torch_backend.py: ShmGroup",
     "npuzero/optim/adam.py: Adam",
     "npuzero/optim/scaler.py: LossScaler",
     "npuzero/optim/wrapped.py: ZeroOptimizer",
