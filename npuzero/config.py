@@ -143,6 +143,9 @@ class Settings(_Checked):
     )
     prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
     bucket_bytes: int = setting(25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40)
+    chunk_bytes: int = setting(
+        0, int, "bytes of masters and moments that are updated at a time; 0: all at once", least=0, most=2**40
+    )
 
     @property
     def overlaps_gradients(self) -> bool:

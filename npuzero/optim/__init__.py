@@ -1,12 +1,12 @@
 """Optimizers: fused rules and torch's own, over cut models and plain parameters; loss scaling and the finite guard."""
 
-from npuzero.optim.adam import Adam, AdamW
+from npuzero.optim.adam import Adam, AdamW, dynamic_rows
 from npuzero.optim.counts import TakenSteps
 from npuzero.optim.guard import FiniteGuard
 from npuzero.optim.loss_scale import LossScale
+from npuzero.optim.moments import MOMENT_DTYPES
+from npuzero.optim.optimizer import ZeroOptimizer
 from npuzero.optim.scaler import LossScaler
-from npuzero.optim.segments import MOMENT_DTYPES, dynamic_rows
-from npuzero.optim.wrapped import ZeroOptimizer
 
 __all__ = [
     "MOMENT_DTYPES",

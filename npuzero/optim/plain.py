@@ -1,4 +1,4 @@
-"""Adam over parameters that no model made by ``zero()`` owns: their states, and one launch for all of a device."""
+"""A fused rule over parameters that no model made by ``zero()`` owns: states, and one launch for all of a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from npuzero import ops
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
 from npuzero.ops.storage.lazy import settled
 from npuzero.optim.counts import TakenSteps
-from npuzero.optim.segments import MOMENT_DTYPES, MOMENTS, Range, Rows, segments
+from npuzero.optim.moments import MOMENT_DTYPES
+from npuzero.optim.rule import Line, Options, Range, Rule
+from npuzero.optim.segments import Rows, segments
 
-Options = dict[str, Any]
 States = dict[Tensor, Options]
 
 
@@ -29,7 +29,7 @@ class Member(NamedTuple):
     parameter: nn.Parameter
 
 
-class PlainAdam:
+class Plain:
     """What an optimizer knows of plain parameters beside its ``state``.
 
     That has torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, unless
@@ -40,13 +40,14 @@ class PlainAdam:
         masters, moments, seed: as for :class:`npuzero.AdamW`.
     """
 
-    def __init__(self, masters: str | None, moments: str | None, seed: int) -> None:
+    def __init__(self, rule: Rule, masters: str | None, moments: str | None, seed: int) -> None:
+        self._rule = rule
         self._masters = masters or "fp32"
         self._moments = MOMENT_DTYPES[moments or "fp32"]
         self._seed = seed
         # By id of the parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
-        self._lines: dict[torch.device, ops.Line] = {}
+        self._lines: dict[torch.device, Line] = {}
         self._shared_steps: dict[torch.device, tuple[Tensor, tuple[Tensor, ...]]] = {}
         # How often torch has seen parameters written, and where they lie: by id of those that have masters, as these
         # know them; and of all that were updated last.
@@ -81,23 +82,22 @@ class PlainAdam:
         if self._marks:
             self._follow_all(device, parameters, states)
         counted = [member.group["capturable"] or skip is not None for member in members]
-        rows = Rows(device)
+        rows = Rows(self._rule, device)
         steps = self._count(device, members, states, counted)
         numbers = [rows.row(member.group, step) for member, step in zip(members, steps, strict=True)]
         dynamic = rows.table()
         self._taken.take(itertools.compress(map(id, parameters), counted), skip)
         low = [p if "master" in state and _lies_flat(p) else None for p, state in zip(parameters, states, strict=True)]
         line = self._line_of(
-            [state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            device,
+            master=[state.get("master", parameter) for parameter, state in zip(parameters, states, strict=True)],
+            **{name: [state.get(name) for state in states] for name in self._rule.moments},
             low=low,
             remainder=[state.get("remainder") for state in states],
-            max_exp_avg_sq=[state.get("max_exp_avg_sq") for state in states],
         )
         line.update(
             [settled(parameter.grad) for parameter in parameters if parameter.grad is not None],
-            segments(self._ranges(members, numbers)),
+            segments(self._rule, self._ranges(members, numbers)),
             None if scale is None else scale.double().reciprocal().float(),
             skip,
             dynamic,
@@ -125,15 +125,11 @@ class PlainAdam:
                 begin = end
         return ranges
 
-    def _line_of(
-        self, masters: Sequence[Tensor], exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor], **some: Any
-    ) -> ops.Line:
-        """The last step's line of their device where it is still theirs: to ask takes less than to make one."""
-        device = masters[0].device
+    def _line_of(self, device: torch.device, **buffers: Sequence[Tensor | None]) -> Line:
+        """The last step's line where it is still theirs: to ask takes less than to make one."""
         line = self._lines.get(device)
-        if line is None or not line.is_of(masters, exp_avg, exp_avg_sq, **some):
-            line = ops.Line(masters, exp_avg, exp_avg_sq, **some, seed=self._seed)
-            self._lines[device] = line
+        if line is None or not line.is_of(**buffers):
+            line = self._lines[device] = self._rule.line(**buffers, seed=self._seed)
         return line
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -177,7 +173,7 @@ class PlainAdam:
     def _begin(self, all_states: States, member: Member) -> Options:
         parameter, state = member.parameter, all_states[member.parameter]
         state["step"] = torch.tensor(0.0)
-        for name in MOMENTS[: 3 if member.group["amsgrad"] else 2]:
+        for name in self._rule.kept(member.group):
             if self._moments == torch.uint8:
                 count = storage.stored_numel(parameter.numel(), self._moments)
                 state[name] = torch.zeros(count, dtype=self._moments, device=parameter.device)
@@ -243,14 +239,14 @@ class PlainAdam:
         state["step"] = state["step"].clone()  # its own memory, as torch's has
         if "remainder" in state:
             state["master"] = storage.join(parameter.detach(), state.pop("remainder"))
-        for name in MOMENTS:
+        for name, signed in self._rule.moments.items():
             if name in state and state[name].dtype != torch.float32:
-                wide = storage.widen(state[name].view(-1), parameter.numel(), signed=name == MOMENTS[0])
+                wide = storage.widen(state[name].view(-1), parameter.numel(), signed=signed)
                 state[name] = wide.view(parameter.shape)
         if parameter.dtype == torch.float32:
             state.pop("master", None)
         if not parameter.is_contiguous():
-            for name in {*MOMENTS, "master"} & state.keys():
+            for name in {*self._rule.moments, "master"} & state.keys():
                 state[name] = torch.empty_like(parameter, dtype=torch.float32).copy_(state[name])
         return state
 
@@ -272,11 +268,11 @@ class PlainAdam:
             mine["remainder"].view(-1).copy_(remainder)
             self._loaded[id(parameter)] = parameter.detach().clone()
         dtype = self._moments
-        for name in MOMENTS:
+        for name, signed in self._rule.moments.items():
             if name in mine and mine[name].dtype != dtype:
                 wide = mine[name].float().reshape(-1)
                 stored = torch.zeros(storage.stored_numel(wide.numel(), dtype), dtype=dtype, device=wide.device)
-                storage.narrow(wide, stored, signed=name == MOMENTS[0])
+                storage.narrow(wide, stored, signed=signed)
                 mine[name] = stored if dtype == torch.uint8 else stored.view(parameter.shape)
         if id(parameter) in self._marks:
             self._marks[id(parameter)] = _mark(parameter)

@@ -1,65 +1,19 @@
-"""Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019) on flat shards, and on tensors laid end to end."""
+"""What a launch is told of parameters laid end to end: ranges that are updated alike, and coefficients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from npuzero import ops
-from npuzero.ops import storage
+from npuzero.optim.rule import Range, Rule
 from npuzero.plan import START_ELEMENTS
 
-#: In which dtype a moment is stored, by the name that a precision gives it.
-MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-#: Moments by torch's names; the last only with amsgrad.
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-
-
-class AdamState:
-    """Moments of ``numel`` elements, stored as their precision says: zeros at first.
-
-    Args:
-        moments: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        allocate: makes the zeros of a number of elements and a dtype.
-    """
-
-    def __init__(self, numel: int, moments: str, amsgrad: bool, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
-        dtype = MOMENT_DTYPES[moments]
-        self._numel = numel
-        names = MOMENTS if amsgrad else MOMENTS[:2]
-        #: By torch's names, as they are stored.
-        self.stored = {name: allocate(storage.stored_numel(numel, dtype), dtype) for name in names}
-
-    def read(self, name: str) -> Tensor:
-        """[numel] float32: a moment; maybe a copy."""
-        stored = self.stored[name]
-        return (
-            stored if stored.dtype == torch.float32 else storage.widen(stored, self._numel, signed=name == MOMENTS[0])
-        )
-
-    def write(self, name: str, own: slice, values: Tensor) -> None:
-        """Replace a range, whole blocks but for its end, by ``values``: what :meth:`read` gave comes back."""
-        values = values.to(self.stored[name].device, torch.float32).reshape(-1)
-        storage.write(values, self.stored[name], self._numel, own, signed=name == MOMENTS[0])
-
-
-class Range(NamedTuple):
-    """A parameter's part of the line, ``[begin, end)`` in elements: its group's options and its own step count.
-
-    ``row``: the row of :class:`Rows` that knows lr and step instead. ``stream`` and ``place``: as
-    :class:`npuzero.ops.Segment` has them, where something is rounded stochastically.
-    """
-
-    begin: int
-    end: int
-    options: Mapping[str, Any]
-    step: int
-    row: int | None = None
-    stream: int = 0
-    place: int | None = None
+_BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
 class Rows:
@@ -69,7 +23,8 @@ class Rows:
         device: where it is needed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, rule: Rule, device: torch.device) -> None:
+        self._rule = rule
         self._device = device
         self._of: dict[tuple[int, int], int] = {}
         self._options: list[Mapping[str, Any]] = []
@@ -92,22 +47,8 @@ class Rows:
         return 0, row
 
     def table(self) -> Tensor | None:
-        """[rows, 4] float32; None where nobody has a row."""
-        return dynamic_rows(self._options, self._steps, self._device) if self._options else None
-
-
-def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """[rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's wait.
-
-    Args:
-        options: of each row: lr (a number or a tensor of one element), betas, weight_decay, decoupled_weight_decay.
-        steps: of each row the step count, this update included; a number or a tensor.
-    """
-    lr = _column([o["lr"] for o in options], device)
-    beta1, beta2 = (_column([o["betas"][i] for o in options], device) for i in (0, 1))
-    decay = _column([o["weight_decay"] if o["decoupled_weight_decay"] else 0.0 for o in options], device)
-    count = _column(steps, device)
-    return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
+        """[rows, columns] float32; None where nobody has a row."""
+        return self._rule.rows(self._options, self._steps, self._device) if self._options else None
 
 
 def lies_there(value: float | Tensor, device: torch.device) -> bool:
@@ -115,7 +56,8 @@ def lies_there(value: float | Tensor, device: torch.device) -> bool:
     return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")
 
 
-def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+def column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """[n] float64 on ``device``: one number of each row."""
     wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
     return torch.stack(
         [
@@ -128,45 +70,36 @@ def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     )
 
 
-def segments(ranges: Iterable[Range]) -> list[ops.Segment]:
-    """What a launch is told of ``ranges``, which ascend.
+def within(ranges: list[Range], begin: int, end: int) -> list[Range]:
+    """What lies in ``[begin, end)`` of ranges that ascend."""
+    chosen = ranges[bisect_right(ranges, begin, key=_END) : bisect_left(ranges, end, key=_BEGIN)]
+    if chosen and chosen[0].begin < begin:
+        first = chosen[0]
+        place = None if first.place is None else first.place + begin - first.begin
+        chosen[0] = first._replace(begin=begin, place=place)
+    if chosen and chosen[-1].end > end:
+        chosen[-1] = chosen[-1]._replace(end=end)
+    return chosen
 
-    Neighbours that share options and step count become one segment across the padding between them: padding is zero
-    in every buffer and stays zero (0 / (0 + eps)), so only eps = 0 keeps them apart, or random bits of their own.
+
+def segments(rule: Rule, ranges: Iterable[Range]) -> list[Any]:
+    """What the line of ``rule`` is told of ``ranges``, which ascend.
+
+    Neighbours that share options and step count become one segment across the padding between them, which is zero in
+    every buffer: only a rule under which it would not stay so keeps them apart, or random bits of their own.
     """
     runs: list[list[Range]] = []  # first and last of those that continue each other
     for part in ranges:
-        if runs and _continues(runs[-1][1], part):
+        if runs and _continues(rule, runs[-1][1], part):
             runs[-1][1] = part
         else:
             runs.append([part, part])
-    return [_segment(first, last) for first, last in runs]
+    return [rule.segment(first, last) for first, last in runs]
 
 
-def _continues(last: Range, part: Range) -> bool:
+def _continues(rule: Rule, last: Range, part: Range) -> bool:
     """Whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
     if last.options is not part.options or (last.step, last.row) != (part.step, part.row) or part.place is not None:
         return False
     gap = part.begin - last.end
-    return gap == 0 or (gap < START_ELEMENTS and part.options["eps"] > 0)
-
-
-def _segment(first: Range, last: Range) -> ops.Segment:
-    options = last.options
-    beta1, beta2 = options["betas"]
-    return ops.Segment(
-        first.begin,
-        last.end,
-        float(options["lr"]) if last.row is None else 0.0,
-        float(beta1),
-        float(beta2),
-        options["eps"],
-        options["weight_decay"],
-        last.step,
-        options["decoupled_weight_decay"],
-        options["maximize"],
-        options["amsgrad"],
-        last.row,
-        first.stream,
-        first.place,
-    )
+    return gap == 0 or (gap < START_ELEMENTS and rule.keeps_zeros(part.options))

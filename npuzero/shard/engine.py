@@ -30,6 +30,7 @@ from npuzero.shard.ownership import EngineReference, claim, uncopied
 from npuzero.shard.passes import Passes
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
+from npuzero.shard.update import Update
 from npuzero.shard.values import Values
 from npuzero.shard.wrappers import refuse_wrappers
 from npuzero.shard.writes import Writes
@@ -46,6 +47,7 @@ class Engine:
         gradients: what programs ask of them.
         finite: the watch over what is inf or NaN.
         values: parameters whole, in and out.
+        update: the chunks that an optimizer updates one by one, between begin_update and end_update.
         meter: what a step held and sent.
 
     Raises:
@@ -75,6 +77,7 @@ class Engine:
         writes = Writes(self.units, world)
         gatherer = Gatherer(writes)
         self._restorer = Restorer()
+        self.update = Update(self.units, self._restorer, settings.chunk_bytes, settings.overlaps_parameters)
         self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes)
         reference = EngineReference(self)
         self.values.take_over(model, specs, origin, self.spaces, lambda unit: claim(reference, unit))
@@ -137,14 +140,12 @@ class Engine:
         self.values.bring_home(thoroughly=True)
         if self.boundary.agreed:  # else finish() looks
             self.values.look_at_whole()
+        self.update.begin()
         return self.boundary.finish()
 
     def end_update(self) -> None:
         """R4, and the end of the step."""
-        for unit in self.units:
-            self._restorer.start(unit)
-            if not self.settings.overlaps_parameters:
-                self._restorer.finish(unit)
+        self.update.end()
         self.passes.step_ends()
         self.meter.step_ends()
         self.boundary.step_ends()

@@ -19,6 +19,7 @@ def test_the_settings_there_are_is_a_promise():
         "Settings.overlap",
         "Settings.prefetch",
         "Settings.bucket_bytes",
+        "Settings.chunk_bytes",
         "Environment.backend",
         "Environment.isa",
         "Environment.timeout_s",
@@ -35,6 +36,7 @@ def test_defaults():
         "overlap": True,
         "prefetch": 1,
         "bucket_bytes": 25 * 2**20,
+        "chunk_bytes": 0,
     }
 
 

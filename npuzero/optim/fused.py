@@ -1,0 +1,142 @@
+"""A fused rule at work: over the shards of cut models, and over plain parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import ConfigError
+from npuzero.optim import states
+from npuzero.optim.moments import MOMENT_DTYPES
+from npuzero.optim.plain import Member, Plain
+from npuzero.optim.rule import Options, Rule
+from npuzero.optim.shards import Shards
+from npuzero.optim.worker import Worker, refuse_differentiable
+from npuzero.plan import DTYPES, MASTERS
+from npuzero.shard.accord import Words
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
+from npuzero.shard.ownership import owners
+
+
+class Fused(Worker):
+    """Has a fused rule update.
+
+    Args:
+        masters, moments, seed: as for :class:`npuzero.AdamW`.
+
+    Raises:
+        ConfigError: one of these is nothing that there is.
+    """
+
+    def __init__(self, rule: Rule, masters: str | None, moments: str | None, seed: int) -> None:
+        _check_choice("masters", masters, MASTERS)
+        _check_choice("moments", moments, MOMENT_DTYPES)
+        if type(seed) is not int or not 0 <= seed < 2**64:
+            raise ConfigError(
+                "seed", expected="an int from 0 to 2^64 - 1", got=repr(seed), do="Give one in that range."
+            )
+        self.alike = rule.alike
+        self.constants: Words = {"seed": seed}
+        self._rule = rule
+        self._chosen = {"masters": masters, "moments": moments}
+        self._begin()
+
+    def _begin(self) -> None:
+        """What is counted, kept and remembered from step to step: nothing yet."""
+        self._shards = Shards(self._rule, self._chosen, self.constants["seed"])
+        self._plain = Plain(self._rule, **self._chosen, seed=self.constants["seed"])
+
+    def __getstate__(self) -> Options:
+        """States of plain parameters are the optimizer's, and there are no copies of cut ones."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_shards", "_plain")}
+
+    def __setstate__(self, state: Options) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def kind(self, name: str) -> str:
+        return name
+
+    def defaults(self, options: Options) -> Options:
+        return self._rule.defaults(options)
+
+    def check_group(self, name: str, group: Options) -> None:
+        self._rule.defaults(group)
+        refuse_differentiable(name, group)
+        for parameter in group["params"]:
+            if parameter.dtype not in DTYPES.values():
+                raise ConfigError(
+                    f"{name}: a parameter of shape {tuple(parameter.shape)}",
+                    expected="float32, bfloat16 or float16, as for torch's fused optimizers on most devices",
+                    got=str(parameter.dtype),
+                    do=f"Give it to {self.alike}, or as real and imaginary parts.",
+                )
+        if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group.get("betas", ())):
+            raise ConfigError(
+                f"{name}: betas",
+                expected="numbers, or tensors in the host's memory",
+                got="tensors on a device, for which each step would wait",
+                do="Give numbers; lr may be a tensor on the device.",
+            )
+
+    def join(self, group: Options) -> None:
+        pass  # each step looks at all groups
+
+    def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
+        groups = optimizer.param_groups
+        for group in groups:
+            group.update(self._rule.always)
+        members = {id(parameter): (n, group) for n, (group, parameter) in enumerate(states.members(groups))}
+        plain = owners(parameter for _, parameter in states.members(groups))[1]
+        self._plain.update(
+            optimizer.state,
+            [Member(*members[id(parameter)], parameter) for parameter in plain],
+            # A scaler leaves these two here.
+            getattr(optimizer, "grad_scale", None),
+            getattr(optimizer, "found_inf", None),
+        )
+        for engine in ready:
+            self._shards.update(optimizer, engine, members)
+
+    def decides_on_device(self, groups: list[Options]) -> bool:
+        return all(group["fused"] or group["capturable"] for group in groups)
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def state_names(self, groups: list[Options]) -> tuple[str, ...]:
+        return ("step", *self._shards.kept(groups))
+
+    def slot_state(self, flat: Flat, i: int) -> Options:
+        return self._shards.slot_state(flat, i)
+
+    def buffer(self, flat: Flat, name: str) -> Tensor | None:
+        return self._shards.buffer(flat, name)
+
+    def restore(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
+    ) -> None:
+        self._shards.restore(optimizer, engine, flat, i, state)
+
+    def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
+        return self._plain.read(parameter, optimizer.state.get(parameter, {}))
+
+    def restore_plain(
+        self, optimizer: torch.optim.Optimizer, group: Options, parameter: nn.Parameter, state: Mapping[str, Any]
+    ) -> None:
+        mine = self._plain.write(parameter, state)
+        optimizer.state.pop(parameter, None)
+        if mine:
+            optimizer.state[parameter] = mine
+            if group["capturable"]:
+                self._plain.count_on_device(parameter, mine)
+
+
+def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:
+    if value is not None and value not in allowed:
+        raise ConfigError(
+            name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do="Choose among these."
+        )

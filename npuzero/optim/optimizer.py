@@ -1,0 +1,285 @@
+"""The door of all optimizers: torch's calls, over cut models and over plain ones; a worker does the updates."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from npuzero import device as devices
+from npuzero.errors import ConfigError, NpuZeroError, StateError, config_error_as
+from npuzero.optim import states
+from npuzero.optim.rule import Options
+from npuzero.optim.terms import Terms
+from npuzero.optim.worker import Worker
+from npuzero.optim.wrapped import Wrapped
+from npuzero.shard.accord import Words
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
+from npuzero.shard.ownership import engine_behind, owners, uncopied
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Any element-wise torch optimizer over a cut model: each rank updates its shard of the masters.
+
+    Parameters that no ``npuzero.zero()`` has seen are handed to the optimizer as they are. It may be built before or
+    after ``zero()``; param_groups, LR schedulers, closures and hooks work as in torch.
+
+    Args:
+        optimizer_class: a subclass of ``torch.optim.Optimizer`` whose update of an element depends on nothing but
+            that element's parameter, gradient and state. It is tried on a few elements, together and apart.
+        params: as for torch: tensors, or dicts with ``params`` and options.
+        defaults: the class's own keyword arguments.
+
+    Raises:
+        ConfigError: not an optimizer class, not element-wise, or options it refuses.
+    """
+
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Any, **defaults: Any) -> None:
+        if isinstance(optimizer_class, type) and issubclass(optimizer_class, ZeroOptimizer):
+            raise ConfigError(
+                "ZeroOptimizer",
+                expected="a class of torch's kind, to put over shards",
+                got=f"{optimizer_class.__name__}, which works over shards itself",
+                do=f"Use npuzero.{optimizer_class.__name__}(params, ...).",
+            )
+        self._open(Wrapped(optimizer_class, defaults), params, defaults)
+
+    def _open(self, worker: Worker, params: Any, options: Options) -> None:
+        """What every constructor ends with: ``worker`` has the parameters from now on."""
+        self._worker = worker
+        self._terms: weakref.WeakKeyDictionary[Engine, Terms] = weakref.WeakKeyDictionary()
+        with _as_config_error(f"{type(self).__name__}({options})", f"what {worker.alike} takes"):
+            super().__init__(params, worker.defaults(options))
+        for engine in self._owners()[0]:
+            engine.boundary.accord.propose(self._terms_for(engine))
+
+    @property
+    def kind(self) -> str:
+        """The class, as errors name it."""
+        return self._worker.kind(type(self).__name__)
+
+    @property
+    def constants(self) -> Words:
+        """What random bits depend on, beside the groups."""
+        return self._worker.constants
+
+    def _terms_for(self, engine: Engine) -> Terms:
+        if engine not in self._terms:
+            self._terms[engine] = Terms(self, engine)
+        return self._terms[engine]
+
+    def __getstate__(self) -> Options:
+        """What a copy or pickle takes along; torch's has neither worker nor hooks.
+
+        Raises:
+            StateError: the parameters are of a cut model, of which each rank holds a part.
+        """
+        if self._engines():
+            raise uncopied("copied or pickled")
+        return {**super().__getstate__(), "_worker": self._worker}
+
+    def __setstate__(self, state: Options) -> None:
+        self._terms = weakref.WeakKeyDictionary()
+        super().__setstate__(state)
+
+    @_disable_dynamo
+    def add_param_group(self, param_group: Options) -> None:
+        """As torch's; options are checked by the optimizer class.
+
+        Raises:
+            ConfigError: parameters or options that torch refuses, or ``differentiable``.
+        """
+        with _as_config_error(type(self).__name__, f"a group that {self._worker.alike} takes"):
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            self._worker.check_group(type(self).__name__, group)
+        self._terms.clear()
+        self._worker.join(group)
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. Collective where the model is cut: call it on every rank.
+
+        Raises:
+            StateError: parameters of a deleted model, or of a cut and an uncut model mixed up; or a graph is being
+                captured, and a group is not ``capturable``.
+        """
+        _check_capture(type(self).__name__, self.param_groups, self._worker.alike)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engines = self._engines()
+        for engine in engines:
+            engine.boundary.accord.follow(self._terms_for(engine))
+        ready = [engine for engine in engines if engine.begin_update()]
+        self._worker.update(self, ready)
+        for engine in ready:
+            engine.end_update()
+        return loss
+
+    def _engines(self) -> list[Engine]:
+        """The engines of the models whose parameters these are, each once, in order.
+
+        Raises:
+            StateError: beside cut parameters there are plain ones, whose gradients nobody reduces.
+        """
+        engines, plain = self._owners()
+        if plain and any(engine.world.size > 1 for engine in engines):
+            raise StateError(
+                type(self).__name__,
+                expected="parameters of models made by npuzero.zero() only",
+                got=f"{len(plain)} others beside them, whose gradients no rank would reduce",
+                do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own.",
+            )
+        return engines
+
+    def _owners(self) -> tuple[list[Engine], list[nn.Parameter]]:
+        return owners(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for it."""
+        return self._worker.decides_on_device(self.param_groups)
+
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
+        engines, plain = self._owners()
+        kept = () if set_to_none else {id(parameter) for parameter in plain}
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in kept and parameter.grad is not None:
+                        parameter.grad.detach_().zero_()
+                    else:
+                        parameter.grad = None
+        for engine in engines:
+            # The graph of a capturable step has the gradients' addresses.
+            engine.forget_gradients(lend=not any(group.get("capturable") for group in self.param_groups))
+
+    # -- state, in torch's shape -----------------------------------------------------------------------------------
+
+    @_disable_dynamo
+    def state_dict(self) -> Options:
+        """What the torch optimizer of a plain model would give: whole tensors by parameter number.
+
+        Tensors of cut parameters are on the CPU. Collective where the model is cut: call it on every rank.
+        """
+        numbers = {id(parameter): number for number, (_, parameter) in enumerate(states.members(self.param_groups))}
+        state: dict[int, Options] = {
+            numbers[id(parameter)]: dict(plain)
+            for parameter in self._owners()[1]
+            if (plain := self._worker.plain_state(self, parameter))
+        }
+        for engine in self._engines():
+            for flat in engine.flats():
+                for i, gathered in enumerate(states.gather(self._worker, engine, flat)):
+                    if gathered and id(flat.parameters[i]) in numbers:
+                        state[numbers[id(flat.parameters[i])]] = gathered
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    @_disable_dynamo
+    def load_state_dict(self, state_dict: Options) -> None:
+        """Take a state in torch's shape, e.g. that of ``torch.optim.AdamW``; every rank gives the whole of it.
+
+        Raises:
+            CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
+        """
+        states.check(state_dict, self.param_groups)
+        groups = state_dict["param_groups"]
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")
+        order = [number for group in groups for number in group["params"]]
+        with torch.no_grad():
+            for number, (group, parameter) in zip(order, states.members(self.param_groups), strict=True):
+                state = state_dict["state"].get(number, {})
+                if state:
+                    states.check_one(number, parameter, state, self.state_names())
+                engine = engine_behind(parameter)
+                place = engine.place(parameter) if engine else None
+                if engine is None:
+                    self._worker.restore_plain(self, group, parameter, state)
+                elif place is not None:
+                    self._worker.restore(self, engine, *place, states.cut(*place, state))
+
+    def cut_state(self, flat: Flat) -> list[dict[str, float | None]]:
+        """Per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
+
+        The same on all ranks.
+        """
+        return [states.describe(self._worker, flat, i) for i in flat.slots]
+
+    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
+        """[n/S] float32: this rank's part of the tensors ``name`` of all slots, however they are kept; maybe a copy."""
+        buffer = self._worker.buffer(flat, name)
+        assert buffer is not None, name
+        return buffer
+
+    def load_cut_state(
+        self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: Sequence[Mapping[str, float | None]]
+    ) -> None:
+        """Take what :meth:`cut_state` and :meth:`cut_buffer` gave; a slot without anything loses its state.
+
+        Raises:
+            CheckpointError: a slot lacks what the optimizer class needs.
+        """
+        for i, state in enumerate(slots):
+            if state:
+                states.check_names(flat.layout.slots[i].name, state, self.state_names())
+            own = flat.own_slots[i]
+            mine = {name: buffers[name][own] if value is None else value for name, value in state.items()}
+            self._worker.restore(self, engine, flat, i, mine)
+
+    def state_names(self) -> tuple[str, ...]:
+        """Names that a parameter's state must have; the others are the class's own business."""
+        return self._worker.state_names(self.param_groups)
+
+
+def _check_capture(name: str, groups: list[Options], alike: str) -> None:
+    """Raises StateError where a graph is being captured that could not be replayed."""
+    of = next((parameter.device for _, parameter in states.members(groups)), torch.device("cpu"))
+    if of.type not in devices.KINDS:
+        return
+    device = devices.get(of)
+    if (device.replays and all(group.get("capturable") for group in groups)) or not device.capturing():
+        return
+    subject = f"{name}.step in the capture of a graph"
+    if not device.replays:
+        raise StateError(
+            subject,
+            expected=f"steps that are run, on {device.kind}",
+            got="one that is captured, and would be replayed",
+            do="Call step() outside of the capture.",
+        )
+    raise StateError(
+        subject,
+        expected="capturable=True in every group",
+        got="steps that the host counts, which a replay would not count",
+        do=f"Make the optimizer with capturable=True ({alike.rpartition('.')[2]} must have it).",
+    )
+
+
+@contextlib.contextmanager
+def _as_config_error(subject: str, expected: str) -> Iterator[None]:
+    """torch's own complaint about an argument, in this package's form, and still what torch's was."""
+    try:
+        yield
+    except NpuZeroError:
+        raise
+    except (ValueError, TypeError, IndexError, KeyError, RuntimeError) as error:
+        do = "Correct the argument; torch's page of the class says more."
+        raise config_error_as(type(error))(subject, expected=expected, got=str(error), do=do) from error

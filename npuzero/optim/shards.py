@@ -1,0 +1,203 @@
+"""A fused rule over the shards of cut models: moments by flat, step counts by slot, and the launches of a step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuzero.errors import ConfigError
+from npuzero.ops import storage
+from npuzero.optim.counts import TakenSteps
+from npuzero.optim.moments import Moments
+from npuzero.optim.rule import Line, Options, Range, Rule
+from npuzero.optim.segments import Rows, lies_there, segments, within
+from npuzero.plan import MOMENT_BLOCK, Precision
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
+
+#: By id of a parameter its number in the optimizer, of which random bits depend, and its group.
+Members = Mapping[int, tuple[int, Options]]
+
+
+class Shards:
+    """What an optimizer knows of cut models.
+
+    Args:
+        chosen: ``masters`` and ``moments`` if the user has said how they are kept; a model's plan must say the same.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(self, rule: Rule, chosen: Mapping[str, str | None], seed: int) -> None:
+        self._rule = rule
+        self._chosen = chosen
+        self._seed = seed
+        self._moments: weakref.WeakKeyDictionary[Flat, Moments] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
+        # By id of a parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
+        self._taken = TakenSteps()
+        self._lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], Line]] = weakref.WeakKeyDictionary()
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def update(self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members) -> None:
+        """Update the members of one model: one launch for each chunk of its shards, laid end to end.
+
+        Steps are counted once, before the chunks; a range has the same coefficients and random bits in whichever chunk
+        it is.
+        """
+        groups: list[Options] = optimizer.param_groups
+        counted = self._counted_on_device(groups, engine, members)
+        used: dict[Flat, list[bool]] = {}
+        for flat in engine.flats():
+            flags = [
+                anywhere and id(parameter) in members
+                for parameter, anywhere in zip(flat.parameters, engine.boundary.used(flat), strict=True)
+            ]
+            if any(flags):  # also on a rank whose shard is all padding, so that every rank holds the same
+                used[flat] = flags
+        here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
+        if counted:
+            self._taken.part(here)
+        known = not counted and not any(lies_there(group["lr"], engine.device) for group in groups)
+        rows = None if known else Rows(self._rule, engine.device)
+        ranges = self._ranges(used, members, counted, rows)
+        dynamic = None if rows is None else rows.table()
+        if counted:
+            self._taken.take(here, engine.boundary.skip)
+        shards = list(used)
+        line = self._line(optimizer, engine, shards)
+        gradients = [flat.own_gradient for flat in shards]
+        for chunk in engine.update.chunks(shards, self._block_bytes):
+            parts = segments(self._rule, within(ranges, chunk.begin, chunk.end))
+            line.update(gradients, parts, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
+
+    def _ranges(
+        self, used: Mapping[Flat, list[bool]], members: Members, counted: bool, rows: Rows | None
+    ) -> list[Range]:
+        """Of the line, in order: this rank's part of each slot in ``used``, with this update's number, or its row.
+
+        Args:
+            counted: the device counts; else the host does, here.
+            rows: None where the host knows all step counts and lr.
+        """
+        ranges: list[Range] = []
+        start = 0
+        for flat, flags in used.items():
+            steps = [] if counted else self._steps_of(flat)
+            drawing = flat.plan.precision.moments != "fp32" or flat.rounds_stochastically
+            for i in itertools.compress(flat.slots, flags):
+                parameter, own = flat.parameters[i], flat.own_slots[i]
+                number, group = members[id(parameter)]
+                if not counted:
+                    steps[i] += 1
+                count = self._taken.counts[id(parameter)] if counted else steps[i]
+                step, row = (steps[i], None) if rows is None else rows.row(group, count)
+                random = (number, flat.place_of_own(i)) if drawing else (0, None)
+                if own.start < own.stop:
+                    ranges.append(Range(start + own.start, start + own.stop, group, step, row, *random))
+            start += flat.rests.states.numel
+        return ranges
+
+    def _line(self, optimizer: torch.optim.Optimizer, engine: Engine, shards: list[Flat]) -> Line:
+        """What the update of ``shards`` writes; an engine's buffers stay where they are."""
+        last, line = self._lines.get(engine, ([], None))
+        if line is None or last != shards:
+            stored = [self._moments_of(optimizer, engine, flat).stored for flat in shards]
+            line = self._rule.line(
+                master=[flat.master for flat in shards],
+                **{name: [moments.get(name) for moments in stored] for name in self._rule.moments},
+                low=[flat.low for flat in shards],
+                remainder=[flat.remainder for flat in shards],
+                seed=self._seed,
+            )
+            self._lines[engine] = shards, line
+        return line
+
+    def _block_bytes(self, flat: Flat) -> int:
+        """What MOMENT_BLOCK elements of masters and moments take."""
+        masters = [flat.master] if flat.remainder is None else [flat.master, flat.remainder]
+        stored = self._moments[flat].stored.values()
+        return sum(MOMENT_BLOCK * tensor.element_size() for tensor in masters) + sum(
+            storage.stored_numel(MOMENT_BLOCK, tensor.dtype) * tensor.element_size() for tensor in stored
+        )
+
+    # -- step counts -----------------------------------------------------------------------------------------------
+
+    def _counted_on_device(self, groups: list[Options], engine: Engine, members: Members) -> bool:
+        """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
+        without the host's knowledge. It begins with what the host has counted.
+        """
+        asked = engine.boundary.skip is not None or any(group["capturable"] for group in groups)
+        if not asked and not self._taken.counts:
+            return False
+        trained = [(flat, i, id(flat.parameters[i])) for flat in engine.flats() for i in flat.slots]
+        asked = engine.boundary.skip is not None or any(
+            key in members and members[key][1]["capturable"] for *_, key in trained
+        )
+        counted = asked or any(key in self._taken.counts for *_, key in trained)
+        for flat, i, key in trained if counted else ():
+            if key not in self._taken.counts:
+                self._taken.begin(key, self._steps_of(flat)[i], engine.device)
+        return counted
+
+    def _steps_of(self, flat: Flat) -> list[int]:
+        """Per slot: how often it was updated, as far as the host has counted."""
+        return self._steps.setdefault(flat, [0] * len(flat.parameters))
+
+    def _step_of(self, flat: Flat, i: int) -> int:
+        """How often a slot was updated; waits for the device where that has counted."""
+        count = self._taken.counts.get(id(flat.parameters[i]))
+        return self._steps_of(flat)[i] if count is None else int(count.item())
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def kept(self, groups: list[Options]) -> tuple[str, ...]:
+        """The moments of a flat's parameters, of whatever groups they are."""
+        needed = {name for group in groups for name in self._rule.kept(group)}
+        return tuple(name for name in self._rule.moments if name in needed)
+
+    def _moments_of(self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat) -> Moments:
+        if flat not in self._moments:
+            self._check_precision(type(optimizer).__name__, flat.plan.precision)
+            signs = {name: self._rule.moments[name] for name in self.kept(optimizer.param_groups)}
+            allocate = functools.partial(engine.spaces[flat.rests.states.memory].allocate, label="states")
+            self._moments[flat] = Moments(flat.rests.states.numel, signs, flat.plan.precision.moments, allocate)
+        return self._moments[flat]
+
+    def _check_precision(self, name: str, precision: Precision) -> None:
+        """Raises ConfigError where the plan does not keep masters and moments as the user has said."""
+        for part, chosen in self._chosen.items():
+            if chosen not in (None, getattr(precision, part)):
+                raise ConfigError(
+                    f"{name}({part}={chosen!r})",
+                    expected=f"None or {getattr(precision, part)!r} over a model that has a plan, which says it",
+                    got=repr(chosen),
+                    do=f"Give zero() a Precision with {part}={chosen!r}, or leave it out here.",
+                )
+
+    def buffer(self, flat: Flat, name: str) -> Tensor | None:
+        """[n/S] float32: a moment of all slots; maybe a copy; None where there is none."""
+        moments = self._moments.get(flat)
+        return None if moments is None or name not in moments.stored else moments.read(name)
+
+    def slot_state(self, flat: Flat, i: int) -> Options:
+        """The step count and the flat's moments, if slot ``i`` was ever updated."""
+        step = self._step_of(flat, i)
+        return {"step": step, **self._moments[flat].stored} if step else {}
+
+    def restore(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
+    ) -> None:
+        """Replace the state of slot ``i``: 1-D moments of this rank's part of it, and the step; or nothing."""
+        self._steps_of(flat)[i] = int(state.get("step", 0))
+        self._taken.forget(id(flat.parameters[i]))
+        if state or flat in self._moments:
+            own, moments = flat.own_slots[i], self._moments_of(optimizer, engine, flat)
+            for name in moments.stored:
+                moments.write(name, own, state[name] if state else torch.zeros(own.stop - own.start))

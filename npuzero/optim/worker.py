@@ -1,0 +1,100 @@
+"""Who works behind the door that :class:`~npuzero.optim.optimizer.ZeroOptimizer` is: it updates, and keeps states."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import ConfigError
+from npuzero.optim.rule import Options
+from npuzero.shard.accord import Words
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat
+
+
+class Worker(ABC):
+    """Updates the parameters of one optimizer and keeps their states.
+
+    It is handed the optimizer, whose ``param_groups`` and ``state`` it works by, and does not keep it: a cycle would
+    keep the states' memory.
+
+    Attributes:
+        alike: who does the same in plain torch, as errors name it.
+        constants: what random bits depend on, beside the groups.
+    """
+
+    alike: str
+    constants: Words
+
+    @abstractmethod
+    def kind(self, name: str) -> str:
+        """Name the optimizer in errors, and to the other ranks; ``name`` is its class's."""
+
+    @abstractmethod
+    def defaults(self, options: Options) -> Options:
+        """Complete the options that the user gave; raises what torch raises for some that cannot be."""
+
+    @abstractmethod
+    def check_group(self, name: str, group: Options) -> None:
+        """Look at a new group, its options complete; ``name`` is the optimizer's class's.
+
+        Raises:
+            ConfigError, or what torch raises: options or parameters that no update can take.
+        """
+
+    @abstractmethod
+    def join(self, group: Options) -> None:
+        """Take a group that was checked into the work that is under way."""
+
+    @abstractmethod
+    def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
+        """Update plain parameters, and those of models whose gradients are ready."""
+
+    @abstractmethod
+    def decides_on_device(self, groups: list[Options]) -> bool:
+        """Whether torch.amp.GradScaler may leave ``grad_scale`` and ``found_inf`` on the device, for the update."""
+
+    # -- states: of cut parameters by flat and slot, of plain ones by themselves -------------------------------------
+
+    @abstractmethod
+    def state_names(self, groups: list[Options]) -> tuple[str, ...]:
+        """Names that a parameter's state must have; others are the optimizer's own business."""
+
+    @abstractmethod
+    def slot_state(self, flat: Flat, i: int) -> Options:
+        """The state of slot ``i``, as it lies here: numbers, and tensors, of which names and dimensions are told."""
+
+    @abstractmethod
+    def buffer(self, flat: Flat, name: str) -> Tensor | None:
+        """[n/S] float32: this rank's part of the tensors ``name`` of all slots, maybe a copy; None if there is none."""
+
+    @abstractmethod
+    def restore(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
+    ) -> None:
+        """Replace the state of slot ``i`` by 1-D tensors of this rank's part of it, and numbers; or by nothing."""
+
+    @abstractmethod
+    def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
+        """The state of a plain parameter, in torch's shape."""
+
+    @abstractmethod
+    def restore_plain(
+        self, optimizer: torch.optim.Optimizer, group: Options, parameter: nn.Parameter, state: Mapping[str, Any]
+    ) -> None:
+        """Replace the state of a plain parameter of ``group`` by one in torch's shape."""
+
+
+def refuse_differentiable(name: str, group: Options) -> None:
+    """Raises ConfigError where autograd is to go through the update."""
+    if group.get("differentiable"):
+        raise ConfigError(
+            name,
+            expected="differentiable=False",
+            got="True",
+            do="Use torch.optim for an update that autograd goes through.",
+        )
