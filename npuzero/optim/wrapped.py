@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
+from npuzero.optim.probe import check_elementwise
 from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker, refuse_differentiable
 from npuzero.plan import Precision
@@ -53,12 +54,14 @@ class Wrapped(Worker):
         return f"{name}({self._class.__name__})"
 
     def defaults(self, options: Options) -> Options:
-        return self._class([torch.zeros(1)], **options).defaults
+        return self._class([torch.zeros(1, 1)], **options).defaults
 
     def check_group(self, name: str, group: Options) -> None:
         arguments = inspect.signature(self._class).parameters.keys() - {"params"}
-        self._class([torch.zeros(1)], **{key: value for key, value in group.items() if key in arguments})
+        options = self._options | {key: value for key, value in group.items() if key in arguments}
+        self._class([torch.zeros(1, 1)], **options)
         refuse_differentiable(name, group)
+        check_elementwise(self._class, options, next((p.device for p in group["params"]), torch.device("cpu")))
 
     def join(self, group: Options) -> None:
         if self._inner is not None:
