@@ -84,6 +84,7 @@ def test_an_unknown_key_names_the_nearest_known_one(make):
         ("prefetch", None, "an integer from 0 to 1024"),
         ("bucket_bytes", 0, "an integer from 1 to "),
         ("bucket_bytes", 2**41, "an integer from 1 to "),
+        ("chunk_bytes", -1, "an integer from 0 to "),
     ],
 )
 def test_a_wrong_value_is_an_error_however_it_comes_in(key, value, expected):
