@@ -248,9 +248,7 @@ STILL_LARGE = {
     "csrc/comm/communicator.cpp",
     "csrc/npu/norm.cpp",
     "npuzero/api",
-    "npuzero/optim/adam.py: Adam",
     "npuzero/optim/scaler.py: LossScaler",
-    "npuzero/optim/wrapped.py: ZeroOptimizer",
 }
 
 
