@@ -1,7 +1,7 @@
 """Collectives over memory that the ranks share: the C++ of csrc/comm, for processes of one host and for threads.
 
-The algorithm, the waiting and the failures are described in csrc/comm/communicator.h. A rank that dies is noticed by
-the others within a tenth of a second of their waiting for it.
+The algorithm is described in csrc/comm/verbs.h, waiting and failures in csrc/comm/peers.h. A rank that dies is noticed
+by the others within a tenth of a second of their waiting for it.
 """
 
 from __future__ import annotations

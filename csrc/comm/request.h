@@ -1,0 +1,34 @@
+// What a rank asks of its peers: a verb and its memory; and the signature by which ranks see that all ask the same.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "comm/region.h"
+#include "core/view.h"
+
+namespace npuzero::comm {
+
+enum class Verb : int { all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier };
+const char* name(Verb verb);
+
+// One verb on one rank. `numel` counts the shard (all_gather, reduce_scatter, all_to_all: one rank's part) or the
+// buffer. Memory must stay until the operation is done.
+struct Request {
+  Verb verb = Verb::barrier;
+  const std::byte* in = nullptr;
+  std::byte* out = nullptr;
+  size_t numel = 0;
+  size_t itemsize = 1;
+  Dtype wire = Dtype::u8, result = Dtype::u8;  // of the verbs that sum
+  bool accumulate = false;
+  int root = 0;
+  std::string dtype, tag;  // for the signature
+};
+
+Signature signature_of(const Request& request, uint64_t sequence);
+bool same(const Signature& a, const Signature& b);
+std::string describe(const Signature& signature);  // for people
+
+}  // namespace npuzero::comm
