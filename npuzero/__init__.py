@@ -8,9 +8,7 @@
 Importing touches no device and starts no compiler.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from npuzero import checkpoint as checkpoint
 from npuzero.api import (
     Adam,
     AdamW,
@@ -52,17 +50,6 @@ from npuzero.info import info
 from npuzero.plan import PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
 
 __version__ = "0.1.0"
-
-
-if TYPE_CHECKING:
-    from npuzero import checkpoint as checkpoint
-else:  # a type checker that sees a __getattr__ lets every name pass
-
-    def __getattr__(name: str) -> Any:
-        """``npuzero.checkpoint``, when asked for: torch.distributed.checkpoint takes most of a second to import."""
-        if name == "checkpoint":
-            return import_module("npuzero.checkpoint")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [

@@ -1,32 +1,28 @@
-"""Functions on a model: cut it, clip it, look at it, take it out whole."""
+"""Functions on a model: cut it, look at it, make it whole for a while."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from npuzero import comm
-from npuzero.checkpoint.export import FILE_BYTES
-from npuzero.checkpoint.export import export as _export
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
 from npuzero.config import Environment, Rule, Settings, describe
-from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.plan import DTYPES, Plan, PrecisionLike, Report
+from npuzero.errors import ConfigError
+from npuzero.plan import Plan, PrecisionLike, Report
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
-from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.origin import Origin
 from npuzero.shard.ownership import engine_of, not_cut, owners
+from npuzero.shard.state_dict import attach
 
 PlanLike = Plan | str | int | float
 #: A model stays what it is to a type checker, too.
@@ -117,14 +113,8 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
         engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin, buffers)
-    _attach(engine, model)
+    attach(engine, model)
     return model
-
-
-def _attach(engine: Engine, model: nn.Module) -> None:
-    model._npuzero = engine  # type: ignore[assignment]
-    model.register_load_state_dict_pre_hook(_check_loadable)
-    model.register_load_state_dict_post_hook(_refresh_masters)
 
 
 def predict(
@@ -231,142 +221,6 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
         yield model
 
 
-def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-    """``model.state_dict()`` as a plain model would give it: whole tensors on the CPU, by name. Collective.
-
-    At most one unit is gathered at a time.
-
-    Returns:
-        On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
-        what else modules give as their extra state; ``{}`` elsewhere.
-    """
-    engine = engine_of(model)
-    wanted = engine.world.rank == 0 or not rank0_only
-    copies: dict[int, Tensor] = {}
-    for unit in engine.units:
-        with engine.values.whole(unit):
-            if wanted:
-                copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters())
-    if not wanted:
-        return {}
-    named = model.state_dict(keep_vars=True)
-    return {name: copies[id(value)] if id(value) in copies else _copied(value) for name, value in named.items()}
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def export(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
-    dtype: str | torch.dtype | None = None,
-    file_bytes: int = FILE_BYTES,
-    rename: Callable[[str], str | None] | None = None,
-) -> None:
-    """Write the whole weights of a cut model into safetensors files, as transformers and others read them. Collective.
-
-    Rank 0 writes, and holds a piece of one tensor at a time beyond what rests with it. The files appear when all are
-    complete. Tied tensors are written once, under the first of their names; buffers as they are on rank 0.
-
-    Args:
-        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` where
-            one would exceed ``file_bytes``; or one file, named ``*.safetensors``.
-        dtype: of the parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, or torch's; None keeps each parameter's. Where the
-            parameters have fewer bits, float32 is the masters' values.
-        file_bytes: the largest size of a file, but for a single tensor that is larger.
-        rename: the name in the files of the model's tensor of a name; None: it is left out.
-
-    Raises:
-        StateError: the model is not cut.
-        ConfigError: an argument that cannot work.
-        StorageError: rank 0 cannot write there; raised on every rank.
-    """
-    engine = engine_of(model)
-    if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
-        do = "Give a size in bytes, such as 5 * 10**9."
-        raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
-    _export(engine, model, Path(path), _dtype(dtype), file_bytes, rename)
-
-
-def _dtype(dtype: object) -> torch.dtype | None:
-    for name, value in DTYPES.items():
-        if isinstance(dtype, (str, torch.dtype)) and dtype in (name, value):
-            return value
-    if dtype is None:
-        return None
-    raise ConfigError(
-        "npuzero.export: dtype",
-        expected=f"one of {', '.join(DTYPES)} or their torch dtypes",
-        got=repr(dtype),
-        do="Leave it out to keep each parameter's own.",
-    )
-
-
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load whole tensors by name (what :func:`full_state_dict` gives) into a cut model; rank 0's values count.
-
-    Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
-
-    Raises:
-        CheckpointError: names or shapes that do not fit the model.
-    """
-    engine = engine_of(model)
-    named = model.state_dict(keep_vars=True)
-    problem = _misfit(named, state)
-    said = engine.world.exchange(problem and str(problem))
-    if problem is not None:
-        raise problem
-    for rank, other in enumerate(said):
-        if other is not None:
-            raise CheckpointError(
-                "load_full_state_dict",
-                expected="a state that fits on every rank",
-                got=f"rank {rank}: {other}",
-                do="Give every rank the same names; only rank 0's values count.",
-                rank=rank,
-            )
-    engine.values.load({id(tensor): state[name] for name, tensor in named.items()})
-    buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(state[name])
-        engine.values.share(buffers.values())
-    for name in filter(is_extra, named):
-        set_extra(model, name, state[name])
-
-
-def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
-    """Why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
-    do = "Load a state of the same model, as npuzero.full_state_dict gives it."
-    if not isinstance(state, Mapping):
-        return CheckpointError(
-            "load_full_state_dict", expected="a mapping from names to tensors", got=type(state).__name__, do=do
-        )
-    missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
-    if missing or unknown:
-        return CheckpointError(
-            "load_full_state_dict",
-            expected="the names of model.state_dict()",
-            got=f"missing {missing[:5]}, unknown {unknown[:5]}",
-            do=do,
-            missing=missing,
-            unknown=unknown,
-        )
-    for name, tensor in named.items():
-        if is_extra(name):
-            continue
-        value: object = state[name]
-        expected = f"a tensor of shape {tuple(tensor.shape)} with data"
-        if not isinstance(value, Tensor):
-            return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=type(value).__name__, do=do)
-        if value.shape != tensor.shape or value.is_meta:
-            got = f"shape {tuple(value.shape)} on {value.device}"
-            return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=got, do=do)
-    return None
-
-
 def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None) -> Plan:
     if stage is not None and plan is not None:
         raise ConfigError(
@@ -395,25 +249,3 @@ def _settings(settings: Settings | None) -> Settings:
 def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
     if not isinstance(value, kind):
         raise ConfigError(subject, expected=f"a {kind.__module__}.{kind.__name__}", got=describe(value), do=do)
-
-
-def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
-    """torch's load_state_dict copies into whole parameters, or assigns others in their place: not over cut ones.
-
-    Raises:
-        StateError: the model's parameters are cut, or ``assign=True``.
-    """
-    cut = any(unit.cut for unit in engine_of(model).units)
-    if cut or metadata.get("assign_to_params_buffers"):
-        raise StateError(
-            f"load_state_dict of {type(model).__name__}",
-            expected="whole parameters to copy into, in place",
-            got="parameters cut over the ranks" if cut else "assign=True, which would put others in their place",
-            do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
-            "npuzero.full_state_dict is the way out.",
-        )
-
-
-def _refresh_masters(model: nn.Module, _: object) -> None:
-    """torch's load_state_dict has copied into the whole parameters: take the new values into masters too."""
-    engine_of(model).values.refresh_masters()

@@ -27,10 +27,12 @@ from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.errors import CheckpointError, ConfigError, StorageError
 from npuzero.memory import zeros
 from npuzero.ops.storage.lazy import settled
+from npuzero.plan import DTYPES
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
+from npuzero.shard.ownership import engine_of
 from npuzero.shard.rest import Rest
 from npuzero.shard.values import PIECE
 
@@ -256,23 +258,64 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
 
 
 def export(
-    engine: Engine, model: nn.Module, path: Path, dtype: torch.dtype | None, file_bytes: int, rename: Rename | None
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    rename: Callable[[str], str | None] | None = None,
 ) -> None:
-    """Write the model's whole tensors by rank 0; collective. See ``npuzero.export``."""
+    """Write the whole weights of a cut model into safetensors files, as transformers and others read them. Collective.
+
+    Rank 0 writes, and holds a piece of one tensor at a time beyond what rests with it. The files appear when all are
+    complete. Tied tensors are written once, under the first of their names; buffers as they are on rank 0.
+
+    Args:
+        path: a folder, which gets ``model.safetensors``, or several files and ``model.safetensors.index.json`` where
+            one would exceed ``file_bytes``; or one file, named ``*.safetensors``.
+        dtype: of the parameters: ``"fp32"``, ``"bf16"``, ``"fp16"``, or torch's; None keeps each parameter's. Where the
+            parameters have fewer bits, float32 is the masters' values.
+        file_bytes: the largest size of a file, but for a single tensor that is larger.
+        rename: the name in the files of the model's tensor of a name; None: it is left out.
+
+    Raises:
+        StateError: the model is not cut.
+        ConfigError: an argument that cannot work.
+        StorageError: rank 0 cannot write there; raised on every rank.
+    """
+    engine = engine_of(model)
+    if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
+        do = "Give a size in bytes, such as 5 * 10**9."
+        raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
+    target, wanted = Path(path), _dtype(dtype)
     tensors = _exported(model, rename or (lambda name: name))
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
     engine.values.settle()
     facts: list[Facts] = []
     for name, tensor in tensors:
-        kind = dtype if dtype is not None and id(tensor) in slots else tensor.dtype
+        kind = wanted if wanted is not None and id(tensor) in slots else tensor.dtype
         facts.append((name, kind, tuple(tensor.shape)))
     problem: Exception | None = None
-    with Writer(path, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
+    with Writer(target, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
         for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
             for piece in _pieces(engine, slots.get(id(tensor)), tensor, kind):
                 problem = problem or _problem(writer.put, piece, kind)
         problem = problem or _problem(writer.commit)
     _agree(engine, problem)
+
+
+def _dtype(dtype: object) -> torch.dtype | None:
+    for name, value in DTYPES.items():
+        if isinstance(dtype, (str, torch.dtype)) and dtype in (name, value):
+            return value
+    if dtype is None:
+        return None
+    raise ConfigError(
+        "npuzero.export: dtype",
+        expected=f"one of {', '.join(DTYPES)} or their torch dtypes",
+        got=repr(dtype),
+        do="Leave it out to keep each parameter's own.",
+    )
 
 
 def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:

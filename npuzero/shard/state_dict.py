@@ -1,0 +1,133 @@
+"""A cut model's state dict: whole tensors by name, out of it and into it, and torch's own way in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.errors import CheckpointError, StateError
+from npuzero.shard.engine import Engine
+from npuzero.shard.extra import is_extra, set_extra
+from npuzero.shard.ownership import engine_of
+
+
+def attach(engine: Engine, model: nn.Module) -> None:
+    """Make ``engine`` the model's; torch's own ``load_state_dict`` is refused, or followed by the masters."""
+    model._npuzero = engine  # type: ignore[assignment]
+    model.register_load_state_dict_pre_hook(_check_loadable)
+    model.register_load_state_dict_post_hook(_refresh_masters)
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+    """``model.state_dict()`` as a plain model would give it: whole tensors on the CPU, by name. Collective.
+
+    At most one unit is gathered at a time.
+
+    Returns:
+        On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
+        what else modules give as their extra state; ``{}`` elsewhere.
+    """
+    engine = engine_of(model)
+    wanted = engine.world.rank == 0 or not rank0_only
+    copies: dict[int, Tensor] = {}
+    for unit in engine.units:
+        with engine.values.whole(unit):
+            if wanted:
+                copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters())
+    if not wanted:
+        return {}
+    named = model.state_dict(keep_vars=True)
+    return {name: copies[id(value)] if id(value) in copies else _copied(value) for name, value in named.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load whole tensors by name (what :func:`full_state_dict` gives) into a cut model; rank 0's values count.
+
+    Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
+
+    Raises:
+        CheckpointError: names or shapes that do not fit the model.
+    """
+    engine = engine_of(model)
+    named = model.state_dict(keep_vars=True)
+    problem = _misfit(named, state)
+    said = engine.world.exchange(problem and str(problem))
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(said):
+        if other is not None:
+            raise CheckpointError(
+                "load_full_state_dict",
+                expected="a state that fits on every rank",
+                got=f"rank {rank}: {other}",
+                do="Give every rank the same names; only rank 0's values count.",
+                rank=rank,
+            )
+    engine.values.load({id(tensor): state[name] for name, tensor in named.items()})
+    buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(state[name])
+        engine.values.share(buffers.values())
+    for name in filter(is_extra, named):
+        set_extra(model, name, state[name])
+
+
+def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
+    """Why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
+    do = "Load a state of the same model, as npuzero.full_state_dict gives it."
+    if not isinstance(state, Mapping):
+        return CheckpointError(
+            "load_full_state_dict", expected="a mapping from names to tensors", got=type(state).__name__, do=do
+        )
+    missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
+    if missing or unknown:
+        return CheckpointError(
+            "load_full_state_dict",
+            expected="the names of model.state_dict()",
+            got=f"missing {missing[:5]}, unknown {unknown[:5]}",
+            do=do,
+            missing=missing,
+            unknown=unknown,
+        )
+    for name, tensor in named.items():
+        if is_extra(name):
+            continue
+        value: object = state[name]
+        expected = f"a tensor of shape {tuple(tensor.shape)} with data"
+        if not isinstance(value, Tensor):
+            return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=type(value).__name__, do=do)
+        if value.shape != tensor.shape or value.is_meta:
+            got = f"shape {tuple(value.shape)} on {value.device}"
+            return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=got, do=do)
+    return None
+
+
+def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
+    """torch's load_state_dict copies into whole parameters, or assigns others in their place: not over cut ones.
+
+    Raises:
+        StateError: the model's parameters are cut, or ``assign=True``.
+    """
+    cut = any(unit.cut for unit in engine_of(model).units)
+    if cut or metadata.get("assign_to_params_buffers"):
+        raise StateError(
+            f"load_state_dict of {type(model).__name__}",
+            expected="whole parameters to copy into, in place",
+            got="parameters cut over the ranks" if cut else "assign=True, which would put others in their place",
+            do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
+            "npuzero.full_state_dict is the way out.",
+        )
+
+
+def _refresh_masters(model: nn.Module, _: object) -> None:
+    """torch's load_state_dict has copied into the whole parameters: take the new values into masters too."""
+    engine_of(model).values.refresh_masters()
