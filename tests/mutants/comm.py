@@ -48,6 +48,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("unit/test_lane.py::test_a_lane_keeps_order_and_errors",),
     ),
     Mutant(
+        "a forked child that uses its parent's communicator over Gloo waits for ever",
+        "device/lane.py",
+        "        self._door()\n",
+        "",
+        ("unit/test_lane.py::test_a_lane_takes_no_step_where_its_door_is_shut",),
+    ),
+    Mutant(
+        "who waits for a collective of a lane is not told that it is in vain",
+        "device/lane.py",
+        "            self._patience(self.event)",
+        "            self.event.wait(1.0)",
+        ("unit/test_lane.py",),
+    ),
+    Mutant(
         "on one rank a sum replaces what it should be added to",
         "comm/single.py",
         "            shard.add_(whole)",
