@@ -20,6 +20,7 @@ R4    after the update                            all_gather over states - param
 This package is pure data and arithmetic: it knows no process group, no module and no device.
 """
 
+from npuzero.plan.flats import FlatSize
 from npuzero.plan.mesh import SHARD_BYTES, MeshShape, ring_bytes
 from npuzero.plan.placement import AXES, LOCAL, NODE, Axes, Memory, Placement, axes_between, axes_beyond
 from npuzero.plan.precision import (
@@ -35,9 +36,10 @@ from npuzero.plan.precision import (
     PrecisionLike,
     parse_precision,
 )
-from npuzero.plan.predict import DIGEST_BITS, FlatSize, predict_bytes
+from npuzero.plan.predict import predict_bytes
 from npuzero.plan.presets import PRESETS, Plan
 from npuzero.plan.report import VERBS, Report, sent_by_verb
+from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 
 __all__ = [
     "AXES",
@@ -64,10 +66,12 @@ __all__ = [
     "Precision",
     "PrecisionLike",
     "Report",
+    "Step",
     "axes_between",
     "axes_beyond",
     "parse_precision",
     "predict_bytes",
     "ring_bytes",
     "sent_by_verb",
+    "steady_step",
 ]

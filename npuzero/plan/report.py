@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from npuzero.plan.placement import Memory
 from npuzero.plan.presets import Plan
 
+#: The parts of a training state that a report counts; ``buffers`` are what lives within a step only.
+LABELS = ("parameters", "gradients", "states", "buffers")
 #: Verbs that every report lists; whatever else is sent stands before ``control``.
 VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
 

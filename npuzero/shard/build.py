@@ -17,7 +17,7 @@ from npuzero import device
 from npuzero.comm import World
 from npuzero.config import Settings
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
-from npuzero.plan import FlatSize, MeshShape, Plan, Precision, Report, predict_bytes
+from npuzero.plan import FlatSize, MeshShape, Plan, Precision, Report, Step, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.flat import Flat
@@ -104,21 +104,33 @@ class ParameterFacts:
 
 
 def predict_units(
-    units: Sequence[Sequence[ParameterFacts]], plan: Plan, shape: MeshShape, settings: Settings, **facts: Any
+    units: Sequence[Sequence[ParameterFacts]],
+    plan: Plan,
+    shape: MeshShape,
+    settings: Settings,
+    *,
+    micro_batches: int = 1,
+    clip: bool = False,
 ) -> Report:
     """The prediction for units given by their parameters, the root unit first."""
-    sizes = [
-        FlatSize(i, layout.numel, layout.dtype, trainable)
-        for i, unit in enumerate(units)
-        for layout, trainable in layouts_of(unit, plan.precision, shape.world, settings.bucket_bytes)
-    ]
-    tensors = sum(parameter.trainable for unit in units for parameter in unit)
-    how = {
-        "prefetch": settings.prefetch,
-        "overlaps_gradients": settings.overlaps_gradients,
-        "overlaps_parameters": settings.overlaps_parameters,
-    }
-    return predict_bytes(plan, sizes, shape, trainable_parameters=tensors, **how, **facts)  # type: ignore[arg-type]
+    # Blocks are mostly alike: those of the same shapes have the same flats.
+    alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool]]] = {}
+    sizes: list[FlatSize] = []
+    for i, unit in enumerate(units):
+        key = tuple((parameter.shape, parameter.dtype, parameter.trainable) for parameter in unit)
+        if key not in alike:
+            laid_out = layouts_of(unit, plan.precision, shape.world, settings.bucket_bytes)
+            alike[key] = [(layout.numel, layout.dtype, trainable) for layout, trainable in laid_out]
+        sizes += [FlatSize(i, *flat) for flat in alike[key]]
+    step = Step(
+        trainable_parameters=sum(parameter.trainable for unit in units for parameter in unit),
+        micro_batches=micro_batches,
+        prefetch=settings.prefetch,
+        overlaps_gradients=settings.overlaps_gradients,
+        overlaps_parameters=settings.overlaps_parameters,
+        clip=clip,
+    )
+    return predict_bytes(plan, sizes, shape, step)
 
 
 def layouts_of(

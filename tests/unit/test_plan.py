@@ -23,6 +23,7 @@ from npuzero.plan import (
     Plan,
     Precision,
     Report,
+    Step,
     axes_between,
     axes_beyond,
     parse_precision,
@@ -244,6 +245,6 @@ def test_what_masters_and_moments_take(name, masters, moments):
     precision = Precision(torch.bfloat16, masters=masters, moments=moments)
     plan = Plan.preset(name, precision=precision, local_size=4)
     flats = [FlatSize(0, numel, torch.bfloat16), FlatSize(1, numel, torch.bfloat16, trainable=False)]
-    held = predict_bytes(plan, flats, MeshShape(2, 4), trainable_parameters=1).bytes_held
+    held = predict_bytes(plan, flats, MeshShape(2, 4), Step(1)).bytes_held
     each = {"fp32": 4, "split": 2, "none": 0}[masters] + 2 * {"fp32": 4, "bf16": 2, "int8": 1 + 1 / 64}[moments]
     assert held["states"] == each * numel // cut

@@ -1,0 +1,122 @@
+"""Flats as the arithmetic sees them: their sizes, and what all flats of one kind have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from npuzero.plan.mesh import MeshShape
+from npuzero.plan.moves import Buffer, Collective, Purpose
+from npuzero.plan.placement import Axes, Placement
+from npuzero.plan.presets import Plan
+
+
+@dataclass(frozen=True)
+class FlatSize:
+    """What the arithmetic needs to know of one flat buffer.
+
+    Attributes:
+        unit: index of its unit in order of execution; the root unit is 0, since it spans the others.
+        numel: padded elements.
+        dtype: of the parameters.
+        trainable: frozen flats have neither gradients nor states.
+        plan: its own; None: the model's.
+    """
+
+    unit: int
+    numel: int
+    dtype: torch.dtype
+    trainable: bool = True
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What equal flats have in common: their length, dtype and plan, and the buffers and collectives that follow."""
+
+    numel: int
+    dtype: torch.dtype
+    trainable: bool
+    plan: Plan
+    mesh: MeshShape
+
+    @staticmethod
+    def of(flat: FlatSize, plan: Plan, mesh: MeshShape) -> Kind:
+        """The kind of ``flat`` in a model under ``plan``."""
+        return Kind(flat.numel, flat.dtype, flat.trainable, flat.plan or plan, mesh)
+
+    def shard(self, placement: Placement) -> int:
+        """Elements of a shard of this part."""
+        return self.numel // self.mesh.size(placement.axes)
+
+    def many(self, axes: Axes) -> bool:
+        """Whether a collective over ``axes`` is one, and not the identity."""
+        return self.mesh.size(axes) > 1
+
+    @cached_property
+    def cut(self) -> bool:
+        return self.many(self.plan.parameters.axes)
+
+    @cached_property
+    def keeps_more(self) -> bool:
+        """Whether more is kept between forward and backward than rests: a copy, or all of it."""
+        return self.shard(self.plan.held) > self.shard(self.plan.parameters)
+
+    @cached_property
+    def keeps_all(self) -> bool:
+        return not self.many(self.plan.held.axes)
+
+    @cached_property
+    def whole(self) -> Buffer:
+        return Buffer(self.plan.parameters.memory, "buffers", self.numel, self.dtype)
+
+    @cached_property
+    def copy(self) -> Buffer:
+        """What is kept between forward and backward, where that is a part."""
+        return Buffer(self.plan.held.memory, "buffers", self.shard(self.plan.held), self.dtype)
+
+    @cached_property
+    def gradient(self) -> Buffer:
+        return Buffer(self.plan.gradients.memory, "gradients", self.shard(self.plan.gradients), torch.float32)
+
+    @cached_property
+    def wire(self) -> torch.dtype:
+        return self.plan.precision.wire_of(self.dtype)
+
+    @cached_property
+    def has_boundary(self) -> bool:
+        """Whether R3 does anything."""
+        return self.many(self.plan.deeper) or self.many(self.plan.beyond)
+
+    @cached_property
+    def scattered(self) -> bool:
+        """Whether R2 does anything."""
+        return self.many(self.plan.gradients.axes)
+
+    @cached_property
+    def may_pass(self) -> bool:
+        """Whether gradients of a step's only pass are sent as they come: what they would be added up in is no wire."""
+        return self.has_boundary and not self.scattered and self.wire != torch.float32
+
+    def collective(
+        self, purpose: Purpose, unit: int, verb: str, axes: Axes, numel: int, dtype: torch.dtype
+    ) -> Collective:
+        """``verb`` over ``numel`` elements, before they are cut over ``axes``."""
+        return Collective(purpose, unit, verb, axes, self.mesh.size(axes), numel * dtype.itemsize)
+
+    @cached_property
+    def summed(self) -> Axes:
+        """The axes of the first collective that a gradient goes through: their ranks read its wires in place."""
+        return next(
+            (axes for axes in (self.plan.gradients.axes, self.plan.deeper, self.plan.beyond) if self.many(axes)), ()
+        )
+
+    def lent(self, numel: int) -> Buffer:
+        """A wire from the pool."""
+        return Buffer(self.plan.gradients.memory, "buffers", numel, self.wire, self.summed)
+
+    def as_wire(self, numel: int) -> Buffer | None:
+        """What sums that travel are rounded into; None: float32 sums are their own wire."""
+        return None if self.wire == torch.float32 else self.lent(numel)

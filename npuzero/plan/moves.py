@@ -1,0 +1,151 @@
+"""The words of a schedule: what a rank does in a step, as data."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from npuzero.plan.mesh import ring_bytes
+from npuzero.plan.placement import Axes, Memory
+
+
+class Purpose(enum.Enum):
+    """What a collective is for: one of the four rules, or what the engine says to itself."""
+
+    GATHER = "gather"  # R1
+    REDUCE = "reduce"  # R2
+    BOUNDARY = "boundary"  # R3
+    RESTORE = "restore"  # R4
+    VOTE = "vote"  # which parameters took part
+    NORM = "norm"  # of the gradients
+
+    @property
+    def channel(self) -> str:
+        """The channel it travels on: collectives of one channel and group run in the order in which they start."""
+        return _CHANNELS[self]
+
+
+_CHANNELS = {
+    Purpose.GATHER: "gather",
+    Purpose.RESTORE: "restore",
+    Purpose.REDUCE: "reduce",
+    Purpose.BOUNDARY: "reduce",
+    Purpose.VOTE: "control",
+    Purpose.NORM: "control",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One verb over one buffer.
+
+    Attributes:
+        unit: index of the unit whose flat it moves; 0 for control.
+        axes, size: the group, and its number of ranks.
+        nbytes: of the whole (ungathered: size times the shard) buffer.
+    """
+
+    purpose: Purpose
+    unit: int
+    verb: str
+    axes: Axes
+    size: int
+    nbytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        return ring_bytes(self.verb, self.nbytes, self.size)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory that lives within a step.
+
+    Attributes:
+        label: the part of the training state it counts for.
+        pool: lent from the pool of these axes, by length and dtype, and when given back kept there for the next of its
+            kind; None: it comes and goes.
+    """
+
+    memory: Memory
+    label: str
+    numel: int
+    dtype: torch.dtype
+    pool: Axes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Unit ``unit`` computes its forward, or its backward."""
+
+    unit: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Take:
+    """``count`` such buffers get memory."""
+
+    buffer: Buffer
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Give:
+    """``count`` such buffers are given back."""
+
+    buffer: Buffer
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """``count`` such collectives start, one for each of as many equal flats."""
+
+    collective: Collective
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute waits for the first ``count`` collectives under way of a unit and purpose; 0: all was there already."""
+
+    purpose: Purpose
+    unit: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The gradients of a flat of ``unit`` are complete, and their reduction begins."""
+
+    unit: int
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """``moves``, ``times`` times over; each time they leave all as they found it."""
+
+    times: int
+    moves: tuple[Move, ...]
+
+
+Move = Compute | Take | Give | Start | Wait | Launch | Repeat
+
+
+def flattened(moves: Iterable[Move]) -> Iterator[Move]:
+    """Yields the moves one by one, repeats written out."""
+    for move in moves:
+        if isinstance(move, Repeat):
+            for _ in range(move.times):
+                yield from flattened(move.moves)
+        else:
+            yield move

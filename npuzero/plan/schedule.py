@@ -1,0 +1,367 @@
+"""The moves of one steady step on one rank: the engine's order, without an engine.
+
+The engine applies the four rules as torch's hooks come; what it then does, in which order and with which buffers,
+follows from the plan, the flats, the mesh and a few settings. This module writes that down as data. The prediction sums
+it (``predict.py``), a test compares the engine's own events with it, and a planner may time it.
+
+What is assumed: units run one after another in forward, each once, and backward in reverse; the root unit spans the
+others, its gradients begin first and end last; every parameter that trains gets a gradient; the step before had as
+many micro-batches, so that the last one is foreseen.
+
+A model may have 100,000 flats, of few kinds: equal neighbours are one run, and moves carry a count.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from npuzero.plan.flats import FlatSize, Kind
+from npuzero.plan.mesh import MeshShape
+from npuzero.plan.moves import Buffer, Collective, Compute, Give, Launch, Move, Purpose, Repeat, Start, Take, Wait
+from npuzero.plan.placement import Axes
+from npuzero.plan.presets import Plan
+
+#: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
+#: follow different rules.
+DIGEST_BITS = 32
+
+# So many launches of equal flats, and every reduction under way is one of theirs: R2, and up to three of R3, each of
+# which a launch moves one on. From here on each launch does what the one before it did.
+_SETTLED = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a step is run.
+
+    Attributes:
+        trainable_parameters: number of trainable parameter tensors: the vote carries a float for each.
+        micro_batches: forward and backward passes, none of them under ``no_sync``.
+        prefetch: units gathered ahead, where parameters overlap.
+        overlaps_gradients: whether reductions run beside backward.
+        overlaps_parameters: whether gathers run beside compute.
+        clip: whether the gradient norm is taken.
+    """
+
+    trainable_parameters: int
+    micro_batches: int = 1
+    prefetch: int = 1
+    overlaps_gradients: bool = True
+    overlaps_parameters: bool = True
+    clip: bool = False
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One collective of a reduction, as moves: what begins it, and what is done when the reduction moves on."""
+
+    unit: int
+    begins: tuple[Move, ...]
+    ends: tuple[Move, ...]
+
+
+def _stage(collective: Collective, made: Buffer | None, sent: Buffer | None) -> _Stage:
+    """``made``: a wire that is lent for it; ``sent``: the wire it sends, which goes back then."""
+    takes = () if made is None else (Take(made),)
+    gives = () if sent is None else (Give(sent),)
+    wait = Wait(collective.purpose, collective.unit)
+    return _Stage(collective.unit, (*takes, Start(collective)), (wait, *gives))
+
+
+def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[_Stage]:
+    """The collectives of one reduction in order; ``wire``: what this pass brings, if it is not accumulated."""
+    plan, stages = kind.plan, []
+    if kind.scattered:
+        reduce = kind.collective(Purpose.REDUCE, unit, "reduce_scatter", plan.gradients.axes, kind.numel, kind.wire)
+        stages.append(_stage(reduce, None, wire))
+        wire = None
+    if boundary and kind.many(plan.deeper):
+        numel = kind.shard(plan.gradients)
+        deeper = kind.collective(Purpose.BOUNDARY, unit, "reduce_scatter", plan.deeper, numel, kind.wire)
+        made = kind.as_wire(numel) if wire is None else None
+        stages.append(_stage(deeper, made, wire or made))
+        wire = None
+    if boundary and kind.many(plan.beyond):
+        numel, sums = kind.shard(plan.states), plan.precision.sums_of(kind.dtype)
+        # Where sums are wider than wires they are scattered as wires and gathered as sums.
+        verb = "all_reduce" if sums == kind.wire else "reduce_scatter"
+        beyond = kind.collective(Purpose.BOUNDARY, unit, verb, plan.beyond, numel, kind.wire)
+        made = kind.as_wire(numel) if wire is None else None
+        stages.append(_stage(beyond, made, wire or made))
+        if sums != kind.wire:
+            gathered = kind.collective(Purpose.BOUNDARY, unit, "all_gather", plan.beyond, numel, sums)
+            stages.append(_stage(gathered, None, None))
+    return stages
+
+
+class _State(enum.Enum):
+    """Who holds a unit's parameters, as in the engine."""
+
+    SHARDED, GATHERING, WHOLE, HELD = range(4)
+
+
+class _Unit:
+    """A unit: its flats as runs of equal neighbours, and where its parameters are at this point of the schedule."""
+
+    def __init__(self, index: int, runs: list[tuple[Kind, int]]) -> None:
+        self.index = index
+        self.runs = runs
+        self.trainable = [(kind, count) for kind, count in runs if kind.trainable]
+        self.has_frozen = len(self.trainable) < len(runs)
+        self.cut = any(kind.cut for kind, _ in runs)
+        self.state = _State.SHARDED if self.cut else _State.WHOLE
+        self.copied = False  # the copies that are kept between forward and backward are there
+        self.missing = False  # the present backward has still to bring gradients
+        self.gathers = self.restores = 0  # collectives under way
+
+    def keeps(self, kind: Kind) -> bool:
+        """Whether more of such a flat is there than rests."""
+        return self.state is _State.HELD and kind.keeps_more
+
+
+def _units(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape) -> list[_Unit]:
+    """The units of flats that stand in order, the root first; one that has no flats is there, too."""
+    runs: list[list[tuple[Kind, int]]] = [[] for _ in range(max((flat.unit for flat in flats), default=-1) + 1)]
+    # What a kind has worked out is worked out once; by the plan's identity, since its value takes long to compare.
+    kinds: dict[tuple[object, ...], Kind] = {}
+    for flat, equal in itertools.groupby(flats):
+        own = flat.plan or plan
+        key = flat.numel, flat.dtype, flat.trainable, id(own)
+        if key not in kinds:
+            kinds[key] = Kind(flat.numel, flat.dtype, flat.trainable, own, mesh)
+        runs[flat.unit].append((kinds[key], sum(1 for _ in equal)))
+    return [_Unit(index, each) for index, each in enumerate(runs)]
+
+
+def steady_step(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: Step) -> list[Move]:
+    """Returns the moves of one rank in a steady step, from its first forward to ``zero_grad()``."""
+    return _Rank(_units(flats, plan, mesh), mesh, plan, step).moves()
+
+
+class _Rank:
+    """Writes down what one rank does."""
+
+    def __init__(self, units: list[_Unit], mesh: MeshShape, plan: Plan, step: Step) -> None:
+        self._units = units
+        self._mesh = mesh
+        self._plan = plan
+        self._step = step
+        self._prefetch = step.prefetch if step.overlaps_parameters else 0
+        self._moves: list[Move] = []
+        # In the order of forward; only what is cut is gathered ahead.
+        self._trace = [unit for unit in units if unit.cut]
+        self._under_way: list[list[_Stage]] = []
+
+    def moves(self) -> list[Move]:
+        """The whole step."""
+        if not self._units:
+            return []
+        passes = self._step.micro_batches
+        if self._step.overlaps_parameters:  # the last step's R4 is under way
+            for unit in self._units:
+                unit.restores = sum(count for kind, count in unit.trainable if kind.many(kind.plan.restored))
+        if passes > 1:
+            self._pass(first=True, last=False)
+        if passes > 2:
+            self._moves.append(Repeat(passes - 2, self._written(lambda: self._pass(first=False, last=False))))
+        self._pass(first=passes == 1, last=True)
+        self._finish_gradients()
+        for unit in self._units:
+            self._restore(unit)
+        for unit in self._units:  # zero_grad(), where they are large
+            self._moves += [Give(kind.gradient, count) for kind, count in unit.trainable]
+        return self._moves
+
+    def _written(self, do: Callable[[], None]) -> tuple[Move, ...]:
+        """The moves that ``do`` makes, instead of adding them."""
+        before, self._moves = self._moves, []
+        do()
+        made, self._moves = self._moves, before
+        return tuple(made)
+
+    def _pass(self, first: bool, last: bool) -> None:
+        """Forward and backward of one micro-batch."""
+        root, blocks = self._units[0], self._units[1:]
+        for unit in self._units:
+            self._forward_begins(unit)
+            self._moves.append(Compute(unit.index, backward=False))
+            if unit is not root:
+                self._release(unit, after_forward=True)
+        self._release(root, after_forward=True)
+        for unit in self._units:
+            unit.missing = bool(unit.trainable)
+        self._backward_reaches(root, first)
+        late: list[_Unit] = []
+        for unit in reversed(blocks):
+            self._backward_reaches(unit, first)
+            # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
+            # the unit before, is told first.
+            for each in late:
+                self._release(each)
+            late = [unit] if unit.has_frozen else []
+            self._reduce(unit, last)
+            if not late:
+                self._release(unit)
+        self._reduce(root, last)
+        for unit in (*late, root):
+            self._release(unit)
+
+    # -- R1 and R4 -------------------------------------------------------------------------------------------------
+
+    def _forward_begins(self, unit: _Unit) -> None:
+        self._finish_restore(unit)
+        if unit.cut:
+            self._finish_gather(unit)
+            at = self._trace.index(unit) + 1
+            self._gather_ahead(self._trace[at : at + self._prefetch])
+
+    def _backward_reaches(self, unit: _Unit, first: bool) -> None:
+        if unit.cut:
+            self._finish_gather(unit)
+            # Backward begins with the first, whose output is the loss's, and goes on with the last.
+            at = self._trace.index(unit)
+            before = self._trace[:at] if at else self._trace[1:]
+            self._gather_ahead(before[::-1][: self._prefetch])
+        self._moves.append(Compute(unit.index, backward=True))
+        if any(stages[0].unit == unit.index for stages in self._under_way):
+            self._drain()  # of the pass before: what is being summed cannot be added to
+        if first:
+            self._moves += [Take(kind.gradient, count) for kind, count in unit.trainable]
+
+    def _gather_ahead(self, units: Iterable[_Unit]) -> None:
+        for unit in units:
+            # In backward, where there is no unit before the root, those that are done stand first.
+            if not self._done(unit):
+                self._finish_restore(unit)
+                self._start_gather(unit)
+
+    def _done(self, unit: _Unit) -> bool:
+        backward = any(each.missing for each in self._units)
+        return backward and bool(unit.trainable) and not unit.missing
+
+    def _start_gather(self, unit: _Unit) -> None:
+        if unit.state not in (_State.SHARDED, _State.HELD):
+            return
+        for kind, count in unit.runs:
+            if kind.cut and not (unit.keeps(kind) and kind.keeps_all):
+                axes = (kind.plan.held if unit.keeps(kind) else kind.plan.parameters).axes
+                gather = kind.collective(Purpose.GATHER, unit.index, "all_gather", axes, kind.numel, kind.dtype)
+                self._moves += [Take(kind.whole, count), Start(gather, count)]
+                unit.gathers += count
+        unit.state = _State.GATHERING
+
+    def _finish_gather(self, unit: _Unit) -> None:
+        if unit.state is not _State.WHOLE:
+            self._start_gather(unit)
+            self._moves.append(Wait(Purpose.GATHER, unit.index, unit.gathers))
+            unit.gathers = 0
+            unit.state = _State.WHOLE
+
+    def _release(self, unit: _Unit, after_forward: bool = False) -> None:
+        """Keep what ``held`` says after forward, else what rests."""
+        if not unit.cut or unit.state is _State.SHARDED:
+            return
+        if unit.state is _State.GATHERING:  # gathered ahead, and never used
+            self._finish_gather(unit)
+        for kind, count in unit.runs:
+            copies = kind.keeps_more and not kind.keeps_all
+            if copies and after_forward:
+                self._moves.append(Take(kind.copy, count))
+            elif copies and unit.copied:
+                self._moves.append(Give(kind.copy, count))
+            if kind.cut and not (after_forward and kind.keeps_all):
+                self._moves.append(Give(kind.whole, count))
+        unit.copied = after_forward
+        more = after_forward and any(kind.keeps_more for kind, _ in unit.runs)
+        unit.state = _State.HELD if more else _State.SHARDED
+
+    def _restore(self, unit: _Unit) -> None:
+        for kind, count in unit.trainable:
+            axes = kind.plan.restored
+            if kind.many(axes):
+                numel = kind.shard(kind.plan.parameters)
+                restore = kind.collective(Purpose.RESTORE, unit.index, "all_gather", axes, numel, kind.dtype)
+                self._moves.append(Start(restore, count))
+                unit.restores += count
+        if not self._step.overlaps_parameters:
+            self._finish_restore(unit)
+
+    def _finish_restore(self, unit: _Unit) -> None:
+        if unit.restores:
+            self._moves.append(Wait(Purpose.RESTORE, unit.index, unit.restores))
+            unit.restores = 0
+
+    # -- R2 and R3 -------------------------------------------------------------------------------------------------
+
+    def _reduce(self, unit: _Unit, last: bool) -> None:
+        """Backward has brought all gradients of ``unit``: reduce what is reduced in this pass."""
+        unit.missing = False
+        known: dict[int, Callable[[], None]] = {}
+        for kind, count in reversed(unit.trainable):
+            boundary = last and kind.has_boundary
+            passes = boundary and kind.may_pass and self._step.micro_batches == 1
+            wire = kind.lent(kind.numel) if kind.scattered or passes else None
+            if wire is None and not boundary:
+                continue  # it is added up
+            if id(kind) not in known:
+                launched = Launch(unit.index)
+                filled = (launched,) if wire is None else (Take(wire), launched)
+                known[id(kind)] = partial(self._launch, filled, _stages(kind, unit.index, boundary, wire))
+            launch = known[id(kind)]
+            again: tuple[Move, ...] = ()
+            for _ in range(min(count, _SETTLED)):
+                again = self._written(launch)
+                self._moves += again
+            if count > _SETTLED:
+                self._moves.append(Repeat(count - _SETTLED, again))
+
+    def _launch(self, launch: tuple[Move, ...], stages: list[_Stage]) -> None:
+        """``launch``: the wire is filled before earlier reductions move on, so there are two at a time."""
+        self._moves += launch[:-1]
+        self._advance()
+        self._moves.append(launch[-1])
+        self._enter(stages)
+        if not self._step.overlaps_gradients:
+            self._drain()
+
+    def _advance(self) -> None:
+        """Each reduction under way ends its present collective and starts the next."""
+        under_way, self._under_way = self._under_way, []
+        for stage, *rest in under_way:
+            self._moves += stage.ends
+            self._enter(rest)
+
+    def _enter(self, stages: list[_Stage]) -> None:
+        if stages:
+            self._moves += stages[0].begins
+            self._under_way.append(stages)
+
+    def _drain(self) -> None:
+        while self._under_way:
+            self._advance()
+
+    def _finish_gradients(self) -> None:
+        """What backward left, the vote on which parameters took part, and the norm."""
+        self._drain()
+        for unit in (*reversed(self._units[1:]), self._units[0]):
+            alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
+            self._moves += [Launch(unit.index)] * alone
+        states = dict.fromkeys(kind.plan.states.axes for unit in self._units for kind, _ in unit.trainable)
+        if self._step.trainable_parameters:
+            # Beside the parameters: whether a program dropped gradients, or wrote into parameters, and the digest.
+            votes = self._step.trainable_parameters + 2 + DIGEST_BITS
+            self._control(Purpose.VOTE, self._plan.averaged, 4 * votes)
+        if self._step.clip:
+            for axes in states:
+                self._control(Purpose.NORM, axes, 2 * torch.float64.itemsize)
+
+    def _control(self, purpose: Purpose, axes: Axes, nbytes: int) -> None:
+        if self._mesh.size(axes) > 1:
+            said = Collective(purpose, 0, "all_reduce", axes, self._mesh.size(axes), nbytes)
+            self._moves += [Start(said), Wait(purpose, 0)]
