@@ -1,4 +1,4 @@
-"""A communicator that counts the bytes its rank sends, by the plan's own arithmetic."""
+"""A communicator that counts the bytes its rank sends, by the plan's own arithmetic, and tells what starts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import MutableMapping
 
 import torch
 
+from npuzero import observe
 from npuzero.comm.board import Failure
 from npuzero.comm.communicator import Communicator
 from npuzero.device import Handle
@@ -38,25 +39,29 @@ class Counted(Communicator):
         self.communicator.close()
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
-        self._count("all_gather", whole)
+        self._count("all_gather", whole, tag)
         return self.communicator._all_gather(whole, shard, tag)
 
     def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
-        self._count("reduce_scatter", whole)
+        self._count("reduce_scatter", whole, tag)
         return self.communicator._reduce_scatter(shard, whole, accumulate, tag)
 
     def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
-        self._count("all_reduce", buffer)
+        self._count("all_reduce", buffer, tag)
         return self.communicator._all_reduce(buffer, tag)
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
-        self._count("all_to_all", inp)
+        self._count("all_to_all", inp, tag)
         return self.communicator._all_to_all(out, inp, tag)
 
     def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
-        self._count("broadcast", buffer)
+        self._count("broadcast", buffer, tag)
         return self.communicator._broadcast(buffer, root, tag)
 
-    def _count(self, verb: str, whole: torch.Tensor) -> None:
+    def _count(self, verb: str, whole: torch.Tensor, tag: str) -> None:
         nbytes = whole.numel() * whole.element_size()
         self.counter[verb] = self.counter.get(verb, 0) + ring_bytes(verb, nbytes, self.size)
+        if (
+            observe.enabled()
+        ):  # the order of starts is the caller's; when a collective ran is for its communicator to say
+            observe.instant("start", tag or verb, verb=verb, channel=self.name, ranks=self.ranks, nbytes=nbytes)

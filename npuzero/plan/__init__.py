@@ -22,6 +22,7 @@ This package is pure data and arithmetic: it knows no process group, no module a
 
 from npuzero.plan.flats import FlatSize
 from npuzero.plan.mesh import SHARD_BYTES, MeshShape, ring_bytes
+from npuzero.plan.moves import flattened
 from npuzero.plan.placement import AXES, LOCAL, NODE, Axes, Memory, Placement, axes_between, axes_beyond
 from npuzero.plan.precision import (
     DTYPES,
@@ -69,6 +70,7 @@ __all__ = [
     "Step",
     "axes_between",
     "axes_beyond",
+    "flattened",
     "parse_precision",
     "predict_bytes",
     "ring_bytes",

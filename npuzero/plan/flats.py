@@ -62,7 +62,7 @@ class Kind:
     @cached_property
     def keeps_more(self) -> bool:
         """Whether more is kept between forward and backward than rests: a copy, or all of it."""
-        return self.shard(self.plan.held) > self.shard(self.plan.parameters)
+        return self.mesh.size(self.plan.held.axes) < self.mesh.size(self.plan.parameters.axes)
 
     @cached_property
     def keeps_all(self) -> bool:

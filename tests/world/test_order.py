@@ -6,6 +6,7 @@ Events of one rank come in the order in which that rank did things; marks of the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 
 import npuzero
 from npuzero import Settings, comm, observe
-from npuzero.comm import World
+from npuzero.api.model import engine_of
+from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
-from world.toy import build
+from npuzero.plan import FlatSize, Plan, Step, flattened, steady_step
+from npuzero.plan.moves import Compute, Launch, Move, Start, Wait
+from world.toy import Recipe, build
 from world.train import CutSession
 
 #: What happened, and to which unit.
@@ -155,3 +159,108 @@ def test_every_preset_reduces_each_flat_once_a_step() -> None:
         for order in happenings(plan, steps=2):
             flats = [name for what, name in order if what == "launch reduction"]
             assert len(flats) == len(set(flats)), plan
+
+
+#: A move that leaves an event: what, and facts. A collective is told by its verb, channel, ranks and bytes.
+Trace = list[tuple[object, ...]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A steady step of rank 0: what its engine did, and the same by the schedule."""
+
+    done: Trace
+    scheduled: Trace
+
+
+def steady(plan: str, recipe: Recipe, **settings: object) -> Compared:
+    """The last of three steps on 2 x 2 ranks."""
+    chosen = Settings(**settings)
+
+    def rank(world: World) -> Trace:
+        session = CutSession(build(), world, plan=plan, local_size=2, precision="bf16", settings=chosen)
+        for name, block in session.model.blocks.named_children():
+            block.register_forward_pre_hook(lambda *_, name=name: observe.instant("forward", f"blocks.{name}"))
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            observe.instant("step", str(step))
+            for micro_batch in range(recipe.micro_batches):
+                session.loss(step, micro_batch).backward()
+            if recipe.clip is not None:
+                session.clip(recipe.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        observe.instant("step", "none")
+        engine, mesh = engine_of(session.model), Mesh(world, 2)
+        flats = [
+            FlatSize(unit.index, flat.layout.numel, flat.dtype, flat.trainable)
+            for unit in engine.units
+            for flat in unit.flats
+        ]
+        how = Step(
+            sum(parameter.requires_grad for parameter in session.model.parameters()),
+            recipe.micro_batches,
+            chosen.prefetch,
+            chosen.overlaps_gradients,
+            chosen.overlaps_parameters,
+            recipe.clip is not None,
+        )
+        row = Plan.preset(plan, precision="bf16", local_size=2)
+        found = told(steady_step(flats, row, mesh.shape, how), mesh) if world.rank == 0 else []
+        session.state()
+        return found
+
+    with observe.recording(Events()) as sink:
+        scheduled = comm.run_threads(4, rank)[0]
+    events = [event for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
+    events.sort(key=lambda event: event.begin_s if isinstance(event, Span) else event.at_s)
+    begin, end = (i for i, event in enumerate(events) if event.category == "step" and event.name in ("2", "none"))
+    return Compared([trace for event in events[begin:end] for trace in seen(event)], scheduled)
+
+
+def seen(event: Span | Instant) -> Trace:
+    """An event of the engine's as a move."""
+    facts = event.facts
+    if event.category == "start":
+        unit = event.name.removeprefix("gather ").removeprefix("restore ").removeprefix("reduce ").partition("[")[0]
+        who = unit if facts["channel"] != "control" else "all"
+        return [("start", facts["verb"], facts["channel"], facts["ranks"], facts["nbytes"], who)]
+    if event.category in ("wait for gather", "wait for restore", "forward"):
+        return [(event.category, event.name)]
+    return [("launch", event.name.partition("[")[0])] if event.category == "launch reduction" else []
+
+
+def told(moves: list[Move], mesh: Mesh) -> Trace:
+    """The moves of a schedule that leave an event."""
+    found: Trace = []
+    for move in flattened(moves):
+        if isinstance(move, Start):
+            said = move.collective
+            channel = said.purpose.channel
+            who = UNITS[said.unit] if channel != "control" else "all"
+            found += [("start", said.verb, channel, mesh.ranks(said.axes), said.nbytes, who)] * move.count
+        elif isinstance(move, Wait) and move.purpose.channel in ("gather", "restore"):
+            found.append((f"wait for {move.purpose.value}", UNITS[move.unit]))
+        elif isinstance(move, Launch):
+            found.append(("launch", UNITS[move.unit]))
+        elif isinstance(move, Compute) and move.unit and not move.backward:
+            found.append(("forward", UNITS[move.unit]))
+    return found
+
+
+@pytest.mark.parametrize("plan", npuzero.PRESETS)
+@pytest.mark.parametrize("micro_batches", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "overlap",
+    [True, False, *(pytest.param(only, marks=pytest.mark.slow) for only in ("gradients", "parameters"))],
+)
+def test_the_engine_keeps_to_the_schedule(plan: str, micro_batches: int, overlap: object) -> None:
+    step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap)
+    assert step.done == step.scheduled
+
+
+@pytest.mark.parametrize("settings", [{"prefetch": 0}, {"prefetch": 2}, {"bucket_bytes": 1024}], ids=str)
+@pytest.mark.parametrize("plan", ["zero3", "hpz", "zero1.5"])
+def test_the_schedule_follows_the_settings(plan: str, settings: dict[str, object]) -> None:
+    step = steady(plan, Recipe(micro_batches=2), **settings)
+    assert step.done == step.scheduled

@@ -12,7 +12,7 @@ from npuzero import Plan, Precision, Report, Settings, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.plan import FlatSize, MeshShape, Step, predict_bytes
-from world.toy import Block, Recipe, ToyGPT, build
+from world.toy import Recipe, ToyGPT, build
 from world.train import CutSession, train
 
 SIZE, LOCAL = 8, 4
