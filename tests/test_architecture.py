@@ -245,7 +245,6 @@ CLASS_METHODS, FILE_LINES, API_LINES = 20, 500, 400
 LARGE: dict[str, int] = {}
 # What is above for now, and is being divided: no entry is added, and one that is no longer needed goes.
 STILL_LARGE = {
-    "csrc/comm/communicator.cpp",
     "csrc/npu/norm.cpp",
     "npuzero/optim/scaler.py: LossScaler",
 }
