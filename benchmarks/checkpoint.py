@@ -25,6 +25,7 @@ from benchmarks.step.workload import HYPER, Workload, loss_of
 from npuzero import checkpoint
 from npuzero.bench import Benchmark, Contender, Effort, Record, check_equal, fingerprint, local, run
 from npuzero.checkpoint.saving import saver_of
+from npuzero.shard.ownership import engine_of
 
 PLAIN, DCP, OURS, BESIDE = "plain file", "torch.distributed.checkpoint", "npuzero", "npuzero, beside training"
 _BLOCK_BYTES = 8 << 20
@@ -72,7 +73,7 @@ class Disk:
         facts = self._parameters
         saving = {PLAIN: self._write_plain, DCP: self._save_theirs, OURS: self._save, BESIDE: self._save_beside}
         loading = {PLAIN: self._read_plain, DCP: self._load_theirs, OURS: self._load}
-        done, cold = saver_of(self._model._npuzero).finish, self._drop_cache  # type: ignore[arg-type]
+        done, cold = saver_of(engine_of(self._model)).finish, self._drop_cache
         return [
             Benchmark("checkpoint/save", "saving", self._contenders(saving, done), DCP, self._check, facts),
             Benchmark("checkpoint/load", "loading", self._contenders(loading, cold), DCP, self._check, facts),

@@ -117,14 +117,14 @@ def openmp_libraries() -> list[str]:
     One is right: it has the one pool of threads that torch and the kernels share. Two compete for the same cores.
     """
     try:
-        lines = _MAPS.read_text().splitlines()
+        lines = MAPS.read_text().splitlines()
     except OSError:
         return []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line and ".so" in line}
     return sorted(path for path in paths if Path(path).name.startswith(("libgomp", "libomp", "libiomp")))
 
 
-def _warn_if_two_openmps() -> None:
+def warn_if_two_openmps() -> None:
     found = openmp_libraries()
     if len(found) > 1:
         warnings.warn(
@@ -136,10 +136,10 @@ def _warn_if_two_openmps() -> None:
         )
 
 
-_MAPS = Path("/proc/self/maps")
+MAPS = Path("/proc/self/maps")
 ONE_OPENMP = "Import torch before other packages that bring one, and build npuzero with the system's libgomp."
 _C.use_npu_kernels(str(npu_kernels.find() or ""))
 _environment = environment()
 _backend = _environment.backend
 use_isa(_environment.isa)
-_warn_if_two_openmps()
+warn_if_two_openmps()

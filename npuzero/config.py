@@ -353,7 +353,7 @@ def _cuda_version(root: Path) -> str | None:
 
 
 # Where each toolkit's own scripts say it lies, where its installer puts it, and who reads its version there.
-_TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str | None]]] = {
+TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str | None]]] = {
     "cuda": (("CUDA_HOME", "CUDA_PATH"), ("/usr/local/cuda",), _cuda_version),
     "cann": (("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"), cann.FOLDERS, cann.version),
 }
@@ -371,7 +371,7 @@ class Toolkit:
 def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolkit | None:
     """The toolkit ``"cuda"`` or ``"cann"`` of this machine; None where there is none."""
     variables = os.environ if variables is None else variables
-    names, usual, version = _TOOLKITS[name]
+    names, usual, version = TOOLKITS[name]
     said = next(((variables[key],) for key in names if variables.get(key)), usual)
     root = next((Path(place) for place in said if Path(place).is_dir()), None)
     return None if root is None else Toolkit(name, root, version(root))

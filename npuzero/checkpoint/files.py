@@ -57,13 +57,14 @@ class DataFile:
     """A file of items in the making, in a ``with`` block; at its end it is durable, with its table of checksums.
 
     Attributes:
+        path: of the file.
         facts: of the file and of the table, after the block.
     """
 
     facts: tuple[Facts, Facts]
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115
         self._pending: list[Buffer] = []
         self._pending_bytes = 0
@@ -92,7 +93,7 @@ class DataFile:
                 os.fsync(self._file.fileno())
         if kind is None:
             table = np.asarray(self._crcs, dtype="<u4").tobytes()
-            self.facts = self._facts, write(self._path.with_name(table_name(self._path.name)), table)
+            self.facts = self._facts, write(self.path.with_name(table_name(self.path.name)), table)
 
     def _append(self, pieces: tuple[Buffer, ...], crc: int) -> None:
         nbytes = sum(map(len, pieces))

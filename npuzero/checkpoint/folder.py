@@ -94,6 +94,7 @@ class Partial:
 
     Attributes:
         path: where it is written.
+        claim: that this process writes it.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -108,7 +109,7 @@ class Partial:
         self._refuse_twice()
         _tidy(folder, self._target)
         self.path = folder / f"{_PARTIAL}{name_of(step)}-{secrets.token_hex(8)}"
-        self._claim = Claim(self.path.with_name(self.path.name + _OWNER))
+        self.claim = Claim(self.path.with_name(self.path.name + _OWNER))
         try:
             self.path.mkdir()
         except OSError:
@@ -132,7 +133,7 @@ class Partial:
     def drop(self) -> None:
         """Give up the claim, and what was written, unless it has its name by now. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._claim.release(forget=not self.path.exists())
+        self.claim.release(forget=not self.path.exists())
 
     def _refuse_twice(self) -> None:
         if os.path.lexists(self._target) and _lack(self._target) is None:

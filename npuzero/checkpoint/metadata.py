@@ -72,7 +72,7 @@ def _memory_format(value: Any) -> Any:
 
 def _member(function: Any, name: Any) -> Any:
     """Stands for ``getattr``, with which some Pythons name a member of an enum."""
-    if function is not _ALLOWED[dcp.__name__, "_MEM_FORMAT_ENCODING"] or type(name) is not str:
+    if function is not ALLOWED[dcp.__name__, "_MEM_FORMAT_ENCODING"] or type(name) is not str:
         raise Refused("getattr of what is no enum")
     return dcp._MEM_FORMAT_ENCODING[name]
 
@@ -89,7 +89,7 @@ def _nowhere(*_: object) -> None:
 _PATHS = (("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"))
 
 DTYPES = {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-_ALLOWED: dict[tuple[str, str], Any] = {
+ALLOWED: dict[tuple[str, str], Any] = {
     **DTYPES,
     ("torch", "Size"): Function(_size),
     ("torch.serialization", "_get_layout"): Function(_layout),
@@ -162,7 +162,7 @@ def load(raw: bytes, path: Path) -> Any:
         CheckpointError: it is something else, or contradicts itself or the files beside it.
     """
     try:
-        found = safe_pickle.loads(raw, _ALLOWED)
+        found = safe_pickle.loads(raw, ALLOWED)
     except safe_pickle.Refused as error:
         raise _broken(path, str(error)) from error
     try:

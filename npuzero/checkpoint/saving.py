@@ -147,12 +147,16 @@ def _hear() -> None:
 
 
 class Saver:
-    """What saves of one model share: the host memory of the snapshot, and the save that is under way."""
+    """What saves of one model share, among it the save that is under way.
+
+    Attributes:
+        snapshot: host memory that what is saved is copied into, kept from save to save.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._world = engine.world
         self._shape = engine.mesh.shape
-        self._snapshot = torch.empty(0, dtype=torch.uint8)
+        self.snapshot = torch.empty(0, dtype=torch.uint8)
         self._last: Saving | None = None
 
     def finish(self) -> None:
@@ -187,12 +191,12 @@ class Saver:
     def _copied(self, items: Iterator[tuple[Item, Tensor]], parts: Sequence[Part]) -> list[tuple[Item, Tensor]]:
         """The same, in host memory that is kept from save to save."""
         needed = sum(_aligned(item.nbytes) for part in parts for item in part.items(self._world.rank, self._shape))
-        if self._snapshot.numel() < needed:
+        if self.snapshot.numel() < needed:
             pinned = self._world.device.type != "cpu"
-            self._snapshot = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
+            self.snapshot = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
         copies, start = [], 0
         for item, values in items:
-            copy = self._snapshot[start : start + item.nbytes].view(item.cut.dtype)
+            copy = self.snapshot[start : start + item.nbytes].view(item.cut.dtype)
             copies.append((item, copy.copy_(values)))
             start += _aligned(item.nbytes)
         return copies

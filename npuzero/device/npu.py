@@ -22,11 +22,11 @@ from npuzero.device.device import Availability
 from npuzero.errors import ConfigError
 
 # The kernel driver's node, the same for every card; a process cannot reach an NPU without it.
-_DRIVER = Path("/dev/davinci_manager")
+DRIVER = Path("/dev/davinci_manager")
 
 # Where the driver and the firmware say what they are: in the folder that their installers name, or the usual one.
-_INSTALLED = Path("/etc/ascend_install.info")
-_USUAL = Path("/usr/local/Ascend")
+INSTALLED = Path("/etc/ascend_install.info")
+USUAL = Path("/usr/local/Ascend")
 
 # GB/s of HBM, by the beginning of the processor's name, as documents of CANN count with it; not measured.
 _NOMINAL_GBS = {"Ascend910B1": 1600, "Ascend910B2": 1600, "Ascend910B3": 1600}
@@ -41,8 +41,8 @@ def driver_versions() -> dict[str, str | None]:
 
 
 def _installed_version(part: str) -> str | None:
-    named = _value(_INSTALLED, f"{part.capitalize()}_Install_Path_Param")
-    return _value((Path(named) if named else _USUAL) / part / "version.info", "Version")
+    named = _value(INSTALLED, f"{part.capitalize()}_Install_Path_Param")
+    return _value((Path(named) if named else USUAL) / part / "version.info", "Version")
 
 
 def _value(path: Path, key: str) -> str | None:
@@ -87,8 +87,8 @@ class Npu(Accelerator):
         if importlib.util.find_spec("torch_npu") is None:
             release = ".".join(torch.__version__.split(".")[:2])
             return Availability(False, "torch_npu is not installed", f"pip install 'torch_npu=={release}.*'.")
-        if not _DRIVER.exists():
-            return Availability(False, f"no Ascend driver ({_DRIVER} is missing)", "Install the driver, or map it in.")
+        if not DRIVER.exists():
+            return Availability(False, f"no Ascend driver ({DRIVER} is missing)", "Install the driver, or map it in.")
         try:
             usable = bool(cls.module().is_available())
         except ConfigError as error:

@@ -46,10 +46,10 @@ class Job:
     def __init__(self, ranks: int, folder: Path, plan: str, meeting: Path) -> None:
         self._children, self._pipes = [], []
         for rank in range(ranks):
-            ours, theirs = comm_ranks._context.Pipe(duplex=False)
+            ours, theirs = comm_ranks.context.Pipe(duplex=False)
             setup = (rank, ranks, str(meeting), None, TIMEOUT_S, comm_ranks.SLOT_BYTES)
-            child = comm_ranks._context.Process(
-                target=comm_ranks._body, args=(theirs, setup, live, (theirs, folder, plan)), daemon=True
+            child = comm_ranks.context.Process(
+                target=comm_ranks.body, args=(theirs, setup, live, (theirs, folder, plan)), daemon=True
             )
             child.start()
             theirs.close()

@@ -21,6 +21,7 @@ from npuzero import checkpoint, comm
 from npuzero.checkpoint import files
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.shard.ownership import engine_of
 from world.toy import build
 from world.train import State, assert_same_bits
 
@@ -60,7 +61,7 @@ def test_masters_keep_their_bits_whatever_the_precision(saved: Any, loaded: Any,
         training.load(tmp_path)
         differ = 0
         source = checkpoint.source.Source(checkpoint.latest(tmp_path))
-        for flat in training.model._npuzero.flats():
+        for flat in engine_of(training.model).flats():
             for i, slot in enumerate(flat.layout.slots):
                 whole = source.read_object(f"model.{slot.name}")
                 assert whole.dtype == torch.float32

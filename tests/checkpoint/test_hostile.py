@@ -270,7 +270,7 @@ def test_what_torch_writes_is_read_by_every_protocol(protocol: int) -> None:
     expected = pickle.loads(raw)
     expected.storage_meta.checkpoint_id = None
     for form in (raw, pickletools.optimize(raw)):
-        assert safe_pickle.loads(form, metadata._ALLOWED) == expected
+        assert safe_pickle.loads(form, metadata.ALLOWED) == expected
 
 
 # -- manifests ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from npuzero import checkpoint, comm
 from npuzero.checkpoint import files, saving
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
+from npuzero.shard.ownership import engine_of
 from world.train import assert_same_bits
 
 from .training import Position, Training
@@ -34,13 +35,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._open = threading.Event()
-        write = files.DataFile._flush
+        write = os.writev
 
-        def held(file: files.DataFile) -> None:
+        def held(descriptor: int, pieces: Any) -> int:
             assert self._open.wait(20.0)
-            write(file)
+            return write(descriptor, pieces)
 
-        monkeypatch.setattr(files.DataFile, "_flush", held)
+        monkeypatch.setattr(os, "writev", held)
 
     def open(self) -> None:
         self._open.set()
@@ -75,9 +76,9 @@ def test_snapshots_share_their_memory(tmp_path: Path) -> None:
         for step in range(1, 4):
             training.steps(step - 1, step)
             training.save(tmp_path, step, asynchronous=True, keep_last=1)
-            addresses.add(saving.saver_of(training.model._npuzero)._snapshot.data_ptr())
+            addresses.add(saving.saver_of(engine_of(training.model)).snapshot.data_ptr())
         assert len(addresses) == 1
-        saving.saver_of(training.model._npuzero).finish()
+        saving.saver_of(engine_of(training.model)).finish()
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
     comm.run_threads(1, rank)
@@ -85,14 +86,14 @@ def test_snapshots_share_their_memory(tmp_path: Path) -> None:
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, world: World, culprit: int) -> None:
     if world.rank == 0:
-        write = files.DataFile._flush
+        write = os.writev
 
-        def fail(file: files.DataFile) -> None:
-            if file._path.name == files.data_name(culprit):
+        def fail(descriptor: int, pieces: Any) -> int:
+            if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == files.data_name(culprit):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            write(file)
+            return write(descriptor, pieces)
 
-        monkeypatch.setattr(files.DataFile, "_flush", fail)
+        monkeypatch.setattr(os, "writev", fail)
     world.exchange(None)
 
 
@@ -127,10 +128,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(
 
 
 _SILENT = """
-import sys, pathlib, npuzero
-from npuzero.checkpoint import files
+import os, sys, pathlib, npuzero
 from checkpoint.training import Training
-files.DataFile._flush = lambda file: 1 / 0
+os.writev = lambda descriptor, pieces: 1 / 0
 training = Training(npuzero.comm.SingleWorld(), "zero3")
 training.save(pathlib.Path(sys.argv[1]), 1, asynchronous=True)
 """

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from npuzero import _native
+from npuzero import _C, _native
 
-comm, host, core = _native.comm, _native.host, _native._C
+comm, host, core = _native.comm, _native.host, _C
 SLOT = 4096
 MAX = 2**63 - 1
 

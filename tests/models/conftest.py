@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from world.conftest import _one_thread_per_rank  # noqa: F401
+from world.conftest import one_thread_per_rank  # noqa: F401

@@ -25,6 +25,7 @@ from npuzero.checkpoint import latest, save
 from npuzero.cli import main
 from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError, StorageError
+from npuzero.shard.ownership import engine_of
 from world.test_modules import TiedBlocksGPT
 from world.test_state import Normalized
 from world.toy import ToyGPT, build, loss_of, tokens_of
@@ -114,8 +115,8 @@ def test_dtypes(tmp_path: Path) -> None:
         for dtype in (None, "fp32", torch.bfloat16):
             npuzero.export(model, tmp_path / str(dtype), dtype=dtype)
         masters = {}
-        for flat in model._npuzero.flats():
-            whole = model._npuzero.gather_states(flat, flat.master)
+        for flat in engine_of(model).flats():
+            whole = engine_of(model).values.gather_states(flat, flat.master)
             masters |= {s.name: whole[s.begin : s.end].view(s.shape) for s in flat.layout.slots}
         return masters
 

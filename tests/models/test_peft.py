@@ -17,6 +17,7 @@ from models.training import Loop, stirred
 from models.zoo import ZOO, batch_of
 from npuzero import comm
 from npuzero.comm import World
+from npuzero.shard.ownership import engine_of
 from world.toy import build
 from world.train import CutSession, State, assert_same_bits, check, run_cut, run_plain, worst
 
@@ -80,7 +81,7 @@ def test_only_adapters_have_states(plan: str) -> None:
         model = npuzero.zero(build(make=adapted("llama")), plan=plan, world=world)
         model(**batch_of(model, 0, 0, world.rank)).loss.backward()
         npuzero.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2).step()
-        flats = [flat for unit in model._npuzero.units for flat in unit.flats]
+        flats = [flat for unit in engine_of(model).units for flat in unit.flats]
         assert {flat.trainable for flat in flats} == {True, False}
         held, trainable = npuzero.report(model).bytes_held, sum(f.layout.numel for f in flats if f.trainable)
         assert held["gradients"] == 4 * trainable // 2 and held["states"] == 8 * trainable // 2

@@ -23,6 +23,7 @@ from npuzero import comm, observe
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
+from npuzero.shard.ownership import engine_of
 from world.test_modules import TiedBlocksGPT
 from world.test_state import Normalized, bits_of_plain
 from world.toy import ToyGPT, build
@@ -82,11 +83,11 @@ def test_every_plan_reads_the_same_bits(make: Any, plan: str, tmp_path: Path) ->
         low_state = npuzero.full_state_dict(low, rank0_only=False)
         expected = {name: value.bfloat16() for name, value in source.named_parameters(remove_duplicate=False)}
         assert_same_bits({name: low_state[name] for name in expected}, expected)
-        for flat in low._npuzero.flats():
+        for flat in engine_of(low).flats():
             exact = torch.zeros(flat.layout.numel)
             for slot in flat.layout.slots:
                 exact[slot.begin : slot.end] = source.get_parameter(slot.name).detach().reshape(-1)
-            assert torch.equal(flat.master, exact[slice(*flat.shard("states"))])
+            assert torch.equal(flat.master, exact[slice(*flat.rests.states.range)])
         return [npuzero.full_state_dict(model, rank0_only=False) for model in models]
 
     for states in comm.run_threads(4, rank):
@@ -112,8 +113,8 @@ def test_each_rank_reads_its_own_bytes(tmp_path: Path) -> None:
     def rank(world: World) -> int:
         model = npuzero.zero(on_meta(ToyGPT), 3, world=world, weights=path)
         resting = 0
-        for flat in (flat for unit in model._npuzero.units for flat in unit.flats):
-            first, last = flat.shard("parameters")
+        for flat in (flat for unit in engine_of(model).units for flat in unit.flats):
+            first, last = flat.rests.parameters.range
             resting += 4 * sum(max(0, min(s.end, last) - max(s.begin, first)) for s in flat.layout.slots)
         return resting + model.seen.nbytes
 

@@ -133,7 +133,7 @@ def test_the_processor_is_handed_on(name, cann, capsys):
 
 
 def test_without_cann_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(config, "_TOOLKITS", {"cann": ((), (str(tmp_path / "none"),), toolkits.version)})
+    monkeypatch.setattr(config, "TOOLKITS", {"cann": ((), (str(tmp_path / "none"),), toolkits.version)})
     status, text = run(capsys=capsys)
     assert status == 2 and "expected CANN 8.3.RC1 or later" in text
 

@@ -54,7 +54,7 @@ class Node(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.skip:
-            for parameter in self._parameters.values():
+            for parameter in self.parameters(recurse=False):
                 x = x + parameter.sum(0)[:DIM] if parameter.shape[1:] == (DIM,) else x + parameter.sum() * 0.1
         parts = self.parts if self.kind == "list" else self.children()
         for part in parts:

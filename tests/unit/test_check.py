@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from npuzero import _native
+from npuzero import _C, _native
 from npuzero import device as devices
 from npuzero.bench import check, check_cases, check_setup, check_training
 from npuzero.cli import main
@@ -124,14 +124,14 @@ def test_ranks_that_cannot_train_are_a_finding_each(monkeypatch: pytest.MonkeyPa
 
 
 def test_versions_of_driver_and_firmware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_INSTALLED", "_USUAL"):
+    for name in ("INSTALLED", "USUAL"):
         monkeypatch.setattr(npu, name, tmp_path / name)
     assert npu.driver_versions() == {"driver": None, "firmware": None}
-    for place, version in (("_USUAL/driver", "24.1.0"), ("_USUAL/firmware", "7.5"), ("moved/driver", "25.2.0")):
+    for place, version in (("USUAL/driver", "24.1.0"), ("USUAL/firmware", "7.5"), ("moved/driver", "25.2.0")):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "version.info").write_text(f"package_version=0\nVersion={version}\nascendhal_version=1\n")
     assert npu.driver_versions() == {"driver": "24.1.0", "firmware": "7.5"}
-    (tmp_path / "_INSTALLED").write_text(f"UserName=x\nDriver_Install_Path_Param={tmp_path}/moved\n")
+    (tmp_path / "INSTALLED").write_text(f"UserName=x\nDriver_Install_Path_Param={tmp_path}/moved\n")
     assert npu.driver_versions() == {"driver": "25.2.0", "firmware": "7.5"}
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_result_is_told_and_fails(
 Op = Callable[..., None]
 
 
-def value_of(view: _native._C.View) -> float:
+def value_of(view: _C.View) -> float:
     return ctypes.c_float.from_address(view.data).value
 
 
@@ -172,7 +172,7 @@ def with_offsets_of(bits: int, op: Op, source: Any, target: Any, *rest: Any) -> 
     rounding, seed, offset, *at = rest
     before = min(source.count, -offset % 2**bits)
     for begin, count in ((0, before), (before, source.count - before)):
-        views = (_native._C.View(v.data + 4 // (1 + v.dtype) * begin, count, v.dtype, 0) for v in (source, target))
+        views = (_C.View(v.data + 4 // (1 + v.dtype) * begin, count, v.dtype, 0) for v in (source, target))
         op(*views, rounding, seed, (offset + begin) % 2**bits, *at)
 
 
@@ -237,8 +237,8 @@ def test_a_probe_names_what_is_wrong(
 
 
 def test_a_write_beside_the_output_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def beyond(source: _native._C.View, target: _native._C.View, *rest: int) -> None:
-        longer = [_native._C.View(view.data, view.count + bool(view.count), view.dtype, 0) for view in (source, target)]
+    def beyond(source: _C.View, target: _C.View, *rest: int) -> None:
+        longer = [_C.View(view.data, view.count + bool(view.count), view.dtype, 0) for view in (source, target)]
         right(*longer, *rest)
 
     right = _native.cast

@@ -189,7 +189,7 @@ def test_toolkits_are_found_where_their_variables_say(tmp_path):
 def test_toolkits_are_found_where_their_installers_put_them(tmp_path, monkeypatch):
     assert cann.FOLDERS == ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
     places = [tmp_path / place.lstrip("/") for place in cann.FOLDERS]
-    monkeypatch.setitem(config._TOOLKITS, "cann", (("ASCEND_HOME_PATH",), tuple(map(str, places)), cann.version))
+    monkeypatch.setitem(config.TOOLKITS, "cann", (("ASCEND_HOME_PATH",), tuple(map(str, places)), cann.version))
     assert config.find_toolkit("cann", {}) is None
     for place in reversed(places):
         place.mkdir(parents=True)

@@ -89,7 +89,7 @@ def test_two_openmp_runtimes_are_warned_of_and_told(monkeypatch: pytest.MonkeyPa
     line = "7f00-7f01 r-xp 00000000 08:01 123                        {}\n"
     two = ["/a/torch/lib/libgomp.so.1", "/usr/lib/libgomp.so.1.0.0"]
     maps = tmp_path / "maps"
-    monkeypatch.setattr(_native, "_MAPS", maps)
+    monkeypatch.setattr(_native, "MAPS", maps)
     for loaded, found in ((two[:1] * 2, two[:1]), (two, two)):
         paths = [*loaded, "/usr/lib/libc.so.6", "/usr/lib/libcompute.so"]
         maps.write_text("".join(map(line.format, paths)) + "7f00-7f01 rw-p 0 00:00 0\n")
@@ -97,7 +97,7 @@ def test_two_openmp_runtimes_are_warned_of_and_told(monkeypatch: pytest.MonkeyPa
         told = [item for item in info()["missing"] if "OpenMP" in item["what"]]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _native._warn_if_two_openmps()
+            _native.warn_if_two_openmps()
         assert len(told) == len(caught) == len(found) - 1
     assert all(path in str(caught[0].message) and path in told[0]["why"] for path in two)
     maps.unlink()

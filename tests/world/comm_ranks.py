@@ -21,9 +21,9 @@ from npuzero import comm
 from npuzero.comm import shared_memory
 
 # Children come from a process that has imported torch once and computed nothing: quick, and without inherited threads.
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 # torch.distributed and its optimizers import torch._dynamo when first used, which takes seconds in each process.
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero.comm"])
+context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero.comm"])
 
 #: Small slots, so that small tensors take several rounds.
 SLOT_BYTES = 4096
@@ -54,9 +54,9 @@ def run_ranks(
     meeting = folder / f"meeting-{time.monotonic_ns()}"
     children, pipes = [], []
     for rank in range(size):
-        ours, theirs = _context.Pipe(duplex=False)
+        ours, theirs = context.Pipe(duplex=False)
         setup = (rank, size, str(meeting), backend, timeout_s, slot_bytes)
-        child = _context.Process(target=_body, args=(theirs, setup, fn, args), daemon=True)
+        child = context.Process(target=body, args=(theirs, setup, fn, args), daemon=True)
         child.start()
         theirs.close()
         children.append(child)
@@ -98,7 +98,7 @@ def _receive(pipe: Any, open_pipes: dict[Any, Outcome]) -> None:
         outcome.error, outcome.trace = content
 
 
-def _body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     rank, size, meeting, backend, timeout_s, shared_memory.SLOT_BYTES = setup
     warnings.simplefilter("error")
     torch.set_num_threads(1)

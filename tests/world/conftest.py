@@ -9,7 +9,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_per_rank() -> Iterator[None]:
+def one_thread_per_rank() -> Iterator[None]:
     """Ranks are the parallelism here; and the oracle's sums do not depend on how many cores there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -186,12 +186,12 @@ def _in_forked_child(action: Callable[[], object]) -> None:
 @pytest.mark.world
 def test_named_memory_leaves_no_name(tmp_path: Path) -> None:
     before = _names()
-    seen = values(run_ranks(3, _named, folder=tmp_path))
+    seen = values(run_ranks(3, without_leave, folder=tmp_path))
     assert seen == [True] * 3
     assert _names() <= before
 
 
-def _named(world: World) -> bool:
+def without_leave(world: World) -> bool:
     world._named = True  # type: ignore[attr-defined]
     comm_cases.many_in_flight(world)
     everyone = tuple(range(world.size))

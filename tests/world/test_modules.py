@@ -16,7 +16,7 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from world.toy import Block, Recipe, ToyGPT, build, tokens_of
-from world.train import Make, Session, State, check, train
+from world.train import CutSession, Make, Session, State, check, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -372,7 +372,7 @@ class EncodingGPT(ToyGPT):
 def train_by_methods(session: Session) -> State:
     model = session.model
     optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
-    if session.world and hasattr(model, "_npuzero"):
+    if isinstance(session, CutSession):
         for module, name in ((model, "encode"), (model, "score"), (model.blocks[0], "describe")):
             npuzero.register_forward_method(module, name)
     seen = []

@@ -17,6 +17,7 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, StateError
+from npuzero.shard.ownership import engine_of
 from world.test_modules import TiedBlocksGPT
 from world.toy import Recipe, ToyGPT, build, loss_of, tokens_of
 from world.train import CutSession, PlainSession, State, assert_close, assert_same_bits, train
@@ -237,9 +238,9 @@ def test_a_deleted_model_is_freed(plan: str) -> None:
             optimizer.zero_grad()
         with torch.no_grad():
             loss_of(model, tokens_of(2, 0, world.rank))  # waits for what the last step set off
-        died = {"model": weakref.ref(model), "engine": weakref.ref(model._npuzero)}
+        died = {"model": weakref.ref(model), "engine": weakref.ref(engine_of(model))}
         died |= {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-        died |= {f"flat {i}": weakref.ref(flat.whole) for i, flat in enumerate(model._npuzero.flats())}
+        died |= {f"flat {i}": weakref.ref(flat.whole) for i, flat in enumerate(engine_of(model).flats())}
         del model, optimizer
         collect()
         assert [name for name, reference in died.items() if reference() is not None] == []

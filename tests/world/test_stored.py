@@ -35,7 +35,9 @@ def masters_of(session: CutSession) -> State:
     """Whole float32 masters by flat."""
     engine = npuzero.api.model.engine_of(session.model)
     return {
-        f"masters of {flat.name}": engine.gather_states(flat, flat.read_master(slice(0, flat.master.numel())).clone())
+        f"masters of {flat.name}": engine.values.gather_states(
+            flat, flat.read_master(slice(0, flat.master.numel())).clone()
+        )
         for flat in engine.flats()
     }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
+from npuzero.shard.ownership import engine_behind
 from world.toy import VOCABULARY, Block, ToyGPT, build
 from world.train import CutSession, Session, State, assert_same_bits, check
 
@@ -155,7 +156,7 @@ def test_an_embedding_with_max_norm_over_batches_that_differ(plan: str) -> None:
 @contextmanager
 def _readable(model: nn.Module, write: bool = False) -> Iterator[None]:
     """Whole parameters: of a cut model gathered, of plain torch as they are."""
-    if hasattr(model, "_npuzero"):
+    if any(engine_behind(parameter) is not None for parameter in model.parameters()):
         with npuzero.gathered(model, write=write):
             yield
     else:

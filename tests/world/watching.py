@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from npuzero import _native
+from npuzero import _C, _native
 
 _ATEN = torch.ops.aten
 #: On an accelerator they wait for it, or send what the host has just then: neither can be captured.
@@ -70,7 +70,7 @@ def _recorded(name: str, launch: Any, seen: list[Any]) -> Any:
 
 def _numbers(name: str, value: Any) -> Any:
     """An argument of a launch without addresses of gradients, which a captured backward puts where it likes."""
-    if isinstance(value, _native._C.View):
+    if isinstance(value, _C.View):
         return (value.count, value.dtype)
     if name == "flat_adam" and isinstance(value, list) and value and len(value[0]) == 12:
         return [(*row[:6], *row[7:]) for row in value]

@@ -169,7 +169,8 @@ def _replace_norm(model: Any) -> None:
 
 
 def _rename(model: Any) -> None:
-    model.scaled = model._parameters.pop("scale")
+    model.scaled = model.scale
+    del model.scale
 
 
 for _name, _change, _says in [

@@ -34,7 +34,7 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     from npuzero import device
     from npuzero.device import npu as module
 
-    monkeypatch.setattr(module, "_DRIVER", Path(os.devnull))
+    monkeypatch.setattr(module, "DRIVER", Path(os.devnull))
     device.get.cache_clear()
     yield device.get("npu:0")
     device.get.cache_clear()

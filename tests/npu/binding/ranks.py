@@ -61,7 +61,7 @@ def _main(case: str, answer: str) -> None:
     import npuzero
     from npuzero.device import npu
 
-    npu._DRIVER = Path(os.devnull)
+    npu.DRIVER = Path(os.devnull)
     torch.set_num_threads(1)
     module, _, function = case.partition(":")
     body = getattr(importlib.import_module(module), function)

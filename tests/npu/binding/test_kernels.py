@@ -14,7 +14,7 @@ import torch
 import npuzero
 from npu.binding.test_device import run as in_process
 from npu.fake import libraries
-from npuzero import _native, ops
+from npuzero import _C, _native, ops
 from npuzero.errors import KernelUnavailable, StateError
 from npuzero.ops.flat_adam import Segment
 
@@ -24,9 +24,9 @@ NUMELS = (1, 77, 5000, 100_003)
 @pytest.fixture(autouse=True)
 def kernels(npu) -> Iterator[None]:
     before = _native.npu_library()
-    _native._C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.kernels()))
     yield
-    _native._C.use_npu_kernels(before)
+    _C.use_npu_kernels(before)
 
 
 def there(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -136,8 +136,8 @@ def test_a_graph_that_captures_a_step_is_refused_before_anything_is_counted(capt
 ANOTHER_STREAM = """
 from npuzero import _native, ops
 from npuzero.device import npu
-npu._DRIVER = __import__("pathlib").Path("/dev/null")
-_native._C.use_npu_kernels({kernels!r})
+npu.DRIVER = __import__("pathlib").Path("/dev/null")
+_C.use_npu_kernels({kernels!r})
 torch.npu.set_device(0)
 source, target = torch.arange(1000.0).npu(), torch.empty(1000, dtype=torch.bfloat16, device="npu")
 torch.npu.synchronize()
@@ -207,13 +207,13 @@ def broken_kernels(folder: Path, functions: str) -> str:
 def test_kernels_that_do_not_run_are_refused_at_first_use(tmp_path, functions, told):
     """Their launches say success: training would go on without an update."""
     library = broken_kernels(tmp_path, functions)
-    _native._C.use_npu_kernels(library)
+    _C.use_npu_kernels(library)
     source, target = there(torch.ones(3), torch.zeros(3))
     for _ in range(2):
         with pytest.raises(KernelUnavailable, match="npuzero build-npu") as raised:
             ops.cast(source, target)
         assert told in str(raised.value) and library in str(raised.value)
-    _native._C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.kernels()))
     ops.cast(source, target)
     assert target.cpu().eq(1).all()
 
@@ -221,12 +221,12 @@ def test_kernels_that_do_not_run_are_refused_at_first_use(tmp_path, functions, t
 def test_kernels_that_cann_did_not_register_are_refused(monkeypatch):
     """As the launch functions say it that CANN generates: by a line on stdout, and success."""
     monkeypatch.setenv("FAKE_CANN_UNREGISTERED", "1")
-    _native._C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.kernels()))
     source, target = there(torch.ones(3), torch.zeros(3))
     with pytest.raises(KernelUnavailable, match="cast wrote nothing; pack wrote nothing; norm wrote nothing"):
         ops.cast(source, target)
     monkeypatch.delenv("FAKE_CANN_UNREGISTERED")
-    _native._C.use_npu_kernels(str(libraries.kernels()))
+    _C.use_npu_kernels(str(libraries.kernels()))
     ops.cast(source, target)
     assert target.cpu().eq(1).all()
 
@@ -234,9 +234,9 @@ def test_kernels_that_cann_did_not_register_are_refused(monkeypatch):
 def test_a_library_that_cannot_be_loaded_is_an_error(tmp_path):
     broken = tmp_path / "libnpuzero_kernels.so"
     broken.write_text("no library")
-    _native._C.use_npu_kernels(os.fspath(broken))
+    _C.use_npu_kernels(os.fspath(broken))
     with pytest.raises(KernelUnavailable, match="npuzero build-npu"):
         ops.cast(*there(torch.ones(3), torch.ones(3).bfloat16()))
-    _native._C.use_npu_kernels("")
+    _C.use_npu_kernels("")
     with pytest.raises(KernelUnavailable, match="expected a kernel for npu; got none"):
         ops.cast(*there(torch.ones(3), torch.ones(3).bfloat16()))

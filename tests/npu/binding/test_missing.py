@@ -15,7 +15,7 @@ from npuzero import device
 from npuzero.info import info
 assert "torch_npu" not in sys.modules
 """
-DRIVER = "import npuzero.device.npu\nnpuzero.device.npu._DRIVER = Path('/dev/null')\n"
+DRIVER = "import npuzero.device.npu\nnpuzero.device.npu.DRIVER = Path('/dev/null')\n"
 
 
 def run(code: str, autoload: str = "0") -> subprocess.CompletedProcess[str]:

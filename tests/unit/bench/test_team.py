@@ -47,7 +47,7 @@ def test_a_rank_that_fails_ends_the_team_with_its_last_words(how, got):
         pytest.raises(BenchmarkError) as caught,
         Team("t", WORKER, 2, options={"how": how, "fails": 1}, timeout_s=2.0) as team,
     ):
-        processes = [worker.pid for worker in team._workers]
+        processes = team.ask("pid")
         team.run(1)
     assert got in caught.value.got and caught.value.facts == {"team": "t", "rank": 1}
     assert "what it said last" in caught.value.do
@@ -76,5 +76,5 @@ def test_work_that_cannot_be_made_is_an_error():
 
 def test_a_team_leaves_nothing_behind():
     with Team("t", WORKER, 2) as team:
-        processes = [worker.pid for worker in team._workers]
+        processes = team.ask("pid")
     assert not any(map(alive, processes))

@@ -35,6 +35,9 @@ class Work:
         variables = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")]
         return [factor * self.rank, self.calls, self.prepared, *variables]
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def hold(self, count: int) -> None:
         self.held = bytearray(count)
 

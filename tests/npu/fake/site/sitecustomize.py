@@ -12,4 +12,4 @@ with contextlib.redirect_stdout(sys.stderr):  # torch_npu warns there that there
 from npuzero.device import npu  # noqa: E402
 
 compute.serve()
-npu._DRIVER = libraries.HERE  # any path that is there
+npu.DRIVER = libraries.HERE  # any path that is there

@@ -1,0 +1,87 @@
+"""Tests, benchmarks and examples touch no private name of another file: what they hold is behaviour."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+USERS = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+USERS = [path for path in USERS if path.parent.name != "mutants" and path != Path(__file__).resolve()]  # which quote
+PACKAGE = sorted((ROOT / "npuzero").rglob("*.py"))
+
+# Modules of private names that are doors: the extension, and the one module that imports it.
+DOORS = {"_C", "_native"}
+
+# Where there is no other way to what a test has to see.
+ALLOWED = {
+    ("tests/world/forking.py", "_process_world"),  # what the end of a forked child's interpreter frees, freed early
+    ("tests/unit/comm/test_communicator.py", "_process_world"),  # a process that is in no world yet
+    ("tests/world/test_comm.py", "_named"),  # ranks that may not open each other's memory, where they may
+    ("tests/world/test_again.py", "_store"),  # a store that answers late
+    ("tests/npu/binding/hccl_cases.py", "_group"),  # a rank that meets the others, and does not connect
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in DOORS and name != "_"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def private_names(path: Path) -> frozenset[str]:
+    """The private names that a file gives: to functions, classes, variables, and attributes of its own objects."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and own(node.value, path):
+            found.add(node.attr)
+    return frozenset(filter(is_private, found))
+
+
+def own(value: ast.expr, path: Path) -> bool:
+    """Whether an attribute of ``value`` is of the file's making: anything in the package, its own objects in a test."""
+    return path in PACKAGE or (isinstance(value, ast.Name) and value.id in ("self", "cls"))
+
+
+def used_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of every attribute, import, and name in a text alone, that may be another file's."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and root_of(node) != "torch":
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            yield from ((node.lineno, name) for name in names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # for setattr, or a program
+            yield from ((node.lineno, name) for name in re.findall(r"(?:^|(?<=\w\.))_[A-Za-z]\w*\b", node.value))
+
+
+def root_of(node: ast.expr) -> str:
+    """The name at the beginning of ``name.attribute.attribute``."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def test_no_private_name_of_another_file_is_used() -> None:
+    given = {path: private_names(path) for path in (*PACKAGE, *USERS)}
+    every = frozenset().union(*given.values())
+    uses = [
+        (path.relative_to(ROOT).as_posix(), line, name)
+        for path in USERS
+        for line, name in used_names(path)
+        if is_private(name) and name in every - given[path]
+    ]
+    wrong = [f"{file}:{line} uses {name}" for file, line, name in uses if (file, name) not in ALLOWED]
+    assert not wrong, wrong
+    assert {(file, name) for file, _, name in uses} == ALLOWED, "what is allowed and not used need not be"
