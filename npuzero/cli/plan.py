@@ -161,8 +161,8 @@ def _table(
 def _cuts(report: Report) -> str:
     """Into how many shards the parts of the state are cut: those with equally many together."""
     mesh = report.plan.mesh_shape(report.world)
-    shards = {part: mesh.size(getattr(report.plan, part).axes) for part in ("parameters", "gradients", "states")}
-    held = mesh.size(report.plan.held.axes)
+    shards = {part: mesh.size(placement.axes) for part, placement in report.plan.parts.items()}
+    held = shards.pop("held")
     if shards["states"] == 1:
         return "nothing"
     cut = [part for part, count in shards.items() if count > 1]

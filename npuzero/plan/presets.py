@@ -39,7 +39,7 @@ class Plan:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        parts = {part: getattr(self, part) for part in ("held", "parameters", "gradients", "states")}
+        parts = self.parts
         for part, placement in parts.items():
             if not isinstance(placement, Placement) or not isinstance(placement.axes, tuple):
                 raise ConfigError(
@@ -93,6 +93,11 @@ class Plan:
             )
         parameters, held, gradients, states = map(Placement, _ROWS[key])
         return Plan(parameters, held, gradients, states, parse_precision(precision), local_size, key)
+
+    @property
+    def parts(self) -> dict[str, Placement]:
+        """The placements by name, the shallowest cut first."""
+        return {"held": self.held, "parameters": self.parameters, "gradients": self.gradients, "states": self.states}
 
     @property
     def averaged(self) -> Axes:

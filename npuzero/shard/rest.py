@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from npuzero.comm import Communicator
-from npuzero.plan import AXES, Axes, Memory, Placement, Plan, axes_between, axes_beyond
+from npuzero.plan import Axes, Memory, Placement, Plan
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.layout import Layout
 
@@ -99,16 +99,15 @@ class Rests:
     @staticmethod
     def of(plan: Plan, layout: Layout, mesh: CountingMesh) -> Rests:
         """The row ``plan`` of the table, for a flat of this layout."""
-        states = plan.states.axes
         return Rests(
             parameters=Rest.of(plan.parameters, layout, mesh),
             held=Rest.of(plan.held, layout, mesh),
             gradients=Rest.of(plan.gradients, layout, mesh),
             states=Rest.of(plan.states, layout, mesh),
-            deeper=Group(mesh, axes_between(states, plan.gradients.axes)),
-            beyond=Group(mesh, axes_beyond(states)),
-            restored=Group(mesh, axes_between(states, plan.parameters.axes)),
-            averaged=Group(mesh, AXES),
+            deeper=Group(mesh, plan.deeper),
+            beyond=Group(mesh, plan.beyond),
+            restored=Group(mesh, plan.restored),
+            averaged=Group(mesh, plan.averaged),
         )
 
     @property
