@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,51 @@ class LossScale:
         self.window.copy_(torch.where(grows, 0, window))
         self.patience.copy_(torch.where(grows, self.hysteresis, patience))
         self.skipped.add_(overflow)
+
+
+class KeptScale:
+    """A loss scale from before the first loss, whose device nobody knows, through pickles, which keep no tensors.
+
+    Attributes:
+        settings: what follows ``scale`` in :class:`LossScale`.
+        begins: the values of its tensors when it is made.
+        state: the scale, once there is a device for it.
+    """
+
+    def __init__(self, settings: dict[str, Any], begins: dict[str, Any]) -> None:
+        self.settings = settings
+        self.begins = begins
+        self.state: LossScale | None = None
+
+    def on(self, device: torch.device) -> LossScale:
+        """The scale, made there if there is none yet."""
+        if self.state is None:
+            self.state = self._made(device)
+        return self.state
+
+    def now(self) -> dict[str, Any]:
+        """Numbers by name; waits for the device."""
+        if self.state is None:
+            return self.begins
+        return {name: getattr(self.state, name).item() for name in self.begins}
+
+    def set(self, name: str, value: float) -> None:
+        """Change one of the settings, from the next step on."""
+        self.settings[name] = value
+        if self.state is not None:
+            setattr(self.state, name, value)
+
+    def begin_at(self, **values: Any) -> None:
+        """Go on from these, with the settings as they are."""
+        self.begins = values
+        if self.state is not None:
+            self.state = self._made(self.state.scale.device)
+
+    def _made(self, device: torch.device) -> LossScale:
+        state = LossScale(device, self.begins["scale"], **self.settings)
+        for name in ("window", "patience", "skipped"):
+            getattr(state, name).fill_(self.begins[name])
+        return state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "begins": self.now(), "state": None}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.optim.loss_scale import LossScale
+from npuzero.optim.loss_scale import KeptScale, LossScale
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_behind
 
@@ -77,15 +77,15 @@ class LossScaler:
             if not holds:
                 raise ConfigError(f"LossScaler: {name}", expected=expected, got=repr(value), do="Correct it.")
         self._enabled = enabled
-        self._settings: dict[str, Any] = {
+        settings = {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
             "hysteresis": hysteresis,
             "floor": floor,
         }
-        self._begins = {"scale": float(init_scale), "window": 0, "patience": hysteresis, "skipped": 0}
-        self._state: LossScale | None = None
+        begins = {"scale": float(init_scale), "window": 0, "patience": hysteresis, "skipped": 0}
+        self._kept = KeptScale(settings, begins)
         # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
         self._stages: dict[int, _Stage] = {}
         self._found: dict[int, Tensor] = {}
@@ -97,7 +97,7 @@ class LossScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * self._state_on(outputs.device).scale
+            return outputs * self._kept.on(outputs.device).scale
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
@@ -114,11 +114,11 @@ class LossScaler:
         """
         if not self._enabled:
             return
-        self._expect(optimizer, "unscale_", None)
+        self._expect_nothing_done(optimizer, "unscale_")
         state = self._begun("unscale_")
         inverse = state.inverse()
         engines, plain = _split(optimizer)
-        rules = {**self._settings, "init_scale": self._begins["scale"]}
+        rules = {**self._kept.settings, "init_scale": self._kept.begins["scale"]}
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [engine.gradients.unscale(inverse, rules, mine) for engine in engines]
         found += [_unscale(gradient, inverse) for gradient in plain]
@@ -150,7 +150,7 @@ class LossScaler:
                 do="Run backward on the scaled loss first, then scaler.step(optimizer).",
             )
         if self._stages.get(id(optimizer)) is not _Stage.UNSCALED:
-            self._expect(optimizer, "step", None)
+            self._expect_nothing_done(optimizer, "step")
             self.unscale_(optimizer)
         self._stages[id(optimizer)] = _Stage.STEPPED
         overflow = self._found[id(optimizer)]
@@ -176,7 +176,7 @@ class LossScaler:
         if new_scale is not None:
             state.scale.copy_(torch.as_tensor(new_scale).view(()))
         elif not self._found:
-            raise self._out_of_turn("update", "a step before it", "none since the last update")
+            raise _out_of_turn("update", "a step before it", "none since the last update")
         else:
             state.update(torch.stack(list(self._found.values())).amax())
         self._found.clear()
@@ -189,43 +189,44 @@ class LossScaler:
 
     def get_scale(self) -> float:
         """The scale now, 1 where disabled; waits for the device."""
-        return float(self._now()["scale"]) if self._enabled else 1.0
+        return float(self._kept.now()["scale"]) if self._enabled else 1.0
 
     @property
     def skipped(self) -> int:
         """Steps skipped so far; waits for the device."""
-        return int(self._now()["skipped"])
+        return int(self._kept.now()["skipped"])
 
     def at_floor(self) -> Tensor | None:
         """() bool on the device: the scale cannot go down any further; None before the first loss."""
-        return None if self._state is None else self._state.scale <= self._state.floor
+        state = self._kept.state
+        return None if state is None else state.scale <= state.floor
 
     def get_growth_factor(self) -> float:
-        return float(self._settings["growth_factor"])
+        return float(self._kept.settings["growth_factor"])
 
     def set_growth_factor(self, new_factor: float) -> None:
-        self._set("growth_factor", new_factor)
+        self._kept.set("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
-        return float(self._settings["backoff_factor"])
+        return float(self._kept.settings["backoff_factor"])
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        self._set("backoff_factor", new_factor)
+        self._kept.set("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
-        return int(self._settings["growth_interval"])
+        return int(self._kept.settings["growth_interval"])
 
     def set_growth_interval(self, new_interval: int) -> None:
-        self._set("growth_interval", new_interval)
+        self._kept.set("growth_interval", new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """In torch's shape, with what torch's has not beside it; ``{}`` where disabled. Waits for the device."""
         if not self._enabled:
             return {}
-        now = self._now()
+        now = self._kept.now()
         return {
             "scale": now["scale"],
-            **self._settings,
+            **self._kept.settings,
             "_growth_tracker": now["window"],
             "_patience": now["patience"],
             "_skipped": now["skipped"],
@@ -247,59 +248,35 @@ class LossScaler:
                 got=str(sorted(state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__,
                 do="Load what a scaler's state_dict() gave; a disabled one gives nothing.",
             )
-        self._settings.update((name, state_dict[name]) for name in self._settings if name in state_dict)
-        self._begins = {
-            "scale": float(state_dict["scale"]),
-            "window": state_dict["_growth_tracker"],
-            "patience": state_dict.get("_patience", self._settings["hysteresis"]),
-            "skipped": state_dict.get("_skipped", 0),
-        }
-        if self._state is not None:
-            self._state = self._made(self._state.scale.device)
-
-    def _set(self, name: str, value: float) -> None:
-        self._settings[name] = value
-        if self._state is not None:
-            setattr(self._state, name, value)
-
-    def _made(self, device: torch.device) -> LossScale:
-        state = LossScale(device, self._begins["scale"], **self._settings)
-        for name in ("window", "patience", "skipped"):
-            getattr(state, name).fill_(self._begins[name])
-        return state
-
-    def _state_on(self, device: torch.device) -> LossScale:
-        if self._state is None:
-            self._state = self._made(device)
-        return self._state
-
-    def _now(self) -> dict[str, Any]:
-        if self._state is None:
-            return self._begins
-        return {name: getattr(self._state, name).item() for name in self._begins}
+        settings = self._kept.settings
+        settings.update((name, state_dict[name]) for name in settings if name in state_dict)
+        self._kept.begin_at(
+            scale=float(state_dict["scale"]),
+            window=state_dict["_growth_tracker"],
+            patience=state_dict.get("_patience", settings["hysteresis"]),
+            skipped=state_dict.get("_skipped", 0),
+        )
 
     def _begun(self, call: str) -> LossScale:
-        if self._state is None:
-            raise self._out_of_turn(call, "a loss scaled before", "none yet")
-        return self._state
+        if self._kept.state is None:
+            raise _out_of_turn(call, "a loss scaled before", "none yet")
+        return self._kept.state
 
-    def _expect(self, optimizer: torch.optim.Optimizer, call: str, stage: _Stage | None) -> None:
-        now = self._stages.get(id(optimizer))
-        if now is not stage:
-            raise self._out_of_turn(
-                call, "once per optimizer between updates", f"gradients that are {now and now.value}"
-            )
-
-    @staticmethod
-    def _out_of_turn(call: str, expected: str, got: str) -> StateError:
-        do = "Call scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), update(), in this order."
-        return StateError(f"LossScaler.{call}", expected=expected, got=got, do=do)
+    def _expect_nothing_done(self, optimizer: torch.optim.Optimizer, call: str) -> None:
+        done = self._stages.get(id(optimizer))
+        if done is not None:
+            raise _out_of_turn(call, "once per optimizer between updates", f"gradients that are {done.value}")
 
     def __getstate__(self) -> dict[str, Any]:
         """As ``torch.amp.GradScaler``: between steps, and without tensors."""
         if self._stages:
-            raise self._out_of_turn("pickle", "no step under way", "gradients that update() has not seen")
-        return {**self.__dict__, "_begins": self._now(), "_state": None}
+            raise _out_of_turn("pickle", "no step under way", "gradients that update() has not seen")
+        return self.__dict__
+
+
+def _out_of_turn(call: str, expected: str, got: str) -> StateError:
+    do = "Call scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), update(), in this order."
+    return StateError(f"LossScaler.{call}", expected=expected, got=got, do=do)
 
 
 def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
