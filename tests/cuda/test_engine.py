@@ -12,7 +12,7 @@ from torch import nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import process_group
-from npuzero.shard.engine import engine_of
+from npuzero.shard.ownership import engine_of
 
 pytestmark = pytest.mark.gpu
 
@@ -98,7 +98,7 @@ def test_what_is_counted_is_what_torch_has_allocated(device: torch.device, preci
     for number in range(3):
         step(number)
     torch.cuda.synchronize()
-    counted = sum(engine_of(model).space.held.values())
+    counted = sum(engine_of(model).spaces[npuzero.Memory.DEVICE].held.values())
     allocated = torch.cuda.memory_allocated(device) - before
     assert abs(allocated - counted) <= 0.02 * counted, f"{counted:,} bytes counted, {allocated:,} allocated"
 

@@ -280,7 +280,7 @@ def test_gradients_hold_nothing_while_the_next_forward_does(
     def rank(world: World) -> list[int]:
         session = CutSession(build(), world, plan=plan, local_size=2)
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2, capturable=capturable)
-        held = engine_of(session.model).space.held
+        held = engine_of(session.model).spaces[npuzero.Memory.DEVICE].held
         seen = [held["gradients"]]
         for step in range(3):
             loss = session.loss(step)
@@ -313,7 +313,7 @@ def test_a_steady_step_allocates_nothing(plan: str, precision: str) -> None:
             session.clip(0.5)
             optimizer.step()
             optimizer.zero_grad()
-            made.append(engine_of(session.model).space.allocations)
+            made.append(engine_of(session.model).spaces[npuzero.Memory.DEVICE].allocations)
         session.state()
         return made
 
