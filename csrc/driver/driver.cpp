@@ -17,6 +17,7 @@
 #include "driver/memory.h"
 #include "ops/cast.h"
 #include "ops/flat_adam.h"
+#include "ops/flat_lion.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
 
@@ -28,6 +29,7 @@
 namespace NPUZERO_KERNELS {
 void cast(const npuzero::CastArgs&, npuzero::Stream);
 void flat_adam(const npuzero::FlatAdamArgs&, npuzero::Stream);
+void flat_lion(const npuzero::FlatLionArgs&, npuzero::Stream);
 void norm(const npuzero::NormArgs&, npuzero::Stream);
 void pack(const npuzero::PackArgs&, npuzero::Stream);
 }  // namespace NPUZERO_KERNELS
@@ -136,6 +138,14 @@ void take(Request& request, FlatAdamGroup& group) {
   for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = request.integer();
 }
 
+void take(Request& request, FlatLionGroup& group) {
+  for (float* field :
+       {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.decay, &group.step_size}) {
+    *field = request.real();
+  }
+  group.maximize = request.integer();
+}
+
 // An update of core/flat.h.
 template <class Args, void (*kernel)(const Args&, Stream)>
 void update(Request& request) {
@@ -181,7 +191,8 @@ void update(Request& request) {
 int main(int count, char** arguments) {
   if (count > 1 && std::strcmp(arguments[1], "exact") == 0) guard_behind = 0;
   check_device();
-  constexpr void (*ops[])(Request&) = {cast, update<FlatAdamArgs, kernels::flat_adam>, norm, pack};
+  constexpr void (*ops[])(Request&) = {cast, update<FlatAdamArgs, kernels::flat_adam>,
+                                       update<FlatLionArgs, kernels::flat_lion>, norm, pack};
   for (;;) {
     const auto op = ops[read_word()];
     Request request;

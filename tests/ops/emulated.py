@@ -10,7 +10,7 @@ from typing import Any
 
 from npuzero import _C
 
-_OPS = ("cast", "flat_adam", "norm", "pack")  # csrc/driver/driver.cpp
+_OPS = ("cast", "flat_adam", "flat_lion", "norm", "pack")  # csrc/driver/driver.cpp
 _SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
 _F32, _U8, _I16 = 0, 6, 7
 
@@ -76,10 +76,18 @@ class Driver:
                 words += [*ends, count, source_dtype, target_dtype]
         self._run("pack", call, words)
 
-    def flat_adam(  # noqa: PLR0917 - as the extension has it
+    def flat_adam(self, *arguments: Any) -> None:
+        self._update("flat_adam", 9, *arguments)
+
+    def flat_lion(self, *arguments: Any) -> None:
+        self._update("flat_lion", 6, *arguments)
+
+    def _update(  # noqa: PLR0917 - as the extension has it
         self,
+        op: str,
+        floats: int,
         line: Sequence[tuple[int, ...]],
-        ranges: Sequence[tuple[int, int, int]],
+        ranges: Sequence[tuple[int, int, int, int, int]],
         groups: Sequence[Sequence[float]],
         grad_scale: Any,
         skip: Any,
@@ -88,10 +96,11 @@ class Driver:
         device: int,
         stream: int,
     ) -> None:
+        """`floats`: how many of a group's fields come first and are floats."""
         call = _Call()
         words = [call.scalar(grad_scale), call.scalar(skip), call.scalar(dynamic), seed, len(groups)]
         for group in groups:
-            words += [*map(_bits, group[:9]), *map(int, group[9:])]
+            words += [*map(_bits, group[:floats]), *map(int, group[floats:])]
         start = 0
         for *addresses, count, master, moment, low, grad in line:
             for begin, end, group, stream, place in ranges:
@@ -100,7 +109,7 @@ class Driver:
                     words += _part(call, addresses, count, (master, moment, low, grad), first, last)
                     words += [last - first, master, moment, low, grad, group, stream, place + start + first - begin]
             start += count
-        self._run("flat_adam", call, words)
+        self._run(op, call, words)
 
     def _run(self, op: str, call: _Call, words: Sequence[int]) -> None:
         pipe, answer = self._process.stdin, self._process.stdout
@@ -124,10 +133,11 @@ def _part(
 ) -> Iterable[int]:
     """The buffers of [first, last) of a tensor, as parts_of in csrc/bindings.cpp has them."""
     master, moment, low, grad = dtypes
-    kinds = (master, moment, moment, moment, low, _I16, grad)
+    moments = len(addresses) - 4
+    kinds = (master, *(moment,) * moments, low, _I16, grad)
     for i, (address, kind) in enumerate(zip(addresses, kinds, strict=True)):
         yield call.buffer(address and address + first * _SIZES[kind], last - first, kind)
-        if i in (1, 2, 3):
+        if 0 < i <= moments:
             blocks = address if moment == _U8 else 0
             yield call.buffer(blocks and blocks + count + first // 64, -(-last // 64) - first // 64, _U8)
 
