@@ -3,13 +3,14 @@
 from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms
 from npuzero.api.model import gathered, init, no_sync, predict, register_forward_method, report, zero
 from npuzero.checkpoint.export import export
-from npuzero.optim import Adam, AdamW, FiniteGuard, LossScaler, ZeroOptimizer
+from npuzero.optim import Adam, AdamW, FiniteGuard, Lion, LossScaler, ZeroOptimizer
 from npuzero.shard.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
     "Adam",
     "AdamW",
     "FiniteGuard",
+    "Lion",
     "LossScaler",
     "ZeroOptimizer",
     "clip_grad_norm_",

@@ -117,7 +117,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
     return model
 
 
-def predict(
+def predict(  # noqa: PLR0913 - the facts of a step, a name each
     model: nn.Module,
     plan: PlanLike,
     world: int | World,
@@ -127,6 +127,7 @@ def predict(
     units: UnitRule = None,
     micro_batches: int = 1,
     clip: bool = False,
+    moments: int = 2,
     settings: Settings | None = None,
 ) -> Report:
     """What one of ``world`` ranks would hold and send in one step of ``model`` under ``plan``, by arithmetic.
@@ -138,6 +139,7 @@ def predict(
         local_size, precision, units, settings: as for :func:`zero`.
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         clip: whether :func:`clip_grad_norm_` is called once a step.
+        moments: states of the optimizer beside the master: Adam has 2, with amsgrad 3; Lion has 1.
 
     Raises:
         ConfigError: as for :func:`zero`.
@@ -148,7 +150,8 @@ def predict(
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     chosen = _plan(None, plan, precision, local_size)
     shape = chosen.mesh_shape(world.size, len(world.local)) if isinstance(world, World) else chosen.mesh_shape(world)
-    return _predict(model, chosen, shape, units, _settings(settings), micro_batches=micro_batches, clip=clip)
+    facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
+    return _predict(model, chosen, shape, units, _settings(settings), **facts)
 
 
 def report(model: nn.Module) -> Report:

@@ -3,6 +3,7 @@
 from npuzero.optim.adam import Adam, AdamW, dynamic_rows
 from npuzero.optim.counts import TakenSteps
 from npuzero.optim.guard import FiniteGuard
+from npuzero.optim.lion import Lion
 from npuzero.optim.loss_scale import LossScale
 from npuzero.optim.moments import MOMENT_DTYPES
 from npuzero.optim.optimizer import ZeroOptimizer
@@ -13,6 +14,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "FiniteGuard",
+    "Lion",
     "LossScale",
     "LossScaler",
     "TakenSteps",

@@ -82,21 +82,17 @@ class Driver:
     def flat_lion(self, *arguments: Any) -> None:
         self._update("flat_lion", 6, *arguments)
 
-    def _update(  # noqa: PLR0917 - as the extension has it
+    def _update(
         self,
         op: str,
         floats: int,
         line: Sequence[tuple[int, ...]],
         ranges: Sequence[tuple[int, int, int, int, int]],
         groups: Sequence[Sequence[float]],
-        grad_scale: Any,
-        skip: Any,
-        dynamic: Any,
-        seed: int,
-        device: int,
-        stream: int,
+        *rest: Any,
     ) -> None:
-        """`floats`: how many of a group's fields come first and are floats."""
+        """`floats`: how many of a group's fields come first and are floats. `rest`: what is no table."""
+        grad_scale, skip, dynamic, seed, _, _ = rest
         call = _Call()
         words = [call.scalar(grad_scale), call.scalar(skip), call.scalar(dynamic), seed, len(groups)]
         for group in groups:
