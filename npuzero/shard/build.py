@@ -111,6 +111,7 @@ def predict_units(
     *,
     micro_batches: int = 1,
     clip: bool = False,
+    moments: int = 2,
 ) -> Report:
     """The prediction for units given by their parameters, the root unit first."""
     # Blocks are mostly alike: those of the same shapes have the same flats.
@@ -130,7 +131,7 @@ def predict_units(
         overlaps_parameters=settings.overlaps_parameters,
         clip=clip,
     )
-    return predict_bytes(plan, sizes, shape, step)
+    return predict_bytes(plan, sizes, shape, step, moments)
 
 
 def layouts_of(
