@@ -170,8 +170,10 @@ def _tidy(folder: Path, target: Path) -> None:
                     do="Wait for that job or end it, or save into another folder.",
                     owner=str(who),
                 )
+            # Of unknown fate, such as another host's without locks, it stays: its owner may be writing.
             if fate is Fate.DEAD or (who is None and _is_bare(path, written)):
                 shutil.rmtree(written, ignore_errors=True)
+                # The claim goes last: without it nobody would look after what could not be removed.
                 if not written.exists():
                     path.unlink(missing_ok=True)
 

@@ -52,6 +52,8 @@ class Names:
         for name, value in named.items():
             aliases[id(value)].append(name)
         keys = self._source.tensors
+        # Others may have saved the model under another name than ours. What stands before the names of any one of its
+        # tensors may be that; it is, if all of its tensors have it, by one of their names each.
         some = next(iter(named))
         tied = aliases[id(named[some])]
         prefixes = {key[: len(key) - len(name)] for name in tied for key in keys if key.endswith(name)}

@@ -127,11 +127,13 @@ def look(path: Path) -> tuple[Fate, Owner | None]:
         owner = _parse(os.read(descriptor, _WORDS_BYTES))
         if owner is not None and owner.is_gone():
             return Fate.DEAD, owner
+        # A lock outlives no process, so who gets it knows that its owner is gone; None: the file system has no locks.
         free = _lock(descriptor)
     finally:
         os.close(descriptor)
     if free is None and owner is not None and owner.pid == os.getpid() and owner.boot == Owner.here().boot:
         free = str(path) not in _held
+    # Locks may be a host's own: what is free here may be held there, so it counts for processes of this boot only.
     if free is None or (free and (owner is None or owner.boot != Owner.here().boot)):
         return Fate.UNKNOWN, owner
     return Fate.DEAD if free else Fate.ALIVE, owner

@@ -258,6 +258,7 @@ def begin(world: World, job: Job) -> Place:
     except (CheckpointError, OSError) as error:
         problem = error
     try:
+        # A problem travels too: a rank that raised before would leave the others waiting for what it says.
         said = agree(world, subject, problem, [job.step, partial and partial.path.name, job.outline()])
         path = job.folder / str(said[0][1])
         agree(world, subject, _misfit(subject, [step for step, *_ in said], [parts for *_, parts in said], path))
@@ -371,6 +372,7 @@ class Place:
         for rank, report in enumerate(reports):
             name = data_name(rank)
             offset = count = signature = 0
+            # Nobody sent what lies where: it follows from the parts, and a rank that has others has another signature.
             for item in chain.from_iterable(part.items(rank, shape) for part in job.parts):
                 length = item_bytes(item.nbytes)
                 draft.add_box(item.cut, item.box, name, offset, length)
@@ -392,6 +394,7 @@ class Place:
         alike = [kind for kind, found in zip(job.own, own, strict=True) if len(found) == 1]
         facts = {"step": job.step, "world": shape.world, "alike": alike, **job.facts}
         write_manifest(self.path, facts, listed)
+        # Before the folder gets the name that says: all of it is there.
         _read_back(self.path, listed)
         path = partial.commit()
         if job.keep_last is not None:

@@ -146,6 +146,7 @@ class Source:
                 found[i] += math.prod(item.lengths)
                 stored = item.storage_index
                 yield _Copy(stored, sizes[stored.offset], place, wants[i].target[there])
+            # Chunks that overlap or leave gaps would be taken in silence, and memory left as it was.
             if any(n != want.box.numel for n, want in zip(found, wants, strict=True)):
                 raise self._damaged(
                     Index(key), "every element of it, once", f"parts that leave gaps or overlap: {sizes}"

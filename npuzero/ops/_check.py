@@ -47,6 +47,7 @@ def line(
     present = [i for i, value in enumerate(values) if value is not None] if optional else range(len(values))
     chosen = [values[i] for i in present] if optional else values
     if not _all_fine(chosen, dtypes, device):
+        # Only now, to say which of them it is, each by itself.
         for i in present:
             one = device or getattr(values[0], "device", None)
             if not _fine(values[i], dtypes, one):
