@@ -244,9 +244,7 @@ def test_a_stage_is_data_not_an_if():
 CLASS_METHODS, FILE_LINES, API_LINES = 20, 500, 400
 LARGE: dict[str, int] = {}
 # What is above for now, and is being divided: no entry is added, and one that is no longer needed goes.
-STILL_LARGE = {
-    "csrc/npu/norm.cpp",
-}
+STILL_LARGE: set[str] = set()
 
 
 def sources() -> Iterator[Path]:

@@ -22,7 +22,7 @@ MUTANTS = (
     ),
     Mutant(
         "the result is stored before it is written",
-        "norm.cpp",
+        "exact_sum.h",
         "SetFlag<HardEvent::S_MTE3>(written);\n  WaitFlag<HardEvent::S_MTE3>(written);",
         "",
         "race",
@@ -141,7 +141,7 @@ MEANINGS = {
         Mutant("a NaN counts as an infinity", "norm.cpp", "if (most > kInfinity) sum_.nans += 1;", "", "values"),
         Mutant(
             "a NaN for whatever is not finite",
-            "norm.cpp",
+            "exact_sum.h",
             "sum.nans != 0 ? 0x7ff8000000000000u",
             "sum.bad != 0 ? 0x7ff8000000000000u",
             "values",
@@ -175,28 +175,28 @@ MEANINGS = {
     "ties": (
         Mutant(
             "a tie of the sum, whatever follows it",
-            "norm.cpp",
+            "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "dropped > 0x400 || (dropped == 0x400 && (kept & 1) != 0)",
             "values",
         ),
         Mutant(
             "the sum's ties away from zero",
-            "norm.cpp",
+            "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "dropped >= 0x400",
             "values",
         ),
         Mutant(
             "the sum's ties toward zero",
-            "norm.cpp",
+            "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "dropped > 0x400 || (dropped == 0x400 && rest != 0)",
             "values",
         ),
         Mutant(
             "the sum by truncation",
-            "norm.cpp",
+            "exact_sum.h",
             "dropped > 0x400 || (dropped == 0x400 && (rest != 0 || (kept & 1) != 0))",
             "false",
             "values",
