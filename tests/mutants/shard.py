@@ -8,7 +8,31 @@ LOOPS = "world/test_behaviour.py::test_loops"
 GRADIENTS = "world/test_gradients.py::test_gradients"
 LATE = "world/test_late.py::test_loops"
 
+ORDER = "world/test_order.py::test_the_engine_keeps_to_the_schedule"
+
 MUTANTS = (
+    # in which order
+    Mutant(
+        "reductions start in the order of forward",
+        "shard/reduce.py",
+        "for unit in (*reversed(units[1:]), units[0]) for",
+        "for unit in units for",
+        (f"{ORDER}[True-1-zero3]",),
+    ),
+    Mutant(
+        "the next unit is gathered only once its own forward begins",
+        "shard/passes.py",
+        "self._start_gathers(self._trace.after(unit.index, self._prefetch))",
+        "pass",
+        (f"{ORDER}[True-1-zero3]",),
+    ),
+    Mutant(
+        "the schedule knows of one wire where two are filled",
+        "plan/schedule.py",
+        "        self._moves += launch[:-1]\n        self._advance()\n",
+        "        self._advance()\n        self._moves += launch[:-1]\n",
+        ("world/test_traffic_memory.py::test_report_equals_predict[fp32 plain-zero2]",),
+    ),
     # what is gathered
     Mutant(
         "a unit that was gathered ahead and not used computes with the parameters of before the step",
