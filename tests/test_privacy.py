@@ -22,6 +22,7 @@ ALLOWED = {
     ("tests/unit/comm/test_communicator.py", "_process_world"),  # a process that is in no world yet
     ("tests/world/test_comm.py", "_named"),  # ranks that may not open each other's memory, where they may
     ("tests/world/test_again.py", "_store"),  # a store that answers late
+    ("tests/world/test_late.py", "_submit"),  # where operations are queued, with the memory they will use already named
     ("tests/npu/binding/hccl_cases.py", "_group"),  # a rank that meets the others, and does not connect
 }
 

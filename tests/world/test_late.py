@@ -43,17 +43,13 @@ class Late(Handle):
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
-        verb = getattr(SharedMemoryCommunicator, name)
-        monkeypatch.setattr(SharedMemoryCommunicator, name, later(verb))
+    submit = SharedMemoryCommunicator._submit
 
+    def later(self: Any, *args: Any, **kwargs: Any) -> Handle:
+        waiting = self.__dict__.setdefault("_waiting", [])
+        return Late(waiting, lambda: submit(self, *args, **kwargs))
 
-def later(verb: Callable[..., Handle]) -> Callable[..., Handle]:
-    def begin(self: Any, *args: Any, **kwargs: Any) -> Handle:
-        waiting = self.__dict__.setdefault("waiting", [])
-        return Late(waiting, lambda: verb(self, *args, **kwargs))
-
-    return begin
+    monkeypatch.setattr(SharedMemoryCommunicator, "_submit", later)
 
 
 def micro_batches_and_clipping(session: Session) -> State:
