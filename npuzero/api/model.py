@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
 from npuzero.shard.origin import Origin
 from npuzero.shard.ownership import engine_of, not_cut, owners
+from npuzero.shard.plans import Plans
 from npuzero.shard.state_dict import attach
 
 PlanLike = Plan | str | int | float
@@ -63,6 +65,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
     precision: PrecisionLike = None,
     local_size: int | None = None,
     units: UnitRule = None,
+    unit_plans: Mapping[str, PlanLike] | None = None,
     weights: str | Path | Weights | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
     buffers: str | None = None,
@@ -84,6 +87,8 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
         local_size: ranks in a group for presets that cut within groups; None: those that share a host; <= 0: all.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
+        unit_plans: plans of single units by name (``"root"``, ``"blocks.3"``), where they have others than the model's:
+            presets, stages or :class:`Plan`. Its ``local_size`` is theirs, too; and its precision, but for a Plan's.
         weights: safetensors files whose values the model is to have: a file, a folder with ``model.safetensors`` or its
             index, or :class:`npuzero.Weights`. Each rank reads the bytes that rest with it, and no others.
         initialize: fills what is on meta and not in ``weights``: called, a unit at a time, with the modules around such
@@ -112,7 +117,8 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
     with contextlib.ExitStack() as files:
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
-        engine = Engine(model, _plan(stage, plan, precision, local_size), world, settings, units, origin, buffers)
+        plans = _plans(_plan(stage, plan, precision, local_size), unit_plans)
+        engine = Engine(model, plans, world, settings, units, origin, buffers)
     attach(engine, model)
     return model
 
@@ -125,6 +131,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     local_size: int | None = None,
     precision: PrecisionLike = None,
     units: UnitRule = None,
+    unit_plans: Mapping[str, PlanLike] | None = None,
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
@@ -136,7 +143,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         model: may be on ``meta``; nothing is computed.
         plan: a Plan, a preset's name, or a stage.
         world: number of ranks, or the world that :func:`init` gave.
-        local_size, precision, units, settings: as for :func:`zero`.
+        local_size, precision, units, unit_plans, settings: as for :func:`zero`.
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         clip: whether :func:`clip_grad_norm_` is called once a step.
         moments: states of the optimizer beside the master: Adam has 2, with amsgrad 3; Lion has 1.
@@ -151,7 +158,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     chosen = _plan(None, plan, precision, local_size)
     shape = chosen.mesh_shape(world.size, len(world.local)) if isinstance(world, World) else chosen.mesh_shape(world)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
-    return _predict(model, chosen, shape, units, _settings(settings), **facts)
+    return _predict(model, _plans(chosen, unit_plans), shape, units, _settings(settings), **facts)
 
 
 def report(model: nn.Module) -> Report:
@@ -240,6 +247,13 @@ def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLik
             do="Use Plan.preset(name, precision=..., local_size=...), or set plan.precision.",
         )
     return chosen
+
+
+def _plans(model: Plan, units: Mapping[str, PlanLike] | None) -> Plans:
+    named = {} if units is None else units
+    _check_kind("unit_plans", named, Mapping, "Give a dict from the names of units to their plans.")
+    like_model = partial(Plan.preset, precision=model.precision, local_size=model.local_size)
+    return Plans(model, {name: own if isinstance(own, Plan) else like_model(own) for name, own in named.items()})
 
 
 def _settings(settings: Settings | None) -> Settings:

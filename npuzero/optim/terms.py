@@ -67,8 +67,7 @@ class Terms:
         self._groups = optimizer.param_groups
         self._keys = list(optimizer.defaults)
         self._kind = optimizer.kind
-        precision = engine.plan.precision
-        draws = precision.moments != "fp32" or precision.masters == "none"
+        draws = any(flat.plan.precision.moments != "fp32" or flat.rounds_stochastically for flat in engine.flats())
         self._constants = optimizer.constants if draws else {}
         places = itertools.count()
         self._known: list[_Known] = []

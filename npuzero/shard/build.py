@@ -23,6 +23,7 @@ from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Layout
 from npuzero.shard.origin import Origin
+from npuzero.shard.plans import Plans
 from npuzero.shard.rest import Rests
 from npuzero.shard.unit import Unit
 
@@ -31,14 +32,16 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def agree(
     model: nn.Module,
-    plan: Plan,
+    plans: Plans,
     settings: Settings,
     rule: UnitRule,
     world: World,
     origin: Origin,
     buffers: str | None = None,
-) -> tuple[list[UnitSpec], MeshShape]:
-    """The units of ``model`` and the mesh, once all ranks are known to have the same. Collective; moves no data.
+) -> tuple[list[UnitSpec], list[Plan], MeshShape]:
+    """The units of ``model``, their plans and the mesh, once all ranks are known to have the same. Moves no data.
+
+    Collective.
 
     Raises:
         ConfigError: something cannot be cut, or the ranks disagree.
@@ -46,27 +49,38 @@ def agree(
         StateError: the model is cut already.
     """
     specs: list[UnitSpec] = []
+    own: list[Plan] = []
     shape = MeshShape(1, 1)
     weights = ""
     problem: NpuZeroError | None = None
     try:
-        device.get(world.device).set_matmul(plan.precision.matmul)
-        shape = plan.mesh_shape(world.size, len(world.local))
+        device.get(world.device).set_matmul(plans.model.precision.matmul)
+        shape = plans.model.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
+        own = plans.of([spec.name for spec in specs])
         _check_model(model, specs, world)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model)
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
-    same = {"plan": repr(plan), "settings": repr(settings), "weights": weights, "buffers": repr(buffers)}
+    same = {
+        "plan": _said(plans),
+        "settings": repr(settings),
+        "weights": weights,
+        "buffers": repr(buffers),
+    }
     _check_agreement([] if problem else _describe(model, specs), same, world, problem)
-    return specs, shape
+    return specs, own, shape
 
 
-def build_units(specs: list[UnitSpec], plan: Plan, settings: Settings, mesh: CountingMesh) -> list[Unit]:
+def _said(plans: Plans) -> str:
+    return repr(plans.model) + "".join(f", {name}: {own!r}" for name, own in sorted(plans.units.items()))
+
+
+def build_units(specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings, mesh: CountingMesh) -> list[Unit]:
     """Units with their flats laid out, before any data moves."""
     units = []
-    for i, spec in enumerate(specs):
+    for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         named = dict(spec.parameters)
         flats: list[Flat] = []
         for layout, _ in layouts_of(_facts(spec), plan.precision, mesh.shape.world, settings.bucket_bytes):
@@ -76,9 +90,14 @@ def build_units(specs: list[UnitSpec], plan: Plan, settings: Settings, mesh: Cou
     return units
 
 
-def predict(model: nn.Module, plan: Plan, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any) -> Report:
+def predict(
+    model: nn.Module, plans: Plans, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any
+) -> Report:
     """:func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
-    return predict_units(units_of(model, rule), plan, shape, settings, **facts)
+    specs = _checked(model, rule)
+    units = [_facts(spec) for spec in specs]
+    own = plans.of([spec.name for spec in specs])
+    return predict_units(units, plans.model, shape, settings, own=own, **facts)
 
 
 def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
@@ -87,10 +106,14 @@ def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFact
     Raises:
         ConfigError: a parameter that cannot be part of a flat, or a rule that names no module.
     """
+    return [_facts(spec) for spec in _checked(model, rule)]
+
+
+def _checked(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     specs = _discover(model, rule)
     for name, parameter in (pair for spec in specs for pair in spec.parameters):
         _check_parameter(name, parameter)
-    return [_facts(spec) for spec in specs]
+    return specs
 
 
 @dataclass(frozen=True)
@@ -109,19 +132,20 @@ def predict_units(
     shape: MeshShape,
     settings: Settings,
     *,
+    own: Sequence[Plan] | None = None,
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
 ) -> Report:
-    """The prediction for units given by their parameters, the root unit first."""
-    # Blocks are mostly alike: those of the same shapes have the same flats.
-    alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool]]] = {}
+    """The prediction for units given by their parameters, the root unit first; ``own``: their plans, if they differ."""
+    # Blocks are mostly alike: those of the same shapes and plan have the same flats.
+    alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
-    for i, unit in enumerate(units):
-        key = tuple((parameter.shape, parameter.dtype, parameter.trainable) for parameter in unit)
+    for i, (unit, its) in enumerate(zip(units, own or [plan] * len(units), strict=True)):
+        key = its, *((parameter.shape, parameter.dtype, parameter.trainable) for parameter in unit)
         if key not in alike:
-            laid_out = layouts_of(unit, plan.precision, shape.world, settings.bucket_bytes)
-            alike[key] = [(layout.numel, layout.dtype, trainable) for layout, trainable in laid_out]
+            laid_out = layouts_of(unit, its.precision, shape.world, settings.bucket_bytes)
+            alike[key] = [(layout.numel, layout.dtype, trainable, its) for layout, trainable in laid_out]
         sizes += [FlatSize(i, *flat) for flat in alike[key]]
     step = Step(
         trainable_parameters=sum(parameter.trainable for unit in units for parameter in unit),

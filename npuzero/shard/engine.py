@@ -11,7 +11,7 @@ from torch import nn
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings
 from npuzero.memory import Spaces
-from npuzero.plan import AXES, Memory, Plan
+from npuzero.plan import AXES, Memory
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
@@ -28,6 +28,7 @@ from npuzero.shard.hooks import Hooks
 from npuzero.shard.origin import Origin
 from npuzero.shard.ownership import EngineReference, claim, uncopied
 from npuzero.shard.passes import Passes
+from npuzero.shard.plans import Plans
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.update import Update
@@ -37,7 +38,7 @@ from npuzero.shard.writes import Writes
 
 
 class Engine:
-    """One model under one plan on this rank.
+    """One model under one plan on this rank; some of its units may follow plans of their own.
 
     Attributes:
         plan, world, settings, mesh, spaces: what it was made with.
@@ -58,19 +59,19 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        plans: Plans,
         world: World,
         settings: Settings,
         rule: UnitRule,
         origin: Origin,
         buffers: str | None = None,
     ) -> None:
-        self.plan, self.world, self.settings = plan, world, settings
-        specs, shape = agree(model, plan, settings, rule, world, origin, buffers)
+        self.plan, self.world, self.settings = plans.model, world, settings
+        specs, own, shape = agree(model, plans, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.spaces = Spaces(world.device)
-        self.meter = Meter(plan, self.mesh, self.spaces)
-        self.units = build_units(specs, plan, settings, self.mesh)
+        self.meter = Meter(self.plan, self.mesh, self.spaces)
+        self.units = build_units(specs, own, settings, self.mesh)
         self._flats = [flat for unit in self.units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
 
@@ -102,7 +103,7 @@ class Engine:
             settings.prefetch if settings.overlaps_parameters else 0,
             world.device.type,
         )
-        self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), plan.precision.parameters)
+        self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters)
         watch_conversions(model)
         refuse_wrappers(model)
 
