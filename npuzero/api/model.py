@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -117,7 +116,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
     with contextlib.ExitStack() as files:
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
-        plans = _plans(_plan(stage, plan, precision, local_size), unit_plans)
+        plans = Plans.named(_plan(stage, plan, precision, local_size), unit_plans)
         engine = Engine(model, plans, world, settings, units, origin, buffers)
     attach(engine, model)
     return model
@@ -158,7 +157,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     chosen = _plan(None, plan, precision, local_size)
     shape = chosen.mesh_shape(world.size, len(world.local)) if isinstance(world, World) else chosen.mesh_shape(world)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
-    return _predict(model, _plans(chosen, unit_plans), shape, units, _settings(settings), **facts)
+    return _predict(model, Plans.named(chosen, unit_plans), shape, units, _settings(settings), **facts)
 
 
 def report(model: nn.Module) -> Report:
@@ -247,13 +246,6 @@ def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLik
             do="Use Plan.preset(name, precision=..., local_size=...), or set plan.precision.",
         )
     return chosen
-
-
-def _plans(model: Plan, units: Mapping[str, PlanLike] | None) -> Plans:
-    named = {} if units is None else units
-    _check_kind("unit_plans", named, Mapping, "Give a dict from the names of units to their plans.")
-    like_model = partial(Plan.preset, precision=model.precision, local_size=model.local_size)
-    return Plans(model, {name: own if isinstance(own, Plan) else like_model(own) for name, own in named.items()})
 
 
 def _settings(settings: Settings | None) -> Settings:

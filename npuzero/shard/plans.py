@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from npuzero.config import describe
 from npuzero.errors import ConfigError
 from npuzero.plan import Plan
 
@@ -20,6 +22,23 @@ class Plans:
 
     model: Plan
     units: Mapping[str, Plan] = field(default_factory=dict)
+
+    @staticmethod
+    def named(model: Plan, units: object) -> Plans:
+        """Return the plans that a user names: presets have the model's precision and groups of ranks.
+
+        Args:
+            units: by name a Plan, a preset's name or a stage; or None.
+
+        Raises:
+            ConfigError: no mapping, or no preset.
+        """
+        if units is not None and not isinstance(units, Mapping):
+            do = "Give a dict from the names of units to their plans."
+            raise ConfigError("unit_plans", expected="a mapping", got=describe(units), do=do)
+        preset = partial(Plan.preset, precision=model.precision, local_size=model.local_size)
+        named = {} if units is None else units
+        return Plans(model, {name: own if isinstance(own, Plan) else preset(own) for name, own in named.items()})
 
     def of(self, names: Sequence[str]) -> list[Plan]:
         """Return the plan of each unit, by the names of all.
