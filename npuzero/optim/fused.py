@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -91,7 +92,7 @@ class Fused(Worker):
         for group in groups:
             group.update(self._rule.always)
         members = {id(parameter): (n, group) for n, (group, parameter) in enumerate(states.members(groups))}
-        plain = owners(parameter for _, parameter in states.members(groups))[1]
+        plain = owners(itertools.chain.from_iterable(group["params"] for group in groups))[1]
         self._plain.update(
             optimizer.state,
             [Member(*members[id(parameter)], parameter) for parameter in plain],

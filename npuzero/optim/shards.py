@@ -61,8 +61,9 @@ class Shards:
             ]
             if any(flags):  # also on a rank whose shard is all padding, so that every rank holds the same
                 used[flat] = flags
-        here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
+        here: list[int] = []
         if counted:
+            here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
             self._taken.part(here)
         known = not counted and not any(lies_there(group["lr"], engine.device) for group in groups)
         rows = None if known else Rows(self._rule, engine.device)

@@ -88,7 +88,7 @@ def _cut(flats: Sequence[Flat], block_bytes: Callable[[Flat], int], chunk_bytes:
     begin = end = 0  # of the chunk that is being filled, on the line
     room = chunk_bytes or sys.maxsize
     for flat in flats:
-        cost, first, numel = block_bytes(flat), 0, flat.rests.states.numel
+        cost, first, numel = block_bytes(flat) if chunk_bytes else 1, 0, flat.rests.states.numel
         while first < numel:
             if room < cost and pieces:
                 yield Chunk(pieces, begin, end)
