@@ -16,6 +16,7 @@ PY ?= $(VENV)/bin/python
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
+FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help demo test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
@@ -128,15 +129,13 @@ figures: $(VENV)/.installed-bench  ## README's table and the picture in docs, fr
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/ruff format --quiet --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.h %.cpp %.cu %.cuh,$(BUILT_FROM)) tests/npu/emulator/* \
-	tests/cuda/host/cuda/*
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 	MYPYPATH=examples/gpt $(VENV)/bin/mypy npuzero examples/gpt
 
 format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format would have them
 	$(VENV)/bin/ruff check --quiet --fix .
 	$(VENV)/bin/ruff format --quiet .
-	$(VENV)/bin/clang-format -i $(filter %.h %.cpp %.cu %.cuh,$(BUILT_FROM)) tests/npu/emulator/* \
-	tests/cuda/host/cuda/*
+	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 build: $(VENV)/.created  ## a wheel in dist/
 	$(PIP) wheel --no-deps --wheel-dir dist .
