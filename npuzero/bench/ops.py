@@ -14,6 +14,7 @@ from torch import Tensor
 
 from npuzero import ops
 from npuzero.bench.harness import Benchmark, Effort, Result, check_close, check_equal, run
+from npuzero.bench.lion import flat_lion_flat
 from npuzero.bench.setting import ELEMENTS, OWN, QUICK_ELEMENTS, SEED, Setting
 from npuzero.bench.shapes import gpt_shapes
 from npuzero.bench.updates import flat_adam_flat, flat_adam_stored, flat_adam_tensors, mixed_step
@@ -279,6 +280,7 @@ CASES: dict[str, Callable[[Setting], Benchmark]] = {
     "flat_adam/flat": flat_adam_flat,
     "flat_adam/stored": flat_adam_stored,
     "flat_adam/400": flat_adam_tensors,
+    "flat_lion/flat": flat_lion_flat,
     "mixed_step": mixed_step,
     "pack": pack,
     "unpack": unpack,

@@ -100,7 +100,7 @@ def cann(folder: Path, version: str = "9.0.0", layout: str = "cann") -> Path:
 def kernels(folder: Path = BUILT) -> Path:
     """The emulated kernels' library, by `npuzero build-npu` with a CANN whose compiler makes them; it is cached."""
     variables = {"ASCEND_HOME_PATH": str(folder / "cann"), "XDG_CACHE_HOME": str(build(folder) / "cache")}
-    sources = (*HERE.glob("*.*"), *CANN.iterdir(), *(HERE.parent / "emulator").iterdir())
+    sources = (*HERE.glob("*.*"), *CANN.iterdir(), *(HERE.parent / "emulator").rglob("*.*"))
     newest = max(path.stat().st_mtime for path in sources)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

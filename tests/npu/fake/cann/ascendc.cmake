@@ -9,7 +9,7 @@ if(NOT RUN_MODE STREQUAL npu OR NOT SOC_VERSION MATCHES "^Ascend910" OR NOT IS_D
 endif()
 
 function(ascendc_library target kind)
-  file(GLOB machine "${fake}/../emulator/machine*.cpp")
+  file(GLOB machine "${fake}/../emulator/machine/*.cpp")
   set(files "${fake}/emulated_kernels.cpp" ${machine})
   foreach(source IN LISTS ARGN)
     get_filename_component(op "${source}" NAME_WE)
