@@ -228,7 +228,7 @@ class Gradient:
 
     def dropped(self, present: Sequence[bool]) -> list[int]:
         """The slots of which something is here, and which the user has dropped since (``p.grad = None``)."""
-        if all(present):
+        if False not in present:
             return []
         return [i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE]
 
