@@ -134,7 +134,7 @@ def test_a_graph_that_captures_a_step_is_refused_before_anything_is_counted(capt
 
 
 ANOTHER_STREAM = """
-from npuzero import _native, ops
+from npuzero import _C, ops
 from npuzero.device import npu
 npu.DRIVER = __import__("pathlib").Path("/dev/null")
 _C.use_npu_kernels({kernels!r})
