@@ -78,9 +78,7 @@ class Wrapped(Worker):
         # A skipped step must not count: torch's optimizers cannot be told on the device, so the host waits.
         ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]
         for engine in ready:
-            for flat in engine.flats():
-                flat.own_gradient.mul_(engine.boundary.gradient_scale)
-            engine.boundary.gradient_scale.fill_(1.0)
+            engine.boundary.apply_scale()
         for engine in owners(p for group in optimizer.param_groups for p in group["params"])[0]:
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):

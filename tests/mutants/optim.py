@@ -127,8 +127,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clipping is not seen by torch's optimizers over a cut model",
         "optim/wrapped.py",
-        "                flat.own_gradient.mul_(engine.boundary.gradient_scale)\n",
-        "                pass\n",
+        "            engine.boundary.apply_scale()\n",
+        "            pass\n",
         ("world/test_scaler.py::test_decisions_are_torchs",),
     ),
     Mutant(
