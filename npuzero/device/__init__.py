@@ -1,4 +1,4 @@
-"""Devices: current stream, events, memory figures, the collective backend that serves each kind, lanes beside it.
+"""Devices: streams, events, memory figures, the collective backend of each kind, and lanes.
 
 Importing this touches no device. torch_npu is imported only when an npu is asked for.
 """
@@ -38,7 +38,7 @@ KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Npu, Cuda, Cpu)}
 
 @cache
 def get(device: torch.device | str) -> Device:
-    """The Device behind a torch.device or its name; the same object each time.
+    """Return the Device of a torch.device or its name; the same object each time.
 
     Raises:
         ConfigError: an unknown kind, or one that cannot be used here, saying why.
@@ -51,7 +51,7 @@ def get(device: torch.device | str) -> Device:
 
 
 def choose(local_rank: int = 0) -> torch.device:
-    """The device for the process `local_rank` of this host: an npu if there is one, else a GPU, else the CPU.
+    """Return the device for process ``local_rank`` of this host: an npu if there is one, else a GPU, else the CPU.
 
     Raises:
         ConfigError: there are devices of the kind, but fewer than processes.

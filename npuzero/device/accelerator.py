@@ -1,4 +1,4 @@
-"""What cuda and npu share: torch gives both a module (``torch.cuda``, ``torch.npu``) with the same functions."""
+"""The functions that cuda and npu share: torch has one module for each (``torch.cuda``, ``torch.npu``)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from npuzero.device.device import Device, Event, MemoryFigures
 
 
 class Accelerator(Device):
-    """A device that works beside the host, on streams."""
+    """Describe a device that works beside the host, on streams."""
 
     @classmethod
     @abstractmethod
     def module(cls) -> ModuleType:
-        """torch's module for the kind."""
+        """Return torch's module for the kind."""
 
     @classmethod
     def count(cls) -> int:
@@ -31,7 +31,7 @@ class Accelerator(Device):
         self.module().synchronize(self.device)
 
     def memory(self) -> MemoryFigures:
-        """Bytes torch's allocator has handed out, not what it reserves."""
+        """Return the bytes that torch's allocator has handed out, not those it reserves."""
         module = self.module()
         _, total = module.mem_get_info(self.device)
         return MemoryFigures(

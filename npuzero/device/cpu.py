@@ -18,19 +18,19 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 class DoneEvent:
-    """An event of a device whose work is done when it is issued."""
+    """Stand for an event of a device whose work is done when the call returns."""
 
     def record(self, stream: Any = None) -> None:
-        """Nothing to mark."""
+        """Do nothing: there is nothing to mark."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work is done."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work is done."""
 
 
 class Cpu(Device):
@@ -55,7 +55,7 @@ class Cpu(Device):
         return DoneEvent()
 
     def set_matmul(self, matmul: str) -> None:
-        """oneDNN has a mode called tf32, which few processors have and the others pass over in silence: refused."""
+        """Refuse tf32: oneDNN has a mode of that name, which most processors ignore without a word."""
         if matmul != "ieee":
             raise ConfigError(
                 "precision.matmul on cpu",
@@ -65,10 +65,10 @@ class Cpu(Device):
             )
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: the work is done."""
 
     def memory(self) -> MemoryFigures:
-        """The resident set of the whole process: ranks that are threads share it."""
+        """Return the resident set of the whole process: ranks that are threads share it."""
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         figures = _status_bytes()
         return MemoryFigures(figures["VmRSS"], figures["VmHWM"], os.sysconf("SC_PHYS_PAGES") * page_bytes)
@@ -86,7 +86,7 @@ def _cores() -> set[int]:
 
 
 def _processor() -> str:
-    """The processor's name as Linux has it; the architecture where it has none (aarch64 often)."""
+    """Return the processor's name as Linux has it; the architecture where it has none (aarch64 often)."""
     for line in _CPUINFO.read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -35,7 +35,7 @@ class Cuda(Accelerator):
         return f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} SMs"
 
     def set_matmul(self, matmul: str) -> None:
-        """By the switches that torch had first: with its newer ones, torch.compile cannot read what is set."""
+        """Set torch's older switches: once its newer ones are used, torch.compile cannot read the setting."""
         torch.backends.cuda.matmul.allow_tf32 = matmul == "tf32"
         torch.backends.cudnn.allow_tf32 = matmul == "tf32"
 

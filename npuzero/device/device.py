@@ -1,4 +1,4 @@
-"""The interface of a kind of device: what the engine needs of it beyond torch, and what `npuzero info` shows."""
+"""The interface of a kind of device: what the engine and ``npuzero info`` need of it beyond torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a stream's work, as torch's event classes have it."""
+    """Mark a point in a stream's work, as torch's event classes do."""
 
     def record(self, stream: Any = None) -> None:
-        """Marks the point the current (or given) stream has reached."""
+        """Mark the point that the current (or given) stream has reached."""
 
     def wait(self, stream: Any = None) -> None:
-        """Lets the current (or given) stream wait for the point; the host does not wait."""
+        """Let the current (or given) stream wait for the point; the host does not wait."""
 
     def query(self) -> bool:
-        """Whether the point is reached."""
+        """Return whether the point is reached."""
 
     def synchronize(self) -> None:
-        """Lets the host wait for the point."""
+        """Let the host wait for the point."""
 
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether devices of a kind can be used here; if not, `reason` says why and `do` what helps."""
+    """Say whether devices of a kind can be used here; if not, ``reason`` says why and ``do`` what helps."""
 
     ok: bool
     reason: str = ""
@@ -37,7 +37,7 @@ class Availability:
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """Bytes in use by this process now, at most since `reset_peak`, and of the device in all (None: unknown)."""
+    """Hold the bytes this process uses now, its peak since `reset_peak`, and the device's total (None: unknown)."""
 
     allocated: int
     peak: int
@@ -45,7 +45,7 @@ class MemoryFigures:
 
 
 class Device(ABC):
-    """One device of one kind. Made by `npuzero.device.get`; holds no resources."""
+    """Describe one device of one kind. Made by `npuzero.device.get`; holds no resources."""
 
     #: torch's word for the kind, and the key of its kernels.
     kind: ClassVar[str]
@@ -59,33 +59,33 @@ class Device(ABC):
 
     @property
     def name(self) -> str:
-        """``"cpu"``, ``"cuda:0"``, ``"npu:3"``."""
+        """Return the device's name: ``"cpu"``, ``"cuda:0"``, ``"npu:3"``."""
         return str(self.device)
 
     @classmethod
     @abstractmethod
     def available(cls) -> Availability:
-        """Whether devices of this kind can be used; starts none of them."""
+        """Return whether devices of this kind can be used; starts none of them."""
 
     @classmethod
     @abstractmethod
     def count(cls) -> int:
-        """How many there are."""
+        """Return the number of devices of this kind."""
 
     @abstractmethod
     def capability(self) -> str:
-        """What it is, in words: the model, its generation, its cores."""
+        """Describe the device in words: its model, generation and cores."""
 
     def facts(self) -> dict[str, Any]:
-        """What a report tells of it, by name; ready for JSON. ``nominal_gbs``, where known: its memory's bandwidth."""
+        """Return what a report tells of the device; ``nominal_gbs`` is its memory's bandwidth, where that is known."""
         return {"capability": self.capability(), "memory_bytes": self.memory().total}
 
     @abstractmethod
     def current_stream_int(self) -> int:
-        """The current stream as an integer. Ask before every launch: it may change, and asking has effects on npu."""
+        """Return the current stream as an integer. Ask before every launch: asking has effects on npu."""
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Whether the engine can rely on the device as it is set up, and on these tensors of a model on it.
+        """Check that the engine can rely on the device's settings, and on these tensors of a model on it.
 
         Raises:
             ConfigError: it cannot, saying why.
@@ -94,15 +94,15 @@ class Device(ABC):
 
     @abstractmethod
     def make_event(self) -> Event:
-        """A new event, not recorded yet; without timing."""
+        """Return a new event, not recorded yet, without timing."""
 
     def capturing(self) -> bool:
-        """Whether what is issued on the current stream is being captured in a graph, and not run."""
+        """Return whether work issued on the current stream is being captured in a graph instead of run."""
         return False
 
     @abstractmethod
     def set_matmul(self, matmul: str) -> None:
-        """Has this process compute float32 matrix products and convolutions so: ``"ieee"``, or ``"tf32"``.
+        """Set how this process computes float32 matrix products and convolutions: ``"ieee"`` or ``"tf32"``.
 
         Raises:
             ConfigError: the device has no such mode.
@@ -110,12 +110,12 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """The host waits for all work of the device."""
+        """Let the host wait for all work of the device."""
 
     @abstractmethod
     def memory(self) -> MemoryFigures:
-        """Memory figures of this process."""
+        """Return the memory figures of this process."""
 
     @abstractmethod
     def reset_peak(self) -> bool:
-        """Starts the peak figure anew; False where the system does not let us."""
+        """Restart the peak figure; return False where the system does not allow it."""

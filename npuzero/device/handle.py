@@ -1,4 +1,4 @@
-"""Handles: what asynchronous work is waited for by, whoever does it."""
+"""Handles: how a caller waits for asynchronous work, whoever does it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 
 
 class Handle(ABC):
-    """An operation under way: a collective, or steps on a lane."""
+    """Stand for work under way: a collective, or a step on a lane."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits until the result is there (on an accelerator: has the current stream wait); any number of times.
+        """Wait for the result (on an accelerator: have the current stream wait); may be called any number of times.
 
         Raises:
             CollectiveError: a collective failed; its communicator is broken.
@@ -18,11 +18,11 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Tells whether ``wait()`` would return, or raise, at once."""
+        """Return whether ``wait()`` would return, or raise, at once."""
 
 
 class Ready(Handle):
-    """The handle of what was done within the call."""
+    """Stand for work that was done within the call."""
 
     def wait(self) -> None:
         return

@@ -1,4 +1,4 @@
-"""The library of npu kernels: what it is built of, where it is looked for.
+"""The library of npu kernels: its sources, and the places where a built one is looked for.
 
 It is built by CANN, apart from the extension: by ``npuzero build-npu``, which keeps one for each release of CANN,
 architecture and text of the sources, or at installation where CANN is found.
@@ -20,13 +20,13 @@ INSTALLED = _PACKAGE / "kernels" / LIBRARY
 
 
 def sources() -> Path:
-    """The folder with the kernels and their CMakeLists.txt: in the package where installed, else beside it."""
+    """Return the folder with the kernels and their CMakeLists.txt: in the package where installed, else beside it."""
     inside = _PACKAGE / "csrc" / "npu"
     return inside if inside.is_dir() else _PACKAGE.parent / "csrc" / "npu"
 
 
 def cached(toolkit: Toolkit, architecture: str = ARCHITECTURE) -> Path:
-    """Where ``npuzero build-npu`` leaves the library of these sources."""
+    """Return the path where ``npuzero build-npu`` leaves the library of these sources."""
     digest = hashlib.sha256()
     for path in sorted(sources().glob("*")):
         if path.is_file():
@@ -36,7 +36,7 @@ def cached(toolkit: Toolkit, architecture: str = ARCHITECTURE) -> Path:
 
 
 def find() -> Path | None:
-    """The library to use, or None: NPUZERO_NPU_KERNELS, else the one built for this CANN, else the installation's.
+    """Return the library to use, if any: NPUZERO_NPU_KERNELS, else the one built for this CANN, else the installed one.
 
     Raises:
         ConfigError: NPUZERO_NPU_KERNELS names no file.
@@ -52,7 +52,7 @@ def find() -> Path | None:
 
 
 def why_none() -> str | None:
-    """Why the last attempt to build the library failed, to the compiler's last word; None where none did."""
+    """Return why the last attempt to build the library failed, to the compiler's last word; None if none failed."""
     reasons = (cann.reason(path) for path in _places())
     return next((path.read_text(encoding="utf-8").strip() for path in reasons if path.is_file()), None)
 

@@ -1,10 +1,10 @@
-"""A lane: where several steps run one after another beside the caller, each step once the one before it is done.
+"""Lanes: steps that run one after another beside the caller.
 
 On the host a lane is a thread; on an accelerator it is a stream, so that the current stream waits only at ``wait()``.
-What moves bytes beside the computation is a lane: a collective made of several, and whatever moves between memories.
+Whatever moves bytes beside the computation runs on a lane: a collective made of several, a copy between memories.
 
-A lane knows nothing of ranks. Who gives it steps that meet other ranks says how a long wait is spent (``patience``),
-and where steps must not be taken any more (``door``).
+A lane knows nothing of ranks. A caller whose steps meet other ranks gives it two functions: ``patience`` waits for a
+step, and ``door`` raises where no step may be queued any more.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Patience = Callable[[threading.Event], object]
 
 
 class Lane(ABC):
-    """Runs steps in order."""
+    """Run steps in order, each once the one before it is done."""
 
     @abstractmethod
     def run(self, step: Callable[[], None]) -> Handle:
-        """Queues ``step``; what it raises, the handle's ``wait()`` raises."""
+        """Queue ``step``; the handle's ``wait()`` raises what the step raised."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:
-        """Waits for queued steps, at most ``timeout_s``."""
+        """Wait for the queued steps, at most ``timeout_s``."""
 
 
 class LaneThread(threading.Thread):
-    """A thread that does what others gave it; they wait for it themselves."""
+    """Run the steps of a lane; whoever queued a step waits for it himself."""
 
 
 class HostHandle(Handle):
-    """A step on a HostLane."""
+    """Stand for a step on a :class:`HostLane`."""
 
     def __init__(self, patience: Patience) -> None:
         self.event = threading.Event()
@@ -58,7 +58,7 @@ class HostHandle(Handle):
 
 
 class HostLane(Lane):
-    """A thread that takes steps from a queue; it starts with the first.
+    """Run steps on a thread, which starts with the first of them.
 
     Args:
         name: of the thread.
@@ -72,7 +72,7 @@ class HostLane(Lane):
         self._thread: threading.Thread | None = None
 
     def run(self, step: Callable[[], None], patience: Patience = threading.Event.wait) -> Handle:
-        """Queues ``step``; whoever waits for it spends the time in ``patience``."""
+        """Queue ``step``; whoever waits for it calls ``patience`` to do so."""
         self._door()
         if self._thread is None:
             # A daemon: a step that waits for a dead peer must not keep the interpreter from ending.
@@ -100,7 +100,7 @@ class HostLane(Lane):
 
 
 class StreamHandle(Handle):
-    """A step on a StreamLane; keeps the step, and so its tensors, until the current stream waits for it."""
+    """Stand for a step on a StreamLane; keep it, and so its tensors, until the current stream waits for it."""
 
     def __init__(self, module: Any, event: Any, step: Callable[[], None]) -> None:
         self._module = module
@@ -116,7 +116,7 @@ class StreamHandle(Handle):
 
 
 class StreamLane(Lane):
-    """A stream of the device beside the current one."""
+    """Run steps on a stream of the device beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = getattr(torch, device.type)
@@ -135,5 +135,5 @@ class StreamLane(Lane):
 
 
 def make_lane(device: torch.device, name: str, door: Callable[[], None] = lambda: None) -> Lane:
-    """Makes the lane that suits ``device``; ``door``: see :class:`HostLane`. streams have none."""
+    """Return the lane that suits ``device``; for ``door`` see :class:`HostLane`: a stream has none."""
     return HostLane(name, door) if device.type == "cpu" else StreamLane(device)

@@ -36,7 +36,7 @@ _PLAIN = ("ND", "NCHW", "NHWC", "NCDHW", "NCL")
 
 
 def driver_versions() -> dict[str, str | None]:
-    """Versions of ``driver`` and ``firmware``, in their own words; None where they do not tell."""
+    """Return the versions of ``driver`` and ``firmware`` as they spell them; None where they do not tell."""
     return {part: _installed_version(part) for part in ("driver", "firmware")}
 
 
@@ -46,7 +46,7 @@ def _installed_version(part: str) -> str | None:
 
 
 def _value(path: Path, key: str) -> str | None:
-    """Of ``key=value`` in a file of such lines."""
+    """Return the value of ``key`` in a file of lines ``key=value``; None where there is no file or no such line."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -61,7 +61,7 @@ class Npu(Accelerator):
 
     @classmethod
     def module(cls) -> ModuleType:
-        """``torch.npu``; imports torch_npu.
+        """Return ``torch.npu``; imports torch_npu.
 
         Raises:
             ConfigError: torch_npu is missing, or cannot load CANN.
@@ -83,7 +83,7 @@ class Npu(Accelerator):
 
     @classmethod
     def available(cls) -> Availability:
-        """Looks for the package and the driver; imports torch_npu only where both are there."""
+        """Look for the package and the driver; imports torch_npu only where both are there."""
         if importlib.util.find_spec("torch_npu") is None:
             release = ".".join(torch.__version__.split(".")[:2])
             return Availability(False, "torch_npu is not installed", f"pip install 'torch_npu=={release}.*'.")
@@ -117,7 +117,7 @@ class Npu(Accelerator):
         }
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Plain formats, now and later, and overflows that show.
+        """Check that the tensors have plain formats, that the device returns no others, and that overflows show.
 
         Raises:
             ConfigError: an internal format is in use or allowed, or the device saturates.
@@ -148,7 +148,7 @@ class Npu(Accelerator):
                 )
 
     def set_matmul(self, matmul: str) -> None:
-        """HF32 is what the cube units have for TF32."""
+        """Set HF32, the cube units' counterpart of TF32."""
         module: Any = self.module()
         module.matmul.allow_hf32 = module.conv.allow_hf32 = matmul == "tf32"
 

@@ -1,4 +1,4 @@
-"""Where bytes rest, and who counts them."""
+"""Memory spaces: allocate the buffers of the training state, and count them."""
 
 from npuzero.memory.device import DeviceSpace, zeros
 from npuzero.memory.pool import Pool

@@ -11,13 +11,13 @@ from torch import Tensor
 from npuzero import _native
 from npuzero.memory.space import Space, Transient
 
-# Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back whole
-# when they are freed, and may lie in huge pages.
+# Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back
+# entirely when they are freed, and may lie in huge pages.
 _MAPPED_BYTES = 2**20
 
 
 class DeviceSpace(Space):
-    """Buffers where the rank computes.
+    """Allocate buffers on the device where the rank computes.
 
     While a transient is released, the other transients of this space may have its memory; on an accelerator, all that
     torch allocates.
@@ -37,14 +37,14 @@ class DeviceSpace(Space):
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Makes a zeroed 1-D buffer that nobody counts; on the host a large one goes back to the system when freed."""
+    """Return a zeroed 1-D buffer that no space counts; on the host a large one goes back to the system when freed."""
     if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
         return torch.frombuffer(_mapped(numel * dtype.itemsize), dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class _PagedTransient(Transient):
-    """On the host: pages move in from a stock that the space's transients share, and back (csrc/host/pages.h)."""
+    """Hold a transient on the host: its pages come from, and return to, a stock of the space (csrc/host/pages.h)."""
 
     def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
         super().__init__(space, numel * dtype.itemsize, label)
@@ -59,7 +59,7 @@ class _PagedTransient(Transient):
 
 
 class _StorageTransient(Transient):
-    """On an accelerator: the storage is resized; the caching allocator has the memory meanwhile."""
+    """Hold a transient on an accelerator: its storage is resized, and torch's caching allocator has the rest."""
 
     def __init__(self, space: DeviceSpace, numel: int, dtype: torch.dtype, label: str) -> None:
         super().__init__(space, numel * dtype.itemsize, label)

@@ -1,4 +1,4 @@
-"""Transient buffers that are used again instead of allocated again."""
+"""A pool of buffers that are used again instead of allocated again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from npuzero.memory.space import Source, Space
 
 
 class Pool:
-    """Lends buffers by length and dtype; what is returned goes to the next asker, contents and all.
+    """Lend buffers by length and dtype; a returned buffer goes to the next that asks, with its contents.
 
-    A kind is what a user says of the contents it leaves behind (where a wire is zero, for one). A buffer of the kind
-    asked for is preferred, so that a steady step finds its buffers as it left them.
+    A kind names the contents that a user leaves behind (which elements of a communication buffer are zero, for one). A
+    buffer of the kind asked for is preferred, so that a steady step finds its buffers as it left them.
     """
 
     def __init__(self, space: Space, source: Source | None = None, label: str = "buffers") -> None:
@@ -25,7 +25,7 @@ class Pool:
         self._idle: dict[tuple[int, torch.dtype], list[tuple[Hashable, Tensor]]] = defaultdict(list)
 
     def acquire(self, numel: int, dtype: torch.dtype, kind: Hashable = None) -> tuple[Tensor, bool]:
-        """A 1-D buffer of ``numel`` elements, and whether it is as a user of this kind left it (or new, all zero)."""
+        """Return a 1-D buffer of ``numel`` elements, and whether a user of this kind left it (or it is new)."""
         idle = self._idle[numel, dtype]
         if not idle:
             return self._space.allocate(numel, dtype, self._label, self._source), True
@@ -34,5 +34,5 @@ class Pool:
         return buffer, left == kind
 
     def release(self, buffer: Tensor, kind: Hashable = None) -> None:
-        """Take ``buffer`` back; the caller holds no view of it any more."""
+        """Take ``buffer`` back; the caller must hold no view of it any more."""
         self._idle[buffer.numel(), buffer.dtype].append((kind, buffer))

@@ -1,4 +1,4 @@
-"""The interface of a memory space: it gives buffers and counts, by label, what they are for.
+"""The interface of a memory space: it allocates buffers and counts, by label, what they are for.
 
 Each memory that a plan can name (:class:`npuzero.plan.Memory`) has one space, with counts of its own; ``spaces.py``
 says which. What is the same everywhere is here: counting, and errors that say what was held. What differs is where
@@ -24,11 +24,11 @@ Source = Callable[[int, torch.dtype], Tensor]
 
 
 class Space(ABC):
-    """Flat buffers in one memory, counted by label.
+    """Allocate flat buffers in one memory, and count them by label.
 
-    ``held[label]`` is what is allocated now, ``peak[label]`` its high water since :meth:`reset_peak`. Both count what
-    was asked for, in bytes; an allocator's rounding comes on top. ``allocations`` counts buffers made so far: it stands
-    still in a steady step.
+    ``held[label]`` is what is allocated now, ``peak[label]`` its maximum since :meth:`reset_peak`. Both count the bytes
+    that were asked for; an allocator's rounding comes on top. ``allocations`` counts the buffers made so far: a steady
+    step makes none.
 
     Attributes:
         device: where torch says that its tensors are: not where the rank computes, which is ``world.device``.
@@ -42,7 +42,7 @@ class Space(ABC):
 
     @final
     def allocate(self, numel: int, dtype: torch.dtype, label: str, source: Source | None = None) -> Tensor:
-        """Allocates a zeroed 1-D buffer of ``numel`` elements, from ``source`` if there is one.
+        """Allocate a zeroed 1-D buffer of ``numel`` elements, from ``source`` if there is one.
 
         Raises:
             OutOfSpace: the memory cannot hold it.
@@ -58,7 +58,7 @@ class Space(ABC):
 
     @abstractmethod
     def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
-        """Makes a 1-D buffer of ``numel`` elements that is there only between ``restore()`` and ``release()``.
+        """Return a 1-D buffer of ``numel`` elements that has memory only between ``restore()`` and ``release()``.
 
         Meanwhile other transients of this space may have the memory.
 
@@ -68,34 +68,34 @@ class Space(ABC):
 
     @final
     def count(self, label: str, nbytes: int) -> None:
-        """Records that ``nbytes`` more (or, negative, fewer) are held for ``label``."""
+        """Record that ``nbytes`` more (or, negative, fewer) are held for ``label``."""
         self.held[label] += nbytes
         self.peak[label] = max(self.peak[label], self.held[label])
 
     @final
     def reset_peak(self) -> None:
-        """Starts the high water of each label anew, at what is held now."""
+        """Restart the peak of each label at what is held now."""
         self.peak = Counter(self.held)
 
     @final
     def out_of_space(self, label: str, nbytes: int) -> OutOfSpace:
-        """Makes the error for ``nbytes`` that could not be had, with what this space holds."""
+        """Return the error for an allocation of ``nbytes`` that failed, with what this space holds."""
         return OutOfSpace(
             f"{self.device} memory for {label}",
             expected=f"room for {nbytes:,} bytes",
             got=f"an allocation failure with {sum(self.held.values()):,} bytes held by this model",
-            do="Cut more of the state (a higher preset), use more ranks, or a smaller micro-batch.",
+            do="Shard more of the state (a higher preset), use more ranks, or a smaller micro-batch.",
             nbytes=nbytes,
             held=dict(self.held),
         )
 
     @abstractmethod
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new zeroed 1-D buffer; a RuntimeError or OSError where there is no room."""
+        """Return a new zeroed 1-D buffer; raise a RuntimeError or OSError where there is no room."""
 
 
 class Transient(ABC):
-    """A buffer whose memory comes and goes while its address, or at least its storage, stays: views of it stay views.
+    """Hold a buffer whose memory comes and goes while its storage stays, so that views of it stay views.
 
     Attributes:
         tensor: [n]; not to be read or written while released; undefined after ``restore()``.
@@ -111,7 +111,7 @@ class Transient(ABC):
         self.here = False
 
     def restore(self) -> None:
-        """Takes memory; nothing happens if there is.
+        """Take memory; do nothing if there is some.
 
         Raises:
             OutOfSpace: the device has none left.
@@ -125,7 +125,7 @@ class Transient(ABC):
             self._space.count(self._label, self._nbytes)
 
     def release(self) -> None:
-        """Gives the memory back; nothing happens if there is none."""
+        """Give the memory back; do nothing if there is none."""
         if self.here:
             self._release()
             self.here = False

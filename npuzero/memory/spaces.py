@@ -1,4 +1,4 @@
-"""Which memory has which space: the one place where a memory joins the engine."""
+"""The table of memory spaces: the one place where a memory joins the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npuzero.plan import Memory
 
 
 class Spaces(Mapping[Memory, Space]):
-    """The memory spaces of one engine, each with counts of its own.
+    """Map each memory to its space, with counts of its own for one engine.
 
     What a plan places is allocated where its :class:`~npuzero.plan.Placement` says, and counted there::
 
@@ -30,7 +30,7 @@ class Spaces(Mapping[Memory, Space]):
         self._spaces: dict[Memory, Space] = {Memory.DEVICE: DeviceSpace(device)}
 
     def __getitem__(self, memory: Memory) -> Space:
-        """The space of ``memory``.
+        """Return the space of ``memory``.
 
         Raises:
             ConfigError: nothing can rest there yet.
@@ -54,10 +54,10 @@ class Spaces(Mapping[Memory, Space]):
         return len(self._spaces)
 
     def peaks(self) -> dict[Memory, dict[str, int]]:
-        """Returns the high water of each memory, in bytes by label, since :meth:`reset_peaks`."""
+        """Return the peak of each memory, in bytes by label, since :meth:`reset_peaks`."""
         return {memory: dict(space.peak) for memory, space in self.items()}
 
     def reset_peaks(self) -> None:
-        """Starts the high water of every memory anew, at what is held now."""
+        """Restart the peaks of every memory at what is held now."""
         for space in self.values():
             space.reset_peak()

@@ -27,19 +27,19 @@ _process_rank = 0
 
 
 def enabled() -> bool:
-    """Whether anybody listens: ask before computing facts that cost something."""
+    """Return whether any sink is there: ask before computing facts that cost something."""
     return bool(_sinks)
 
 
 def add_sink(sink: Sink) -> None:
-    """Sends every event from now on to `sink` too."""
+    """Send every event from now on to ``sink`` too."""
     global _sinks
     with _change:
         _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Sink) -> None:
-    """Sends no further event to `sink`, which stays open; nothing happens if it was not added."""
+    """Send no further event to ``sink``, which stays open; do nothing if it was not added."""
     global _sinks
     with _change:
         _sinks = tuple(other for other in _sinks if other is not sink)
@@ -47,7 +47,7 @@ def remove_sink(sink: Sink) -> None:
 
 @contextmanager
 def recording(sink: _SinkType) -> Iterator[_SinkType]:
-    """Adds `sink` for the length of a ``with`` block, then removes and closes it."""
+    """Add ``sink`` for the length of a ``with`` block, then remove and close it."""
     add_sink(sink)
     try:
         yield sink
@@ -57,7 +57,7 @@ def recording(sink: _SinkType) -> Iterator[_SinkType]:
 
 
 def set_rank(rank: int, *, process: bool = False) -> None:
-    """Says which rank this thread is; with `process`, which rank every thread is that did not say so itself."""
+    """Set the rank of this thread's events; with ``process``, of all threads that have not set one themselves."""
     global _process_rank
     if process:
         _process_rank = rank
@@ -66,37 +66,37 @@ def set_rank(rank: int, *, process: bool = False) -> None:
 
 
 def current_rank() -> int:
-    """The rank events of this thread carry."""
+    """Return the rank that events of this thread carry."""
     return getattr(_thread, "rank", _process_rank)
 
 
 def emit(event: Event) -> None:
-    """Hands a finished event to the sinks: for work whose ends are known afterwards, as a collective's are."""
+    """Pass a finished event to the sinks: for work whose ends are known afterwards, as a collective's are."""
     for sink in _sinks:
         sink.write(event)
 
 
 def span(category: str, name: str, *, rank: int | None = None, **facts: Any) -> AbstractContextManager[object]:
-    """Observes the ``with`` block as a Span; see there for the arguments."""
+    """Observe the ``with`` block as a :class:`Span`; see there for the arguments."""
     if not _sinks:
         return _NOTHING
     return _Live(category, name, current_rank() if rank is None else rank, facts)
 
 
 def instant(category: str, name: str, *, rank: int | None = None, **facts: Any) -> None:
-    """Observes this moment as an Instant."""
+    """Observe this moment as an :class:`Instant`."""
     if _sinks:
         emit(Instant(category, name, time.perf_counter(), current_rank() if rank is None else rank, facts))
 
 
 def count(category: str, name: str, value: float, *, rank: int | None = None) -> None:
-    """Observes the new value of a quantity."""
+    """Observe the new value of a quantity as a :class:`Count`."""
     if _sinks:
         emit(Count(category, name, time.perf_counter(), current_rank() if rank is None else rank, value))
 
 
 class _Nothing(AbstractContextManager[object]):
-    """The span nobody listens to."""
+    """Do nothing: the span where there is no sink."""
 
     def __enter__(self) -> _Nothing:
         return self
@@ -109,7 +109,7 @@ _NOTHING = _Nothing()
 
 
 class _Live(AbstractContextManager[object]):
-    """A span that is open."""
+    """Time a ``with`` block, and send its span to the sinks that were there when it began."""
 
     def __init__(self, category: str, name: str, rank: int, facts: dict[str, Any]) -> None:
         self._what = (category, name)

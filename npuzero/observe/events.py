@@ -1,4 +1,4 @@
-"""What can be observed: typed events. Times are seconds of `time.perf_counter`, one clock for all ranks of a host."""
+"""The events that can be observed. Times are seconds of `time.perf_counter`, one clock for all ranks of a host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time: ``Span("gather", "blocks.3", ...)``.
+    """Record something that took time: ``Span("gather", "blocks.3", ...)``.
 
     Attributes:
         category: the kind of work (``compute``, ``gather``, ``reduce``, ``update`` ...); a lane of the trace.
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Instant:
-    """Something that happened at one moment."""
+    """Record something that happened at one moment."""
 
     category: str
     name: str
@@ -40,7 +40,7 @@ class Instant:
 
 @dataclass(frozen=True)
 class Count:
-    """The value that a quantity has from now on, such as bytes held."""
+    """Record the value that a quantity has from now on, such as bytes held."""
 
     category: str
     name: str

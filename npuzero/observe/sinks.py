@@ -1,4 +1,4 @@
-"""Where events go. A sink may be called from any thread; each file here says what it leaves behind."""
+"""The sinks that events go to. A sink may be called from any thread; each class here says what it leaves behind."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from npuzero.observe.events import Count, Event, Instant, Span
 
 
 class Sink(ABC):
-    """Takes events. Only `write` must be given."""
+    """Take events. Only :meth:`write` must be given."""
 
     @abstractmethod
     def write(self, event: Event) -> None:
-        """Takes one finished event."""
+        """Take one finished event."""
 
     def begin(self, category: str, name: str) -> None:  # noqa: B027 - most sinks wait for the finished span
-        """A span opens in this thread; spans of one thread close in the opposite order."""
+        """Open a span in this thread; spans of one thread close in the opposite order."""
 
     def end(self) -> None:  # noqa: B027
-        """The span of this thread that opened last closes; `write` follows."""
+        """Close the span that this thread opened last; :meth:`write` follows."""
 
     def close(self) -> None:  # noqa: B027
-        """No further event comes. Idempotent."""
+        """Finish: no further event comes. Calling it again does nothing."""
 
 
 class Events(Sink):
-    """Keeps every event in `events`, in order of completion: for tests, and for reading afterwards."""
+    """Keep every event in ``events``, in order of completion: for tests, and for reading afterwards."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -45,7 +45,7 @@ class Events(Sink):
 
 @dataclass
 class Total:
-    """What Counters keep of one (category, name): how often, and for spans how long in all."""
+    """Hold what :class:`Counters` keeps of one (category, name): how often, and for spans how long in all."""
 
     times: int = 0
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class Total:
 
 
 class Counters(Sink):
-    """Keeps sums instead of events: ``counters.totals["gather", "blocks.3"].seconds``; `value` is a Count's last."""
+    """Keep sums instead of events: ``counters.totals["gather", "blocks.3"].seconds``; ``value`` is a Count's last."""
 
     def __init__(self) -> None:
         self.totals: dict[tuple[str, str], Total] = defaultdict(Total)
@@ -70,7 +70,7 @@ class Counters(Sink):
 
 
 class JsonLines(Sink):
-    """One JSON object per event and line, with the event's fields and its ``kind``; flushed by `close`.
+    """Write one JSON object per event and line: the event's fields and its ``kind``; flushed by :meth:`close`.
 
     Raises:
         StorageError: the file cannot be opened or written.
@@ -97,7 +97,7 @@ class JsonLines(Sink):
 
 
 class ChromeTrace(Sink):
-    """A file for Perfetto or chrome://tracing, written by `close`: a process per rank, a lane per category.
+    """Write a file for Perfetto or chrome://tracing on :meth:`close`: a process per rank, a thread per category.
 
     Source of the format: the Trace Event Format document (phases X, i, C, M; times in microseconds).
 
@@ -126,7 +126,7 @@ class ChromeTrace(Sink):
 
 
 def trace_events(events: list[Event]) -> list[dict[str, Any]]:
-    """The events as the Trace Event Format's objects, with a name for each process (rank) and thread (lane)."""
+    """Return the events as objects of the Trace Event Format, with a name for each process (rank) and thread."""
     lanes: dict[tuple[int, str], int] = {}
     rows = [_trace_event(event, lanes.setdefault((event.rank, event.category), len(lanes))) for event in events]
     for rank in sorted({rank for rank, _ in lanes}):
@@ -148,7 +148,7 @@ def _trace_event(event: Event, lane: int) -> dict[str, Any]:
 
 
 class ProfilerRanges(Sink):
-    """Opens a ``torch.profiler.record_function`` range for each span, so that torch's profiler shows them."""
+    """Open a ``torch.profiler.record_function`` range for each span, so that torch's profiler shows them."""
 
     def __init__(self) -> None:
         self._open = threading.local()
@@ -164,7 +164,7 @@ class ProfilerRanges(Sink):
         self._stack().pop().__exit__(None, None, None)
 
     def write(self, event: Event) -> None:
-        """Nothing: the range is torch's by now."""
+        """Do nothing: torch has the range already."""
 
     def _stack(self) -> list[Any]:
         if not hasattr(self._open, "ranges"):
