@@ -16,7 +16,7 @@ from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRECISIONS, PRESETS, SUMS, Plan, Report
+from npuzero.plan import PRECISIONS, PRESETS, SUMS, Axes, Plan, Report
 
 _EPILOG = """\
 examples:
@@ -124,17 +124,35 @@ def first_fit(reports: dict[str, Report], memory_bytes: int) -> str | None:
     return next((name for name, report in reports.items() if _held(report) <= memory_bytes), None)
 
 
+def distinct(reports: dict[str, Report]) -> dict[str, Report]:
+    """Return a report for each way to place the state on these ranks, by the names of all presets that come to it.
+
+    On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
+    """
+    names: dict[tuple[Axes, ...], list[str]] = {}
+    for name, report in reports.items():
+        mesh = report.plan.mesh_shape(report.world)
+        parts = report.plan.parts.values()
+        # Over an axis of one rank nothing is divided.
+        sharded = tuple(tuple(axis for axis in part.axes if mesh.size((axis,)) > 1) for part in parts)
+        names.setdefault(sharded, []).append(name)
+    if len(names) == 1:
+        return {"any preset": next(iter(reports.values()))}
+    return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
+
+
 def render(title: str, reports: dict[str, Report], memory_bytes: int | None = None) -> str:
     """Two tables: memory by part, traffic by verb; each with its total. With a rank's memory, which presets fit."""
-    held = {name: report.bytes_held for name, report in reports.items()}
-    sent = {name: report.bytes_sent for name, report in reports.items()}
-    cuts = {"cut": {name: _cuts(report) for name, report in reports.items()}}
+    rows = distinct(reports)
+    held = {name: report.bytes_held for name, report in rows.items()}
+    sent = {name: report.bytes_sent for name, report in rows.items()}
+    cuts = {"cut": {name: _cuts(report) for name, report in rows.items()}}
     fits = {}
     if memory_bytes:
-        fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in reports.items()}
+        fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
     tables = [_table("memory per rank", held, cuts, fits), _table("sent per rank and step", sent)]
     advice = [_advice(reports, memory_bytes)] if memory_bytes else []
-    return "\n\n".join([title, *tables, *advice, _LEGEND])
+    return "\n\n".join([title, *_coincidence(reports), *tables, *advice, _LEGEND])
 
 
 _Texts = Mapping[str, Mapping[str, str]]
@@ -180,24 +198,38 @@ def _fit(bytes_left: int) -> str:
     return f"fits, {quantity(bytes_left)} left" if bytes_left >= 0 else f"{quantity(-bytes_left)} too much"
 
 
+def _coincidence(reports: dict[str, Report]) -> list[str]:
+    """Return why presets are the same here, where the number of ranks or hosts is the reason."""
+    report = next(iter(reports.values()))
+    if report.world == 1:
+        return ["On one rank there is nothing to shard over: all presets are the same."]
+    mesh = report.plan.mesh_shape(report.world)
+    if mesh.node == 1:
+        return [
+            f"All {report.world} ranks share a host (--local says otherwise), so sharded within a host is sharded over"
+            " all ranks:\nnames joined by = are the same plan here."
+        ]
+    return []
+
+
 def _advice(reports: dict[str, Report], memory_bytes: int) -> str:
+    size = quantity(memory_bytes)
     first = first_fit(reports, memory_bytes)
     if first is not None:
         left = quantity(memory_bytes - _held(reports[first]))
-        return f"The first that fits in {quantity(memory_bytes)} is {first}; {left} are left for activations."
+        return f"The first that fits in {size} is {first}; {left} are left for activations."
     least = min(reports, key=lambda name: _held(reports[name]))
     over = quantity(_held(reports[least]) - memory_bytes)
-    return f"None fits in {quantity(memory_bytes)}; {least} is nearest, {over} too much: take more ranks or fewer bits."
+    nearest = f"None fits in {size}; {least} is nearest" if reports[least].world > 1 else f"It does not fit in {size}"
+    return f"{nearest}, {over} too much: take more ranks (--world) or fewer bits (--precision)."
 
 
 def _title(model: ModelShape, options: argparse.Namespace) -> str:
     frozen = f" ({model.frozen:,} frozen)" if model.frozen else ""
     sums = ", sums as wires" if options.sums == "wire" else ""
-    return (
-        f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {options.world} ranks"
-        f" ({options.local or options.world} per host), {options.micro_batches} micro-batch"
-        f"{'es' * (options.micro_batches > 1)} a step"
-    )
+    ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
+    batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
+    return f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {ranks}, {batches}"
 
 
 def _model(options: argparse.Namespace) -> ModelShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -115,13 +116,19 @@ def test_memory_as_people_write_it(text, nbytes, capsys):
     assert json.loads(capsys.readouterr().out)["memory_bytes"] == nbytes
 
 
+def by_preset(text):
+    """Lines of a table by the names that its first column has."""
+    named = [(line, line.split("  ")[0].split(" = ")) for line in text.splitlines()]
+    return {name: line for line, names in named for name in names}
+
+
 def test_which_presets_fit_and_by_how_much(capsys):
     arguments = ["plan", "--parameters", "7B", "--world", "64", "--local", "8", "--memory", "16GiB"]
     assert main([*arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    rows = {line.split()[0]: line for line in text.split("sent per rank")[0].splitlines() if line.strip()}
+    rows = by_preset(text.split("sent per rank")[0])
     fitting = []
     for name in PRESETS:
         left = facts["presets"][name]["bytes_left"]
@@ -161,11 +168,42 @@ def test_plan_as_text_has_a_row_for_each_preset_in_both_tables(capsys):
     assert main(["plan", "--parameters", "1e9", "--world", "16", "--local", "4", "--precision", "fp32"]) == 0
     text = capsys.readouterr().out
     assert "1,000,000,000 parameters, fp32, 16 ranks (4 per host), 1 micro-batch a step" in text
-    rows = [line.split()[0] for line in text.splitlines() if line.strip()]
-    for name in PRESETS:
-        assert rows.count(name) == 2
+    for half in text.split("sent per rank and step"):
+        assert set(by_preset(half)) >= set(PRESETS)
     assert "memory per rank\n" in text and "sent per rank and step\n" in text
     assert "activations come on top" in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "joined"),
+    [
+        (["--world", "16", "--local", "4"], ["hsdp = mics"]),
+        (["--world", "8"], ["zero1 = zero1.5", "zero3 = hpz = hsdp = mics"]),
+        (["--world", "8", "--local", "8"], ["zero1 = zero1.5", "zero3 = hpz = hsdp = mics"]),
+        (["--world", "8", "--local", "1"], ["zero0 = zero1.5 = hsdp = mics", "zero3-keep = hpz"]),
+    ],
+)
+def test_presets_that_coincide_share_a_row_and_only_those(ranks, joined, capsys):
+    assert main(["plan", "--parameters", "1B", *ranks, "--micro-batches", "2", "--clip", "--memory", "1TiB"]) == 0
+    text = capsys.readouterr().out
+    tables = text.split("sent per rank and step")
+    for half in tables:
+        labels = [line.split("  ")[0] for line in half.splitlines()]
+        assert [label for label in labels if " = " in label and set(label.split(" = ")) <= set(PRESETS)] == joined
+    assert ("All 8 ranks share a host" in text) == (joined[-1] == "zero3 = hpz = hsdp = mics")
+    assert main(["plan", "--parameters", "1B", *ranks, "--micro-batches", "2", "--clip", "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    places = {name: line for half in tables[:1] for name, line in by_preset(half).items() if name in PRESETS}
+    for name, other in itertools.combinations(PRESETS, 2):
+        assert (presets[name] == presets[other]) == (places[name] == places[other]), (name, other)
+
+
+def test_one_rank_is_told_that_all_presets_are_the_same(capsys):
+    assert main(["plan", "--parameters", "13B", "--world", "1", "--memory", "80GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "1 rank (1 per host)" in text and "On one rank there is nothing to shard over" in text
+    assert sum(line.startswith("any preset  ") for line in text.splitlines()) == 2
+    assert "It does not fit in 80.00 GiB, 137.9 GiB too much: take more ranks (--world)" in text
 
 
 def test_a_config_file_gives_the_models_real_size(config_file, capsys):
@@ -263,7 +301,7 @@ def test_a_single_rank_sends_nothing_and_still_has_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["plan", "--parameters", "1e6", "--units", "2", "--world", "1", "--plot", str(tmp_path / "p.png")]) == 0
     traffic = capsys.readouterr().out.split("sent per rank and step")[1].splitlines()
-    assert traffic[3].split() == ["zero0", "-", "-", "-", "-", "-"]
+    assert traffic[3].split() == ["any", "preset", "-", "-", "-", "-", "-"]
 
 
 def test_tables_and_quantities():
