@@ -1,7 +1,8 @@
-"""The board: where each rank of a world waits, so that ranks which wait for each other in different places are told so.
+"""The board: tells ranks that wait for each other in different places where each of them is.
 
 Each rank has one slot. It says where the rank's threads wait, and how often the rank has come to each place. A wait is
-written there once it has lasted for ``PATIENCE_S``, so a healthy step costs nothing. Who waits looks at the board.
+written there once it has lasted for ``PATIENCE_S``, so a healthy step costs nothing. A rank that waits looks at the
+board.
 
 Invariants:
     * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes, however
@@ -30,14 +31,14 @@ from npuzero.errors import CollectiveError
 #: Seconds that a wait may last before it is written on the board.
 PATIENCE_S = 0.5
 
-#: Seconds between two looks at the board: at first, and at most. Who comes last looks soon, so the others need not.
+#: Seconds between two looks at the board: at first, and at most. The last to come looks soon, so the others need not.
 _LOOK_S = 0.25
 _LOOK_MOST_S = 1.0
 
-#: Seconds between two calls of ``Watch.look`` by who polls.
+#: Seconds between two calls of ``Watch.look`` by a thread that polls.
 SLICE_S = 0.05
 
-#: Where frames are not the user's: this package, Python's own and what is installed there, torch.
+#: Folders whose frames are not the user's: this package, Python's own and what is installed there, torch.
 _FOREIGN = (
     *(str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), threading.__file__, torch.__file__)),
     "<",
@@ -45,7 +46,7 @@ _FOREIGN = (
 
 
 class Failure(NamedTuple):
-    """Why communicators are broken: what a CollectiveError says. ``origin``: the rank that found it."""
+    """Say why communicators are broken, for a CollectiveError; ``origin`` is the rank that found out."""
 
     kind: str
     origin: int
@@ -54,20 +55,20 @@ class Failure(NamedTuple):
     do: str
 
     def error(self, subject: str, **facts: object) -> CollectiveError:
-        """The error of an operation that met this failure."""
+        """Return the error of an operation that met this failure."""
         kind, origin, expected, got, do = self
         return CollectiveError(subject, expected=expected, got=got, do=do, kind=kind, origin=origin, **facts)
 
 
 def aborted(rank: int, reason: str) -> Failure:
-    """The failure of a rank that gave up."""
+    """Return the failure of a rank that gave up."""
     return Failure(
         "aborted", rank, "every rank to go on", f"rank {rank} aborted: {reason}", "Look at the error of that rank."
     )
 
 
 class Meeting(NamedTuple):
-    """The ``number``-th time that ``ranks`` come to ``place``; ``text`` is for people."""
+    """Name the ``number``-th time that ``ranks`` come to ``place``; ``text`` says it for people."""
 
     place: str
     number: int
@@ -76,21 +77,21 @@ class Meeting(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A thread waits in ``meeting`` since ``since_s`` (time.time), called at ``line`` of the user's code."""
+    """Record that a thread waits in ``meeting`` since ``since_s`` (time.time), called at ``line`` of the user's."""
 
     meeting: Meeting
     since_s: float
     line: str
 
     def text(self, size: int) -> str:
-        """For people, in a world of ``size`` ranks."""
+        """Return it in words, in a world of ``size`` ranks."""
         ranks = self.meeting.ranks
         among = f" among {_listed(ranks)}" if len(ranks) < size else ""
         return f"waits in {self.meeting.text}{among}" + (self.line and f", called at {self.line},")
 
 
 class Slot(NamedTuple):
-    """One rank: its ``waits``, none while it may go on; how often it ``arrived`` at each place; how it ``ended``."""
+    """Hold one rank's ``waits`` (none while it may go on), its ``arrived`` counts by place, and how it ``ended``."""
 
     waits: tuple[Wait, ...]
     arrived: dict[str, int]
@@ -102,20 +103,20 @@ NOWHERE = Slot((), {})
 
 
 class Slots(Protocol):
-    """Where the slots of all ranks lie."""
+    """Store the slots of all ranks."""
 
     def write(self, slot: Slot) -> None:
-        """Makes it this rank's slot."""
+        """Make ``slot`` this rank's."""
 
     def read(self) -> list[Slot]:
-        """All slots, by rank."""
+        """Return all slots, by rank."""
 
     def failure(self) -> Failure | None:
-        """Why the world is broken, if it is."""
+        """Return why the world is broken; None while it is not."""
 
 
 class NoSlots:
-    """Of a rank alone."""
+    """Store nothing: the slots of a rank alone."""
 
     def write(self, slot: Slot) -> None:
         return
@@ -128,7 +129,9 @@ class NoSlots:
 
 
 def stuck(slots: Sequence[Slot]) -> list[int]:
-    """The ranks that wait for what can never come, in ascending order."""
+    """Return the ranks that wait for what can never come, in ascending order."""
+    # Suspect all ranks that wait or have ended, and clear, until nothing changes, each with a wait that may end: every
+    # rank it needs has come or is no suspect. Those left wait for each other or for ranks that have ended.
     found = {rank for rank, slot in enumerate(slots) if slot.waits or slot.ended}
 
     def may_resolve(wait: Wait) -> bool:
@@ -141,7 +144,7 @@ def stuck(slots: Sequence[Slot]) -> list[int]:
 
 
 class Board:
-    """One rank's view of the board of its world.
+    """Keep one rank's view of the board of its world.
 
     Args:
         arrived: how often this rank has come to each place.
@@ -163,7 +166,7 @@ class Board:
         self._failure: Failure | None = None
 
     def enter(self) -> None:
-        """Says that the calling thread uses the world, once for each thread."""
+        """Register the calling thread as one that uses the world; once for each thread."""
         if getattr(self._here, "known", False):
             return
         self._here.known = True
@@ -175,24 +178,24 @@ class Board:
                 self._write()
 
     def close(self) -> None:
-        """Says that this rank has left the world."""
+        """Record that this rank has left the world."""
         with self._lock, suppress(CollectiveError):  # the board may have gone with its store
             self._put(Slot((), self._arrived(), "has ended"))
 
     def post(self, wait: Wait) -> None:
-        """Writes where the calling thread waits."""
+        """Write where the calling thread waits."""
         with self._lock:
             self._waits[threading.current_thread()] = wait
             self._write()
 
     def withdraw(self) -> None:
-        """Takes the calling thread's wait off."""
+        """Erase the calling thread's wait."""
         with self._lock:
             self._waits.pop(threading.current_thread(), None)
             self._write()
 
     def failure(self, *, known: bool = False) -> Failure | None:
-        """Why the world is broken, if it is; ``known``: if this rank has heard of it."""
+        """Return why the world is broken, if it is; with ``known``, only if this rank has already heard of it."""
         if self._failure is None and not known:
             self._failure = self._slots.failure()
             if self._failure is not None:
@@ -200,7 +203,7 @@ class Board:
         return self._failure
 
     def cause(self, expected: str, got: str) -> Failure | None:
-        """Why other ranks may have broken a connection: the world is broken, or some ranks have left it."""
+        """Return why other ranks may have broken a connection: the world is broken, or some ranks have left it."""
         deadline_s = time.monotonic() + PATIENCE_S
         with suppress(CollectiveError):  # the board may have gone with its store
             while time.monotonic() < deadline_s:
@@ -217,13 +220,13 @@ class Board:
         return None
 
     def read(self) -> list[Slot]:
-        """The slots of all ranks, this rank's as it is now."""
+        """Return the slots of all ranks, this rank's as it is now."""
         with self._lock:
             self._write()
         return self._slots.read()
 
     def linger(self, stuck: Mapping[int, Slot]) -> None:
-        """Until the others that were ``stuck`` have heard of it, or soon: a rank that ends now would seem the cause."""
+        """Wait a little for the other ``stuck`` ranks to hear of it: a rank that ends now would seem the cause."""
         deadline_s = time.monotonic() + 2 * _LOOK_MOST_S
         while time.monotonic() < deadline_s:
             now = self._slots.read()
@@ -232,7 +235,7 @@ class Board:
             time.sleep(SLICE_S)
 
     def condemn(self, slots: Sequence[Slot]) -> Failure | None:
-        """Breaks the world, in which some ranks are stuck."""
+        """Break the world, in which some ranks are stuck."""
         failure = Failure(
             "diverged",
             self.rank,
@@ -256,7 +259,7 @@ class Board:
 
 
 class Watch:
-    """One wait of one thread, which calls ``look`` some times a second and ``end`` before it goes on.
+    """Watch one wait of one thread: it calls :meth:`look` some times a second, and :meth:`end` before it goes on.
 
     Args:
         board: None: there is none, and nobody is told.
@@ -280,7 +283,7 @@ class Watch:
         self.end()
 
     def look(self) -> Failure | None:
-        """Why the wait is in vain, if that is known."""
+        """Return why the wait is in vain, if that is known."""
         board = self._board
         if board is None or time.monotonic() < self._next_s or isinstance(threading.current_thread(), LaneThread):
             return None
@@ -292,7 +295,7 @@ class Watch:
             self._next_s = time.monotonic() + self._pause_s
 
     def end(self) -> None:
-        """Takes the wait off the board."""
+        """Take the wait off the board."""
         if self._board is not None and self._posted:
             self._posted = False
             try:
@@ -321,7 +324,7 @@ class Watch:
 
 
 def patience(watch: Callable[[], Watch]) -> Patience:
-    """Makes the way to wait for what a lane does with other ranks: where that takes long, the wait is on the board."""
+    """Return the function by which a lane's steps with other ranks are waited for: a long wait goes on the board."""
 
     def wait(event: threading.Event) -> None:
         if event.wait(SLICE_S):
@@ -336,7 +339,7 @@ def patience(watch: Callable[[], Watch]) -> Patience:
 
 
 def _users_line() -> str:
-    """``file:line`` of the innermost frame of the calling thread that is the user's."""
+    """Return ``file:line`` of the calling thread's innermost frame in the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         frame = frame.f_back
@@ -344,7 +347,7 @@ def _users_line() -> str:
 
 
 def _describe(slots: Sequence[Slot]) -> str:
-    """Where each rank is, and since when; ranks that are in the same place together."""
+    """Return where each rank is, and since when, naming ranks that are in the same place together."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, slot in enumerate(slots):
         waits = " and ".join(wait.text(len(slots)) for wait in slot.waits)

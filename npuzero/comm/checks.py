@@ -1,4 +1,4 @@
-"""What every verb asks of its tensors before anything is sent. A check raises a ContractError that says what it met."""
+"""The checks of every collective's tensors before anything is sent. Each raises a ContractError."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = (torch.int32, torch.int64, torch.uint8)
 
 
 def check_flats(verb: str, device: torch.device, **tensors: torch.Tensor) -> None:
-    """Checks that each tensor is dense, 1-D, contiguous, on ``device``, and that its memory is there."""
+    """Check that each tensor is dense, 1-D, contiguous, on ``device``, and that its memory is there."""
     for name, tensor in tensors.items():
         _check_flat(f"{verb}: {name}", tensor, device)
 
@@ -39,20 +39,20 @@ def _check_flat(subject: str, tensor: object, device: torch.device) -> None:
 
 
 def check_parts(verb: str, whole: torch.Tensor, shard: torch.Tensor, size: int) -> None:
-    """Checks that ``whole`` is as long as ``size`` shards."""
+    """Check that ``whole`` is as long as ``size`` shards."""
     if whole.numel() != size * shard.numel():
         got = f"{whole.numel()} elements"
         _refuse(verb, f"whole of {size} ranks * {shard.numel()} elements of shard", got, "Pad to equal shards.")
 
 
 def is_part(whole: torch.Tensor, shard: torch.Tensor, index: int) -> bool:
-    """Tells whether ``shard`` is the memory of part ``index`` of ``whole``."""
+    """Return whether ``shard`` is the memory of part ``index`` of ``whole``."""
     own = whole.data_ptr() + index * shard.numel() * whole.element_size()
     return whole.dtype == shard.dtype and shard.data_ptr() == own
 
 
 def check_dtype(subject: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
-    """Checks that the dtype is one of those ``allowed``."""
+    """Check that the dtype is one of those ``allowed``."""
     if tensor.dtype not in allowed:
         names = ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
         _refuse(
@@ -61,14 +61,14 @@ def check_dtype(subject: str, tensor: torch.Tensor, allowed: Sequence[torch.dtyp
 
 
 def check_equal_dtypes(verb: str, **tensors: torch.Tensor) -> None:
-    """Checks that the tensors have one dtype."""
+    """Check that the tensors have one dtype."""
     if len({tensor.dtype for tensor in tensors.values()}) > 1:
         got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items()).replace("torch.", "")
         _refuse(verb, f"{' and '.join(tensors)} of one dtype", got, "Cast one of them first (npuzero.ops.cast).")
 
 
 def check_apart(verb: str, **tensors: torch.Tensor) -> None:
-    """Checks that two tensors share no byte."""
+    """Check that two tensors share no byte."""
     (first, a), (second, b) = tensors.items()
     a_end = a.data_ptr() + a.numel() * a.element_size()
     b_end = b.data_ptr() + b.numel() * b.element_size()

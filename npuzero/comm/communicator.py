@@ -1,8 +1,8 @@
 """The interface of collectives, and the checks that every implementation shares.
 
-A communicator joins an ordered group of ranks. Its verbs are asynchronous: they return a :class:`Handle` at once, run
-in the order of the calls, and the caller keeps the tensors alive and untouched until ``wait()``. All ranks of the group
-call the same verbs in the same order with the same sizes, dtypes and tags.
+A communicator joins an ordered group of ranks. Its collectives are asynchronous: they return a :class:`Handle` at once
+and run in the order of the calls; the caller keeps the tensors alive and untouched until ``wait()``. All ranks of the
+group call the same collectives in the same order with the same sizes, dtypes and tags.
 
 Invariants:
     * arguments are checked before anything is sent: a :class:`ContractError` leaves the communicator as it was;
@@ -35,7 +35,7 @@ from npuzero.errors import ContractError
 
 
 class Communicator(ABC):
-    """One rank's door to the collectives of a group.
+    """Run collectives over an ordered group of ranks, for one of them.
 
     Attributes:
         ranks: of the run, in the order of the group.
@@ -62,13 +62,12 @@ class Communicator(ABC):
         return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor of ``numel`` zeros, where possible in memory that the other ranks reach themselves.
+        """Return a 1-D tensor of ``numel`` zeros, in memory that the other ranks can read in place where possible.
 
-        What a rank brings to a verb (the shard of all_gather, the whole of reduce_scatter, the input of all_to_all, the
+        The input of a collective (the shard of all_gather, the whole of reduce_scatter, the input of all_to_all, the
         buffer of all_reduce and broadcast) is then not copied on its way: over shared memory the other ranks read it,
-        or a view of it, in its place. Results need no such buffer. Each rank's buffers count for themselves; ranks need
-        not agree. The memory goes back when the last view of it does; it cannot be resized. Elsewhere: an ordinary
-        tensor.
+        or a view of it, in its place. Results need no such buffer. Ranks need not agree on which of them use one. The
+        memory goes back when the last view of it does; it cannot be resized. Elsewhere: an ordinary tensor.
 
         Raises:
             OutOfSpace: no memory is left.
@@ -77,7 +76,7 @@ class Communicator(ABC):
 
     @final
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, *, tag: str = "") -> Handle:
-        """whole[size * n] = the shards[n] of all ranks, in group order; any dtype.
+        """Gather the shards[n] of all ranks into whole[size * n], in group order; any dtype.
 
         ``shard`` may be this rank's own part of ``whole``.
         """
@@ -92,7 +91,7 @@ class Communicator(ABC):
     def reduce_scatter(
         self, shard: torch.Tensor, whole: torch.Tensor, *, accumulate: bool = False, tag: str = ""
     ) -> Handle:
-        """shard[n] = the sum over all ranks of this rank's part of whole[size * n]; f32, bf16 or f16.
+        """Set shard[n] to the sum over all ranks of this rank's part of whole[size * n]; f32, bf16 or f16.
 
         ``shard`` has the dtype of ``whole``, or float32. ``accumulate``: the sum is added to ``shard`` (the sum first,
         then the addition, then one rounding). ``shard`` may be this rank's own part of ``whole``, then without
@@ -108,14 +107,14 @@ class Communicator(ABC):
 
     @final
     def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> Handle:
-        """buffer[n] = the sum of all ranks' buffers, in place, the same bits on every rank. Integers wrap around."""
+        """Sum all ranks' buffers[n] in place, to the same bits on every rank. Integers wrap around."""
         check_flats("all_reduce", self.device, buffer=buffer)
         check_dtype("all_reduce: buffer", buffer, (*WIRES, torch.float64, *INTEGERS))
         return self._all_reduce(buffer, tag)
 
     @final
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, tag: str = "") -> Handle:
-        """Part j of inp[size * n] goes to rank j; part i of out[size * n] comes from rank i; any dtype."""
+        """Send part j of inp[size * n] to rank j; part i of out[size * n] comes from rank i; any dtype."""
         check_flats("all_to_all", self.device, out=out, inp=inp)
         check_equal_dtypes("all_to_all", out=out, inp=inp)
         if out.numel() != inp.numel() or inp.numel() % self.size:
@@ -130,7 +129,7 @@ class Communicator(ABC):
 
     @final
     def broadcast(self, buffer: torch.Tensor, *, root: int, tag: str = "") -> Handle:
-        """buffer[n] = that of the rank with index ``root`` in the group, in place; any dtype."""
+        """Copy the buffer[n] of the rank with index ``root`` in the group to all ranks, in place; any dtype."""
         check_flats("broadcast", self.device, buffer=buffer)
         if not 0 <= root < self.size:
             raise ContractError(
@@ -143,33 +142,33 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Until every rank has called it; operations under way before it are done then."""
+        """Wait until every rank has called it; operations that were under way are done then."""
 
     def meeting(self, number: int, verb: str, tag: str) -> Meeting:
-        """The operation ``number``, as a place where ranks meet."""
+        """Return the operation ``number`` as a place where ranks meet."""
         what = f"{verb} #{number}" + (f" tagged {tag!r}" if tag else "")
         return Meeting(self.place, number, self.ranks, f"{what} of {self.name!r}")
 
     def watch(self, number: int, verb: str, tag: str) -> Watch:
-        """For the time that the calling thread waits for the operation ``number``."""
+        """Return the watch for a wait of the calling thread for the operation ``number``."""
         return Watch(self.board, self.meeting(number, verb, tag), self.ranks[self.rank])
 
     @final
     def abort(self, reason: str) -> None:
-        """Breaks the communicator, on every rank where the means allow it."""
+        """Break the communicator, on every rank where the implementation can."""
         self.fail(aborted(self.ranks[self.rank], reason))
 
     @abstractmethod
     def fail(self, failure: Failure) -> None:
-        """Likewise, for ``failure``; the first one stays."""
+        """Break it likewise, for ``failure``; the first one stays."""
 
     def drain(self) -> None:
-        """Until what was started here is done or has failed: other ranks may still need this one's part of it."""
+        """Wait until operations started here are done or have failed: other ranks may need this one's part."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Gives resources back; operations not waited for fail. Idempotent."""
+        """Free resources; operations not waited for fail. Calling it again does nothing."""
 
     @abstractmethod
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle: ...

@@ -1,4 +1,4 @@
-"""A communicator that counts the bytes its rank sends, by the plan's own arithmetic, and tells what starts."""
+"""A communicator that counts the bytes its rank sends, by the plan's own arithmetic, and reports each start."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from npuzero.plan import ring_bytes
 
 
 class Counted(Communicator):
-    """Wraps ``communicator``; each verb adds what it sends to ``counter[verb]`` (bytes, see plan.ring_bytes).
+    """Wrap ``communicator``; each collective adds the bytes it sends to ``counter`` by its name (see plan.ring_bytes).
 
-    A verb is counted as it is issued, on the caller's thread, before the wrapped communicator hears of it: whatever
-    that does later, on a lane or in several collectives, a report that follows the call has it. So this is the
-    outermost wrapper: what a composed communicator is made of is not counted beside it.
+    A collective is counted as it is issued, on the caller's thread, before it is passed on: a report that follows the
+    call has it, whatever happens later, on a lane or in several collectives. So this is the outermost wrapper: the
+    parts of a composed communicator are not counted beside it.
     """
 
     def __init__(self, communicator: Communicator, counter: MutableMapping[str, int]) -> None:

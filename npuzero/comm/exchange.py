@@ -1,4 +1,4 @@
-"""Exchanges: small values that ranks give each other through the store, at places that they come to in order."""
+"""Exchanges: small values that ranks swap through the store, at places they come to in order."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _POLL_S = 0.02
 
 
 def meeting(place: str, channel: str, number: int, ranks: Sequence[int]) -> Meeting:
-    """The ``number``-th exchange of ``ranks`` at ``place``, on ``channel``."""
+    """Return the ``number``-th exchange of ``ranks`` at ``place``, on ``channel``, as a place where ranks meet."""
     return Meeting(place, number, tuple(ranks), f"exchange #{number}" + (f" of {channel}" if channel else ""))
 
 
 def place_of(channel: str, group: Sequence[int] = ()) -> str:
-    """A channel's name on the board; ``group``: whose it is, if not all ranks'."""
+    """Return a channel's name on the board; ``group``: its ranks, if not all."""
     return f"exchange/{channel}" + (f"/{'-'.join(map(str, group))}" if group else "")
 
 
 class Exchanges:
-    """The exchanges of one rank.
+    """Run the exchanges of one rank.
 
     Args:
         dead: whether a rank is known to be dead.
@@ -48,7 +48,7 @@ class Exchanges:
         self._dead = dead
 
     def run(self, value: object, channel: str, group: Sequence[int] = ()) -> list[Any]:
-        """The values of all ranks, or of those in ``group``, in their order; each of them calls it."""
+        """Return the values of all ranks, or of those in ``group``, in their order; each of them must call it."""
         place, ranks = place_of(channel, group), group or range(self._size)
         here = meeting(place, channel, self._came[place] + 1, ranks)
         failure = self._board.failure(known=True)
@@ -63,11 +63,11 @@ class Exchanges:
         return values
 
     def arrived(self) -> dict[str, int]:
-        """How often this rank has come to each place."""
+        """Return how often this rank has come to each place."""
         return dict(self._came)
 
     def _await(self, here: Meeting, rank: int, watch: Watch) -> str:
-        """What ``rank`` set in this exchange; while it is not there, looks for reasons that it never will be."""
+        """Return what ``rank`` set in this exchange; while it is not there, look for reasons that it never will be."""
         key = _key(here, rank)
         begin_s = time.monotonic()
         pause_s = 0.0005
@@ -81,7 +81,7 @@ class Exchanges:
         return self._store.get(key)
 
     def _given_up(self, rank: int, key: str, waited_s: float) -> Failure | None:
-        """Why this rank need not wait for ``rank`` any more."""
+        """Return why this rank need not wait for ``rank`` any more, if so."""
         if self._dead(rank) and not self._store.check(key):
             do = f"Look at the last output of rank {rank}."
             return Failure("dead", self._rank, f"rank {rank}", f"rank {rank} is dead", do)
@@ -92,5 +92,5 @@ class Exchanges:
 
 
 def _key(here: Meeting, rank: int) -> str:
-    """Where a rank's value lies in the store."""
+    """Return the store's key of a rank's value."""
     return f"{here.place}/{here.number}/{rank}"

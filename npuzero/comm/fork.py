@@ -1,7 +1,8 @@
 """Forks: a child of ``os.fork`` has its parent's memory, but neither its threads nor its place among the ranks.
 
-What belongs to a rank remembers the process it was made in. In a child, such as a DataLoader's worker, closing it does
-nothing, so that the child ends as any other process does; whatever would reach other ranks is a :class:`StateError`.
+Objects of a rank remember the process they were made in. In a child, such as a DataLoader's worker, closing them does
+nothing, so that the child ends as any other process does; whatever would reach other ranks raises a
+:class:`StateError`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from npuzero.errors import StateError
 
 
 class Birthplace:
-    """The process in which something was made."""
+    """Remember the process in which something was made."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     def left(self) -> bool:
-        """Whether this process is a forked child of that one."""
+        """Return whether this process is a forked child of that one."""
         return self._pid != os.getpid()
 
 
 def door(subject: str) -> Callable[[], None]:
-    """Makes a check that raises a StateError about ``subject`` in a forked child of this process."""
+    """Return a check that raises a StateError about ``subject`` in a forked child of this process."""
     birthplace = Birthplace()
 
     def check() -> None:
@@ -39,7 +40,7 @@ def door(subject: str) -> Callable[[], None]:
 
 
 def not_carried_over(subject: str) -> StateError:
-    """The error for a child that uses its parent's world."""
+    """Return the error for a child that uses its parent's world."""
     return StateError(
         subject,
         expected="the process that joined the world",
@@ -50,7 +51,7 @@ def not_carried_over(subject: str) -> StateError:
 
 
 def inherited_group() -> bool:
-    """Whether torch.distributed's default group is this process's by a fork only."""
+    """Return whether torch.distributed's default group is this process's by a fork only."""
     return dist.is_available() and dist.is_initialized() and dist.group.WORLD is _inherited
 
 

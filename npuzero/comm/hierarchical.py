@@ -19,7 +19,7 @@ from npuzero.device import Handle, make_lane
 
 
 def transposed(ranks: Sequence[int]) -> int | None:
-    """The inner size ``a`` where ``ranks`` are ascending ranks, seen as [a, b], transposed to [b, a]; else None."""
+    """Return the inner size ``a`` if ``ranks`` are ascending ranks, seen as [a, b], transposed to [b, a]; else None."""
     size, ascending = len(ranks), sorted(ranks)
     for inner in range(2, size // 2 + 1):
         outer = size // inner
@@ -29,11 +29,11 @@ def transposed(ranks: Sequence[int]) -> int | None:
 
 
 class HierarchicalCommunicator(Communicator):
-    """A group of outer.size * inner.size ranks; the place of a rank is outer.rank * inner.size + inner.rank.
+    """Compose a group of outer.size * inner.size ranks; a rank's place is outer.rank * inner.size + inner.rank.
 
     Args:
         outer, inner: communicators along the two axes.
-        flat: one of the same ranks in ascending order, for the verbs that have no order.
+        flat: one of the same ranks in ascending order, for the collectives whose result has no order.
     """
 
     def __init__(self, outer: Communicator, inner: Communicator, flat: Communicator, ranks: Sequence[int], name: str):

@@ -1,4 +1,4 @@
-"""Joining: how a process comes into its world, and which world a thread is in.
+"""Joining: how a process joins its world, and which world a thread is in.
 
 ``current_world()`` is the world the calling thread is in: that of ``run_threads`` inside it; else the one made by
 ``process_world``; else one on torch.distributed, if that is initialized, or of the ranks the launcher tells of; else a
@@ -35,7 +35,7 @@ def process_world(
     *,
     buffer_mb: int | None = None,
 ) -> World:
-    """The world torchrun started this process in; makes it ``current_world()``.
+    """Join the world that torchrun started this process in, return it, and make it ``current_world()``.
 
     A second call gives the same world, as long as that is not closed.
 
@@ -75,7 +75,7 @@ def process_world(
 
 
 def current_world() -> World:
-    """The world the calling thread is in; see the head of this module."""
+    """Return the world the calling thread is in; see the head of this module."""
     inside: World | None = getattr(_thread, "world", None)
     if inside is not None:
         return inside
@@ -93,7 +93,7 @@ def current_world() -> World:
 
 @contextmanager
 def entered(world: World) -> Iterator[World]:
-    """Makes ``world`` the calling thread's for the length of a ``with`` block."""
+    """Make ``world`` the calling thread's for the length of a ``with`` block."""
     before = getattr(_thread, "world", None)
     _thread.world = world
     try:
@@ -119,7 +119,7 @@ def _join(world: World, wishes: dict[str, Any]) -> None:
 
 
 def _joined() -> World | None:
-    """The world this process is in, unless that is closed, or torch.distributed has been started anew since."""
+    """Return this process's world, unless it is closed, or torch.distributed has been started anew since."""
     world = _process_world
     if world is None or world.closed:
         return None
@@ -133,7 +133,7 @@ def _default_group() -> Any:
 
 
 def _check_wishes(world: World, wishes: dict[str, Any]) -> None:
-    """Raises ConfigError where something is asked for that the world has not."""
+    """Raise a ConfigError where something is asked for that the world has not."""
     has = {**_wishes, "device": world.device, "timeout_s": world.timeout_s}
     for name, wish in wishes.items():
         if wish is not None and wish != has.get(name):
@@ -189,7 +189,7 @@ def _check_backend(backend: str | None, here: torch.device) -> None:
 
 
 def _init_process_group(here: torch.device, timeout_s: float) -> None:
-    """torch.distributed by the launcher's variables, with the backend of the device."""
+    """Start torch.distributed from the launcher's variables, with the backend of the device."""
     backend = device.get(here).backend
     meeting = config.rendezvous()
     if not dist.is_backend_available(backend):

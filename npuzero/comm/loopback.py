@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 
 class _Run:
-    """What the threads of one run share."""
+    """Hold what the threads of one run share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,7 +37,7 @@ class _Run:
         self.first_error: BaseException | None = None
 
     def region(self, ranks: tuple[int, ...], name: str) -> Any:
-        """The region of a group: a new one knows of ranks that aborted or left before it was made."""
+        """Return the region of a group: a new one knows of ranks that aborted or left before it was made."""
         with self.changed:
             region = self.regions.get((ranks, name))
             if region is None:
@@ -50,7 +50,7 @@ class _Run:
             return region
 
     def fail(self, failure: Failure) -> None:
-        """Breaks every communicator there is and will be; only the first reason counts."""
+        """Break every communicator there is and will be; only the first reason counts."""
         with self.changed:
             self.failure = self.failure or failure
             for region in self.regions.values():
@@ -58,7 +58,7 @@ class _Run:
             self.changed.notify_all()
 
     def leave(self, rank: int) -> None:
-        """Lets nobody wait for ``rank`` any more, also where it never opened the communicator."""
+        """Let nobody wait for ``rank`` any more, also where it never opened the communicator."""
         with self.changed:
             self.left.add(rank)
             for (ranks, _), region in self.regions.items():
@@ -68,7 +68,7 @@ class _Run:
 
 
 class _ThreadSlots:
-    """The board's slots, as one rank of ``run_threads`` writes and reads them."""
+    """Store the board's slots in memory, for one rank of :func:`run_threads`."""
 
     def __init__(self, run: _Run, rank: int) -> None:
         self._run = run
@@ -87,7 +87,7 @@ class _ThreadSlots:
 
 
 class ThreadWorld(World):
-    """One rank of ``run_threads``."""
+    """Represent the ranks of :func:`run_threads`, seen from one of them."""
 
     def __init__(self, rank: int, run: _Run, timeout_s: float) -> None:
         slots = _ThreadSlots(run, rank)
@@ -112,7 +112,7 @@ class ThreadWorld(World):
         return [json.loads(values[rank]) for rank in here.ranks]
 
     def _await(self, values: dict[int, str], ranks: Sequence[int], watch: Watch) -> Failure | None:
-        """Until the values of all ``ranks`` are there; why they never will be."""
+        """Wait for the values of all ``ranks``; return why they never will be there, if so."""
         run = self._run
         deadline_s = time.monotonic() + self.timeout_s
 
@@ -162,7 +162,7 @@ class ThreadWorld(World):
 def run_threads(
     size: int, fn: Callable[[World], _Result], *, timeout_s: float = 60.0, limit_s: float | None = None
 ) -> list[_Result]:
-    """Runs ``fn(world)`` on ``size`` ranks, each a thread, and returns what each returned, by rank.
+    """Run ``fn(world)`` on ``size`` ranks, each a thread, and return what each returned, by rank.
 
     Inside, ``current_world()`` is the rank's world. The first exception ends the others' waiting and is raised here.
 
@@ -213,7 +213,7 @@ def run_threads(
 
 
 def _join(threads: list[threading.Thread], timeout_s: float) -> list[str]:
-    """Names of the threads that still run after ``timeout_s``."""
+    """Return the names of the threads that still run after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -12,7 +12,7 @@ from npuzero.plan import AXES, LOCAL, NODE, Axes, MeshShape
 
 
 class Mesh:
-    """The data axes of a world: rank = node * local_size + local.
+    """Arrange the ranks of a world as node x local: rank = node * local_size + local.
 
     Args:
         local_size: ranks in the ``local`` axis; None: those that share this host, which must be equally many and
@@ -35,7 +35,7 @@ class Mesh:
         self.shape = MeshShape(node=world.size // local, local=local)
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
-        """The world's ranks in this rank's group along ``axes``, in shard order: the first axis outermost."""
+        """Return the ranks of this rank's group along ``axes``, in shard order: the first axis outermost."""
         self._check(axes)
         here = {NODE: self.world.rank // self.shape.local, LOCAL: self.world.rank % self.shape.local}
         sizes = {NODE: self.shape.node, LOCAL: self.shape.local}
@@ -46,17 +46,17 @@ class Mesh:
         return tuple(group)
 
     def index(self, axes: Axes) -> int:
-        """This rank's place in ``ranks(axes)``."""
+        """Return this rank's place in ``ranks(axes)``."""
         self._check(axes)
         return self.shape.index(axes, self.world.rank)
 
     def size(self, axes: Axes) -> int:
-        """How many ranks ``ranks(axes)`` has."""
+        """Return the number of ranks in ``ranks(axes)``."""
         self._check(axes)
         return self.shape.size(axes)
 
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
-        """The communicator of ``ranks(axes)`` in that order, made at the first call.
+        """Return the communicator of ``ranks(axes)`` in that order, made at the first call.
 
         ``purpose`` ("gather", "restore", "reduce", "control"; any word) names a channel of its own, so that the order
         of gathers relative to reductions need not agree between ranks.
@@ -64,7 +64,7 @@ class Mesh:
         return self.world.communicator(self.ranks(axes), purpose)
 
     def part(self, axes: Axes) -> World:
-        """Makes a world of ``ranks(axes)`` in that order, see :meth:`World.part`: to train one model in each group."""
+        """Return a world of ``ranks(axes)`` in that order, see :meth:`World.part`: to train one model in each group."""
         return self.world.part(self.ranks(axes))
 
     def _check(self, axes: Sequence[str]) -> None:

@@ -5,8 +5,8 @@ those of shared memory; any order of the group is served, by permuting parts. nc
 and (for bf16 and f16) a precision of their own, and only in ascending order of the group: hierarchical.py composes
 other orders. What hccl cannot sum (float64 above all, in which the gradient's norm is) is gathered and summed here.
 
-torch sorts the ranks of a group; its ``places`` here say which part of a whole belongs to its k-th rank. Signatures are
-not compared between ranks: a verb that differs ends in gloo's error or in a timeout.
+torch sorts the ranks of a group; ``places`` here say which part of the gathered buffer belongs to its k-th rank. Calls
+are not compared between ranks: a collective that differs ends in gloo's error or in a timeout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HCCL_SUMS = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.i
 def make_group(
     ranks: Sequence[int], backend: str, name: str, *, timeout_s: float, buffer_mb: int | None = None
 ) -> dist.ProcessGroup:
-    """A process group of ``ranks``, made by its members alone; members make groups of equal ranks in the same order.
+    """Return a process group of ``ranks``; only members call it, and make groups of equal ranks in the same order.
 
     Args:
         buffer_mb: hccl's buffer of the group (it takes two; 200 MB each by default).
@@ -52,7 +52,7 @@ def make_group(
 
 
 class ProcessGroupCommunicator(Communicator):
-    """What gloo and the accelerators share: numbering, and errors that say where."""
+    """Share what gloo and the accelerators need: numbering, and errors that say where."""
 
     def __init__(
         self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str, device: torch.device, backend: str
@@ -99,7 +99,7 @@ _ADVICE = {
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
-    """Host tensors over gloo. Operations run in order on a thread of their own."""
+    """Run collectives on host tensors over gloo, in order, on a thread of their own."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
         super().__init__(group, ranks, rank, name, torch.device("cpu"), "gloo")
@@ -178,7 +178,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
         all_gather_single(_bytes(whole), _bytes(shard.clone()), group=self.group)
 
     def _swap(self, whole: torch.Tensor) -> torch.Tensor:
-        """[size, n]: what each rank has for this one, in ascending order of the ranks."""
+        """Return [size, n]: what each rank has for this one, in ascending order of the ranks."""
         sent = whole.view(self.size, -1)
         received = torch.empty_like(sent)
         sent = sent if self._ascending else sent[self._places]
@@ -187,7 +187,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
 
 class WorkHandle(Handle):
-    """torch's work on an accelerator, and what is left to do once the current stream sees its result."""
+    """Stand for torch's work on an accelerator, and do what is left once the current stream sees its result."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class WorkHandle(Handle):
 
 
 class AcceleratorCommunicator(ProcessGroupCommunicator):
-    """Device tensors over nccl or hccl, on the backend's own stream; ``wait()`` holds the current stream, not the host.
+    """Run collectives on device tensors over nccl or hccl, on the backend's own stream, not blocking the host.
 
     Raises:
         ConfigError: the group's order is not ascending.
@@ -302,7 +302,7 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
 
 
 def add_in_order(out: torch.Tensor, rows: torch.Tensor, accumulate: bool = False) -> None:
-    """out[n] = the sum of rows[size, n], row after row, in f32 (f64 and integers in their own), rounded once."""
+    """Set out[n] to the sum of rows[size, n], row after row, in f32 (f64 and integers in their own), rounded once."""
     kind = rows.dtype if rows.dtype in (torch.float64, *INTEGERS) else torch.float32
     total = rows[0].to(kind, copy=True)
     for row in rows[1:]:
@@ -321,13 +321,13 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather_single(whole: torch.Tensor, shard: torch.Tensor, **options: Any) -> Any:
-    """torch's, under the name it has in this torch: 2.13 renamed it and deprecates the old one."""
+    """Call torch's function by the name it has in this torch: 2.13 renamed it and deprecates the old one."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(whole, shard, **options)
 
 
 def reduce_scatter_single(shard: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
-    """As all_gather_single."""
+    """Call torch's function by the name it has in this torch, as :func:`all_gather_single` does."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(shard, whole, **options)
 

@@ -35,7 +35,7 @@ _CONTROL_BUFFER_MB = 8
 
 
 class ProcessWorld(World):
-    """Ranks that are processes, of one host or several.
+    """Represent ranks that are processes, on one host or several.
 
     Args:
         store: the launcher's key-value store. The n-th world that a rank makes on it is that of the others' n-th, and
@@ -74,7 +74,7 @@ class ProcessWorld(World):
         super().fail(failure)
 
     def outlive(self) -> None:
-        """Where the store ends with this process, waits a little for the ranks that have not left: some may need it."""
+        """Wait a little for ranks that have not left, where the store ends with this process: they may need it."""
         deadline_s = time.monotonic() + _OUTLIVES_S
         while self._store.of_rank_0 and self.rank == 0 and time.monotonic() < deadline_s:
             if all(slot.ended for slot in self._slots.read()):
@@ -143,7 +143,7 @@ class ProcessWorld(World):
             ) from error
 
     def _meet(self) -> None:
-        """Finds the ranks that share this host, their processes, and whether they can open each other's memory."""
+        """Find the ranks that share this host, their processes, and whether they can open each other's memory."""
         probe = shared_memory.native.Region.create(1, 64, self.rank, False)
         met = self.exchange([_host(), os.getpid(), probe.address])
         self.local = tuple(rank for rank, (host, _, _) in enumerate(met) if host == met[self.rank][0])
@@ -154,7 +154,7 @@ class ProcessWorld(World):
 
 
 def _host() -> str:
-    """What only processes share that can reach each other's memory: the running kernel and the process-id namespace."""
+    """Return a name that only processes share which can reach each other's memory: kernel boot and pid namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

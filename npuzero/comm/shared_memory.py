@@ -1,4 +1,4 @@
-"""Collectives over memory that the ranks share: the C++ of csrc/comm, for processes of one host and for threads.
+"""Collectives over shared memory: the C++ of csrc/comm, for processes of one host and for threads.
 
 The algorithm is described in csrc/comm/verbs.h, waiting and failures in csrc/comm/peers.h. A rank that dies is noticed
 by the others within a tenth of a second of their waiting for it.
@@ -34,7 +34,7 @@ _live: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
 
 
 class SharedMemoryHandle(Handle):
-    """An operation of the progress thread.
+    """Stand for an operation of the progress thread.
 
     Observed when it is waited for, as a span of the category ``comm <communicator's name>``, named by its tag, with the
     times at which it ran.
@@ -60,7 +60,7 @@ class SharedMemoryHandle(Handle):
             self._observe()
 
     def finish(self) -> tuple[str, int, str, str, str] | None:
-        """Waits until it is done; why it failed, if it has."""
+        """Wait until it is done; return why it failed, if it has."""
         try:
             failure: tuple[str, int, str, str, str] | None = self._communicator.native.wait(self._operation, self._look)
             return failure
@@ -70,7 +70,7 @@ class SharedMemoryHandle(Handle):
                 self._watch = None
 
     def _look(self) -> None:
-        """Looks at the board, which breaks the communicator if the wait is in vain; called where it is not short."""
+        """Look at the board, which breaks the communicator if the wait is in vain; called in long waits only."""
         if self._watch is None:
             self._watch = self._communicator.watch(self._operation.sequence, self._verb, self._tag)
         self._watch.look()
@@ -87,7 +87,7 @@ class SharedMemoryHandle(Handle):
 
 
 class SharedMemoryCommunicator(Communicator):
-    """A group whose ranks share a region of memory.
+    """Run collectives over a region of memory that the ranks of a group share.
 
     Args:
         region: the native region; all ranks of the group hold the same.
@@ -125,7 +125,7 @@ class SharedMemoryCommunicator(Communicator):
                 "memory that ranks share",
                 expected=f"room for {nbytes:,} bytes",
                 got="none",
-                do="Cut more of the state (a higher preset), use more ranks, or a smaller micro-batch.",
+                do="Shard more of the state (a higher preset), use more ranks, or a smaller micro-batch.",
                 nbytes=nbytes,
             ) from error
         return torch.frombuffer(block, dtype=dtype)
@@ -172,7 +172,13 @@ class SharedMemoryCommunicator(Communicator):
         accumulate: bool = False,
         root: int = 0,
     ) -> Handle:
-        """Queues one verb; ``call``: input and output address, elements, bytes of an element. ``result``: of a sum."""
+        """Queue one collective.
+
+        Args:
+            call: addresses of input and output, number of elements, bytes of an element.
+            wire: the dtype that travels.
+            result: the dtype of a sum; None where nothing is summed.
+        """
         codes = (_native.DTYPES[wire], _native.DTYPES[result]) if result is not None else (0, 0)
         operation = self.native.submit(
             int(getattr(native.Verb, verb)), *call, *codes, accumulate, root, str(wire).removeprefix("torch."), tag
@@ -192,7 +198,7 @@ class SharedMemoryCommunicator(Communicator):
             self._kept.popleft()
 
     def error(self, failure: tuple[str, int, str, str, str], verb: str, sequence: int, tag: str) -> CollectiveError:
-        """The error for a native failure that met this rank in ``verb``."""
+        """Return the error for a native failure that met this rank in the collective ``verb``."""
         subject = f"{self.meeting(sequence, verb, tag).text} on rank {self.ranks[self.rank]}"
         return Failure(*failure).error(subject, verb=verb, sequence=sequence, tag=tag)
 
@@ -207,7 +213,7 @@ def connect(
     timeout_s: float,
     named: bool = False,
 ) -> SharedMemoryCommunicator:
-    """The communicator of processes that share a host. Nobody waits: who comes first makes the region.
+    """Return the communicator of processes on one host. Nobody waits: the first to come makes the region.
 
     Args:
         store: where the maker says how to open the region.

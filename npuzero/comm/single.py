@@ -1,4 +1,4 @@
-"""A group of one rank: every verb is a copy, done at once on the device's current stream."""
+"""A group of one rank: every collective is a copy, done at once on the device's current stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READY = Ready()
 
 
 class SingleCommunicator(Communicator):
-    """The communicator of one rank alone."""
+    """Run the collectives of one rank alone."""
 
     def __init__(self, rank: int, name: str, device: torch.device) -> None:
         super().__init__((rank,), 0, name, device)

@@ -1,4 +1,4 @@
-"""The launcher's key-value store: what is needed of it, and an error that says whose it was where it has gone."""
+"""The launcher's key-value store: the calls that a world needs, and the error where the store has gone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Result = TypeVar("_Result")
 
 
 class Store:
-    """A torch.distributed store of which a world has ``prefix`` for itself; ``home`` says in words whose it is.
+    """Use the keys below ``prefix`` of a torch.distributed store; ``home`` says in words whose store it is.
 
     Raises:
-        CollectiveError: any of its methods, where the store has gone; ``facts["kind"]`` is "store".
+        CollectiveError: from every method, where the store has gone; ``facts["kind"]`` is "store".
     """
 
     def __init__(self, store: Any, prefix: str = "") -> None:
@@ -29,40 +29,40 @@ class Store:
 
     @property
     def of_rank_0(self) -> bool:
-        """Whether it ends with the process of rank 0."""
+        """Return whether the store ends with the process of rank 0."""
         return _tcp(self._store) is not None and not config.agent_keeps_store()
 
     def within(self, prefix: str) -> Store:
-        """The part of it below ``prefix``."""
+        """Return the part of the store below ``prefix``."""
         return Store(self._store, f"{self._prefix}{prefix}/")
 
     def check(self, *keys: str) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         return bool(self._call(lambda: self._store.check([self._prefix + key for key in keys])))
 
     def get(self, key: str) -> str:
-        """The value; waits for it."""
+        """Wait for the key, and return its value."""
         return str(self._call(lambda: self._store.get(self._prefix + key)).decode())
 
     def get_all(self, keys: Sequence[str]) -> list[str]:
-        """The values of keys that are there."""
+        """Return the values of keys that are there."""
         found = self._call(lambda: self._store.multi_get([self._prefix + key for key in keys]))
         return [value.decode() for value in found]
 
     def set(self, key: str, value: str) -> None:
-        """Sets the value."""
+        """Set the value."""
         self._call(lambda: self._store.set(self._prefix + key, value))
 
     def set_first(self, key: str, value: str) -> str:
-        """Sets the value if there is none; the value afterwards."""
+        """Set the value if there is none; return the value afterwards."""
         return str(self._call(lambda: self._store.compare_set(self._prefix + key, "", value)).decode())
 
     def count(self, key: str) -> int:
-        """How often it has been called for ``key``."""
+        """Return how often this has been called for ``key``."""
         return int(self._call(lambda: self._store.add(self._prefix + key, 1)))
 
     def delete(self, key: str) -> None:
-        """Forgets the key."""
+        """Delete the key."""
         self._call(lambda: self._store.delete_key(self._prefix + key))
 
     def _call(self, call: Callable[[], _Result]) -> _Result:
@@ -73,14 +73,14 @@ class Store:
 
 
 def _tcp(store: Any) -> Any:
-    """The server's client behind a store, if there is one."""
+    """Return the TCPStore behind a store, if there is one."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return store if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]
 
 
 def home(store: Any) -> str:
-    """Whose store it is and where, in words."""
+    """Return in words whose store it is and where."""
     client = _tcp(store)
     if client is None:
         return "the store that init_process_group() was given"
@@ -89,7 +89,7 @@ def home(store: Any) -> str:
 
 
 def gone(home: str, error: BaseException) -> CollectiveError:
-    """The error of a rank that found the store gone."""
+    """Return the error of a rank that found the store gone."""
     return CollectiveError(
         "the ranks' store",
         expected=f"{home} to answer",
@@ -101,7 +101,7 @@ def gone(home: str, error: BaseException) -> CollectiveError:
 
 
 class StoredSlots:
-    """The board's slots in the store.
+    """Keep the board's slots in the store.
 
     Args:
         dead: whether a rank is known to be dead.
@@ -131,7 +131,7 @@ class StoredSlots:
         return Failure(*json.loads(self._store.get("failure"))) if self._store.check("failure") else None
 
     def fail(self, failure: Failure) -> Failure:
-        """Says why the world is broken, unless it is already; the first reason."""
+        """Record why the world is broken, unless it is already; return the first reason."""
         return Failure(*json.loads(self._store.set_first("failure", json.dumps(failure))))
 
 

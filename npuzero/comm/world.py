@@ -30,7 +30,7 @@ HOST_CHANNEL = "host"
 
 
 class World(ABC):
-    """Ranks that work together, as one of them sees them.
+    """Represent ranks that work together, seen from one of them.
 
     Attributes:
         rank, size: this rank among them.
@@ -69,7 +69,7 @@ class World(ABC):
 
     @final
     def communicator(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Connects ``ranks``, in that order, for the purpose ``name``; the same communicator each time.
+        """Connect ``ranks``, in that order, for the purpose ``name``; return the same communicator each time.
 
         Members ask for the communicators of equal ranks in the same order. A purpose is any word, and names a channel:
         what runs on one does not disturb the others. Tensors lie on the world's device, those of the ``HOST_CHANNEL``
@@ -94,7 +94,7 @@ class World(ABC):
 
     @final
     def part(self, ranks: Sequence[int]) -> World:
-        """Makes a world of ``ranks``, which count from 0 there in the order given; the same object each time.
+        """Return a world of ``ranks``, which count from 0 there in the order given; the same object each time.
 
         Its members call it, others need not; nobody waits. It has communicators and exchanges of its own, this world's
         device, timeout and board: ranks that wait for each other in different parts are found, too. It closes when this
@@ -118,7 +118,7 @@ class World(ABC):
 
     @final
     def exchange(self, value: object, channel: str = "") -> list[Any]:
-        """Gives ``value`` to all ranks; returns theirs, by rank. Small, and made of what JSON knows; all ranks call it.
+        """Give a small ``value`` of JSON's types to all ranks, and return theirs, by rank; every rank must call it.
 
         Exchanges on different channels do not disturb each other, so a thread beside the main one takes its own.
 
@@ -132,30 +132,30 @@ class World(ABC):
 
     @property
     def inherited(self) -> bool:
-        """Whether this process is a forked child of the rank's: closing it ends nothing there, using it is an error."""
+        """Return whether this process is a forked child of the rank's: closing does nothing there, using raises."""
         return self.size > 1 and self._birthplace.left()
 
     @final
     def abort(self, reason: str) -> None:
-        """Breaks every communicator of this rank; the other ranks' waiting ends with an error."""
+        """Break every communicator of this rank; the other ranks' waiting ends with an error."""
         if not self.inherited:
             self.fail(aborted(self.ranks[self.rank], reason))
 
     def fail(self, failure: Failure) -> None:
-        """Breaks them likewise, for ``failure``."""
+        """Break them likewise, for ``failure``."""
         for communicator in list(self._communicators.values()):
             communicator.fail(failure)
 
     @final
     def drain(self) -> None:
-        """Finishes what is under way, for ranks that still wait: an orderly end is a drain and a close."""
+        """Finish operations under way, for ranks that still wait: an orderly end is a drain and a close."""
         if self.inherited:
             return
         for communicator in list(self._communicators.values()):
             communicator.drain()
 
     def close(self) -> None:
-        """Closes every communicator, and the parts. Idempotent."""
+        """Close every communicator, and the parts. Calling it again does nothing."""
         if self.inherited:
             return
         for part in list(self._parts.values()):
@@ -167,26 +167,26 @@ class World(ABC):
 
     @abstractmethod
     def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
-        """The values of the ranks in ``group``, in their order; ``()``: of all. Only they call it."""
+        """Return the values of the ranks in ``group``, in their order; ``()``: of all. Only they call it."""
 
     @abstractmethod
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
-        """A communicator of several ranks, this one among them."""
+        """Return a communicator of several ranks, this one among them."""
 
     def _make_single(self, name: str) -> Communicator:
-        """A communicator of this rank alone."""
+        """Return a communicator of this rank alone."""
         return SingleCommunicator(self.rank, name, self._place(name))
 
     def _whole(self) -> World:
-        """The world that this one is a part of; itself, if of none."""
+        """Return the world that this one is a part of; itself, if of none."""
         return self
 
     def _place(self, name: str) -> torch.device:
-        """Where the tensors of a channel lie."""
+        """Return the device of a channel's tensors."""
         return torch.device("cpu") if _purpose(name) == HOST_CHANNEL else self.device
 
     def _arrived(self) -> dict[str, int]:
-        """How often this rank has come to each place."""
+        """Return how often this rank has come to each place."""
         return {made.place: made.started for made in list(self._communicators.values())}
 
     def _check_birthplace(self, subject: str) -> None:
@@ -205,10 +205,10 @@ class World(ABC):
 
 
 class Part(World):
-    """Some ranks of a world; made by :meth:`World.part`.
+    """Represent some ranks of a world; made by :meth:`World.part`.
 
-    Channels are those of the whole world under names of the part's own: who trains a model on all ranks and another on
-    some must not have their collectives meet. Whatever waits or fails does so on the whole world's board.
+    Its channels are the enclosing world's under names of their own: the collectives of a model that trains on all ranks
+    must not meet those of another on some. Whatever waits or fails does so on the enclosing world's board.
     """
 
     def __init__(self, whole: World, ranks: tuple[int, ...]) -> None:
@@ -229,7 +229,7 @@ class Part(World):
         self._of.fail(failure)  # there is one board, and a rank that gave up may be waited for anywhere
 
     def close(self) -> None:
-        """Closes the part's communicators; the whole world goes on. Idempotent."""
+        """Close the part's communicators; the world it is a part of goes on. Calling it again does nothing."""
         if self.inherited:
             return
         self.closed = True
@@ -250,7 +250,7 @@ class Part(World):
 
 
 class SingleWorld(World):
-    """One rank alone: no launcher, no backend."""
+    """Represent one rank alone: no launcher, no backend."""
 
     def __init__(self, device: torch.device | str = "cpu", timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(0, 1, torch.device(device), (0,), timeout_s)
@@ -263,12 +263,12 @@ class SingleWorld(World):
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """The ranks of a part, in few letters where they are evenly apart, as those of a mesh are."""
+    """Return the ranks of a part in words: in few letters where they are evenly apart, as those of a mesh are."""
     step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
     evenly = step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step))
     return f"{ranks[0]}-{ranks[-1]}:{step}" if evenly else "-".join(map(str, ranks))
 
 
 def _purpose(name: str) -> str:
-    """What a channel is for, whichever part's it is."""
+    """Return the purpose of a channel without the part it belongs to."""
     return name.partition("@")[0]

@@ -3,10 +3,10 @@
     import npuzero                                  # registers it
     torch.distributed.init_process_group("shm")     # then DDP, FSDP2, ... as over gloo
 
-What npuzero's communicators do goes to them directly, and runs beside the caller. The rest is composed of it: other
-reductions than sums are an all_gather and a reduction in ascending order of the ranks; gather and scatter travel as
-all_gather and broadcast; a send is a broadcast between two. An all_to_all with split sizes agrees on the largest part
-first, on a thread and a communicator of its own.
+A collective that npuzero's communicators have is theirs, and runs beside the caller. The others are composed of them:
+a reduction other than a sum is an all_gather and a reduction in ascending order of the ranks; gather and scatter travel
+as all_gather and broadcast; a send is a broadcast between two. An all_to_all with split sizes agrees on the largest
+part first, on a thread and a communicator of its own.
 
 Differences from gloo: sums of bf16 and f16 are made in f32 and rounded once; AVG is that sum, divided; a send ends when
 it is received; no sparse tensors and no receiving from any source.
@@ -26,7 +26,7 @@ __all__ = ["NAME", "ShmGroup", "register"]
 
 
 def register() -> None:
-    """Makes ``"shm"`` known to torch.distributed."""
+    """Register ``"shm"`` with torch.distributed."""
     dist.Backend.register_backend(NAME, _make_group, devices=["cpu"])
 
 

@@ -1,4 +1,4 @@
-"""A group: how it begins and ends, and what torch asks of it beside the verbs."""
+"""A process group: how it begins and ends, and what torch asks of it beside the collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class ShmGroup(Movements, Reductions, _ProcessGroup):  # type: ignore[misc]
-    """One rank of a process group over shared memory. The methods are those that torch.distributed calls.
+    """Serve one rank of a process group over shared memory. The methods are those that torch.distributed calls.
 
     Raises:
         ConfigError: the ranks do not share a host.

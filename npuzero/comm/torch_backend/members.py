@@ -1,4 +1,4 @@
-"""What the verbs of a group share."""
+"""The state that the collectives of a process group share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from npuzero.device import Handle, HostLane
 
 
 class Members:
-    """The ranks of a group, as its verbs reach them.
+    """Give a group's collectives access to its ranks.
 
     Attributes:
         _world: of the group's ranks.
-        _group: over which most verbs go.
+        _group: the communicator of most collectives.
         _lane: for what waits between its collectives.
     """
 

@@ -1,4 +1,4 @@
-"""The verbs of torch.distributed that bring elements from rank to rank as they are."""
+"""The collectives of torch.distributed that move elements between ranks and leave their values as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuzero.errors import ContractError
 
 
 class Movements(Members):
-    """Under the names, and with the arguments, that torch calls them by."""
+    """Move elements, under the names and with the arguments that torch uses."""
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         flats, afters = landings(tensors)
@@ -97,13 +97,13 @@ class Movements(Members):
         )
 
     def _carry(self, tensors: list[Tensor], src: int, dst: int, tag: int) -> ShmWork:
-        """One tensor from ``src`` to ``dst``, on a communicator of their own: pairs do not wait for others."""
+        """Send one tensor from ``src`` to ``dst``, on a communicator of their own: pairs do not wait for others."""
         pair = self._world.communicator((src, dst), f"send {tag}")
         flats, afters = landings(tensors)
         return self._work([pair.broadcast(flat, root=0) for flat in flats], afters, tensors)
 
     def _exchange_parts(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """Part j of the inputs goes to rank j, whatever its size: all travel as long as the longest."""
+        """Send part j of the inputs to rank j, whatever its size: each is padded to the longest."""
         group: Communicator = self._world.communicator(range(self._group.size), "parts")
         longest = torch.tensor([max(part.numel() for part in (*outputs, *inputs))])
         lengths = longest.new_empty(group.size)

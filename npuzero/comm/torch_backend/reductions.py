@@ -1,4 +1,4 @@
-"""The verbs of torch.distributed that combine what the ranks have, by our sums or in ascending order of the ranks."""
+"""The collectives of torch.distributed that combine values, by our sums or in ascending order of the ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Reductions(Members):
-    """Under the names, and with the arguments, that torch calls them by."""
+    """Combine values, under the names and with the arguments that torch uses."""
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
         op = _kind(opts)
@@ -86,7 +86,7 @@ class Reductions(Members):
 
 
 def reduce_all(group: Communicator, flat: Tensor, op: Any) -> tuple[Handle, After]:
-    """Reduces ``flat`` in place, once the second is called after the first is done."""
+    """Reduce ``flat`` in place: wait for the returned handle, then call the returned function."""
     if op in _SUMS and flat.dtype in (*WIRES, torch.float64, *INTEGERS, torch.int8):
         # Integers wrap around, signed or not.
         wire = flat.view(torch.uint8) if flat.dtype == torch.int8 else flat
@@ -98,7 +98,7 @@ def reduce_all(group: Communicator, flat: Tensor, op: Any) -> tuple[Handle, Afte
 
 
 def reduce_parts(group: Communicator, shard: Tensor, whole: Tensor, op: Any) -> tuple[Handle, After]:
-    """Reduces this rank's part of all wholes into ``shard``, likewise."""
+    """Reduce this rank's part of every rank's ``whole`` into ``shard``, likewise."""
     if op in _SUMS and whole.dtype in WIRES:
         after = _divider(shard, op, group.size)
         return group.reduce_scatter(shard, whole), after
@@ -116,7 +116,7 @@ def _divider(total: Tensor, op: Any, size: int) -> After:
 
 
 def _folder(rows: Tensor, total: Tensor, op: Any) -> After:
-    """total = the rows, one after another in ascending order of the ranks."""
+    """Return the function that folds the rows into ``total``, one by one in ascending order of the ranks."""
     fold = _FOLDS.get(op)
     if fold is None:
         raise ContractError(
@@ -129,5 +129,5 @@ def _folder(rows: Tensor, total: Tensor, op: Any) -> After:
 
 
 def _kind(opts: Any) -> Any:
-    """The member of ReduceOp that the options name."""
+    """Return the member of ReduceOp that the options name."""
     return _Op.SUM if opts is None else opts.reduceOp.op

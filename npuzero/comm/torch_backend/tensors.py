@@ -1,4 +1,4 @@
-"""Between torch's tensors of any shape and the flat buffers that communicators take."""
+"""Conversions between torch's tensors of any shape and the flat buffers that communicators take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ After = Callable[[], object]
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """Views, or where it must copies, the elements as [n]."""
+    """Return the elements as [n]: a view, or where that cannot be, a copy."""
     if tensor.layout != torch.strided:
         raise ContractError(
             f"tensor for {NAME}", expected="a dense tensor", got=str(tensor.layout), do="Call to_dense(), or use gloo."
@@ -27,14 +27,14 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 def landings(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[After]]:
-    """Finds 1-D buffers that the tensors' values are in, and what brings results back where a buffer is a copy."""
+    """Return 1-D buffers with the tensors' values, and functions that copy results back where a buffer is a copy."""
     flats = [flat_of(tensor) for tensor in tensors]
     copies = [(f, t) for f, t in zip(flats, tensors, strict=True) if f.numel() and f.data_ptr() != t.data_ptr()]
     return flats, [functools.partial(spread, flat, [tensor]) for flat, tensor in copies]
 
 
 def spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copies the tensors, one after another, from ``flat``."""
+    """Copy ``flat`` into the tensors, one after another."""
     begin = 0
     for tensor in tensors:
         tensor.copy_(flat[begin : begin + tensor.numel()].view(tensor.shape))
@@ -42,12 +42,12 @@ def spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies the tensors, one after another, into one [n]."""
+    """Copy the tensors, one after another, into one [n]."""
     return torch.cat([flat_of(tensor) for tensor in tensors])
 
 
 def split(tensor: Tensor, sizes: list[int], into: int) -> list[Tensor]:
-    """Splits ``tensor`` along its first dimension; ``into`` equal parts where no sizes are given."""
+    """Split ``tensor`` along its first dimension; into ``into`` equal parts where no sizes are given."""
     if not sizes:
         return list(tensor.chunk(into)) if tensor.numel() else [tensor] * into
     return list(tensor.split(sizes))

@@ -1,4 +1,4 @@
-"""What a call of torch.distributed gives: our handles as torch's Work, and the other way round."""
+"""The results of torch.distributed's calls: our handles as torch's Work, and the other way round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from npuzero.errors import CollectiveError
 
 
 class ShmWork(dist.Work):
-    """Operations under way and what is left to do once they are done, by whoever waits first."""
+    """Stand for operations under way; whoever waits first does what is left to do once they are done."""
 
     def __init__(
         self, lane: HostLane, handles: Sequence[Handle], afters: Sequence[After], result: list[Tensor]
@@ -58,7 +58,7 @@ class ShmWork(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Why it failed; waits until it is known."""
+        """Wait for the end, and return the error of a failure."""
         try:
             self._finish()
         except CollectiveError as error:
@@ -72,7 +72,7 @@ class ShmWork(dist.Work):
         self._finish()
 
     def get_future(self) -> Any:
-        """A future of the tensors, completed on a thread of the group."""
+        """Return a future of the tensors, completed on a thread of the group."""
         if self._future is None:
             self._future = torch.futures.Future()
             self._lane.run(self._complete_future)
@@ -105,7 +105,7 @@ class ShmWork(dist.Work):
 
 
 class WorkAsHandle(Handle):
-    """A work as a handle, for works made of works."""
+    """Present a work as a handle, for works made of works."""
 
     def __init__(self, work: ShmWork) -> None:
         self._work = work
