@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import StateError
-from npuzero.shard.guard import CutGradient, owned
+from npuzero.shard.guard import GradientMarker, owned
 from npuzero.shard.overlay import lay_over
 
 _Function = Callable[[Tensor], Tensor]
@@ -52,7 +52,7 @@ class _Outside:
         self._fn = fn
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        return tensor if owned(tensor) or isinstance(tensor, CutGradient) else self._fn(tensor)
+        return tensor if owned(tensor) or isinstance(tensor, GradientMarker) else self._fn(tensor)
 
 
 @torch.no_grad()

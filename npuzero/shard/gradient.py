@@ -75,14 +75,14 @@ class Gradient:
         self.content = [Content.NOWHERE] * len(layout.slots)
         self.summing = False
         self.pool: Pool  # where its wires come from; the reducer's
-        self.markers: list[guard.CutGradient] = []
+        self.markers: list[guard.GradientMarker] = []
         self._parameters: Sequence[nn.Parameter] = ()
 
     def mark(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the markers of ``parameters``, one per slot."""
         self._parameters = parameters
         of = weakref.ref(self)
-        self.markers = [guard.CutGradient(p, partial(_parameter_of, of, i)) for i, p in enumerate(parameters)]
+        self.markers = [guard.GradientMarker(p, partial(_parameter_of, of, i)) for i, p in enumerate(parameters)]
 
     def move(self, to: GradientState) -> None:
         """Change the state, as the life-cycle allows; where there was no gradient it gets memory."""

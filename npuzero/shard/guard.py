@@ -1,7 +1,7 @@
 """Guards: what keeps a program from reading a parameter whose data is elsewhere, or a gradient that is cut.
 
 A released parameter is a view of memory that is not there: reading it natively gives nonsense on the host and ends the
-process on an accelerator. So outside its unit's compute window a parameter carries the class :class:`CutParameter`,
+process on an accelerator. So outside its unit's compute window a parameter carries the class :class:`ShardedParameter`,
 through which torch sends every operation; data access raises a StateError, metadata works. Inside the window it carries
 :class:`WatchedParameter`, to which torch's operations go directly.
 """
@@ -114,7 +114,7 @@ def owned(tensor: Tensor) -> bool:
     return "_npuzero_engine" in tensor.__dict__
 
 
-class CutParameter(nn.Parameter):
+class ShardedParameter(nn.Parameter):
     """The class a parameter carries while its data must not be read; see the module's text."""
 
     # Set on each guarded parameter: makes the data readable, or raises StateError.
@@ -136,7 +136,7 @@ class CutParameter(nn.Parameter):
             self = args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 facts = f"shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad}"
-                return f"CutParameter({facts})"
+                return f"ShardedParameter({facts})"
         if func not in _METADATA:
             if _puts_itself(func, args):
                 return None
@@ -153,10 +153,10 @@ def _puts_itself(func: Any, args: tuple[Any, ...]) -> bool:
     return bool(func == _DATA.__set__ and args[0] is args[1])
 
 
-def _guarded(values: Any) -> list[CutParameter]:
+def _guarded(values: Any) -> list[ShardedParameter]:
     found = []
     for value in values:
-        if isinstance(value, CutParameter):
+        if isinstance(value, ShardedParameter):
             found.append(value)
         elif isinstance(value, (list, tuple)):
             found.extend(_guarded(value))
@@ -197,8 +197,8 @@ class WatchedParameter(nn.Parameter):
 
 def close(parameter: nn.Parameter) -> None:
     """Guard ``parameter``, which may be of a class of the user's own."""
-    if not issubclass(type(parameter), CutParameter):
-        parameter.__class__ = _made(CutParameter, _class_of(parameter))
+    if not issubclass(type(parameter), ShardedParameter):
+        parameter.__class__ = _made(ShardedParameter, _class_of(parameter))
 
 
 def reopen(parameter: nn.Parameter) -> None:
@@ -222,7 +222,7 @@ def _made(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Paramet
     return types.new_class(name, (role, kind), {}, lambda body: body.update(_npuzero_class=kind))
 
 
-class CutGradient(Tensor):
+class GradientMarker(Tensor):
     """What ``p.grad`` is after a backward pass: a marker that a gradient exists, in the engine's flat buffers.
 
     It has the parameter's shape, dtype and device but no data: an operation on it raises, so that a plain optimizer
@@ -247,9 +247,9 @@ class CutGradient(Tensor):
     _detached: bool  # as zero_grad does before it writes zeros
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, find: Callable[[], Tensor | None]) -> CutGradient:
+    def __new__(cls, parameter: Tensor, find: Callable[[], Tensor | None]) -> GradientMarker:
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
-        marker: CutGradient = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        marker: GradientMarker = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         marker._added, marker._find, marker._detached = None, find, False
         return marker
 
@@ -308,4 +308,4 @@ class CutGradient(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"CutGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"GradientMarker(shape={tuple(self.shape)}, dtype={self.dtype})"

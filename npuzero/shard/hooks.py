@@ -29,7 +29,7 @@ from npuzero.errors import StateError
 from npuzero.shard.entrance import After, Before, Entrance, Visit
 from npuzero.shard.finite import Watch
 from npuzero.shard.flat import Flat
-from npuzero.shard.guard import CutGradient, in_backward
+from npuzero.shard.guard import GradientMarker, in_backward
 from npuzero.shard.overlay import lay_over
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
@@ -210,7 +210,7 @@ class Hooks:
             hooks, unit, owner = hooks_of(), unit_of(), flat_of()
             if hooks is None or unit is None or owner is None or gradient is None:
                 return
-            if type(gradient) is CutGradient:  # of an earlier pass: autograd has added to it
+            if type(gradient) is GradientMarker:  # of an earlier pass: autograd has added to it
                 gradient = gradient.take_added()
             else:
                 parameter.grad = None

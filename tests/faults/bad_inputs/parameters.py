@@ -205,7 +205,7 @@ def _(world: World) -> None:
 @fine("metadata and text of a cut parameter")
 def _(world: World) -> None:
     p = cut(world).norm.weight
-    assert "CutParameter" in f"{p}" + repr(p) and (p.shape, p.dtype, p.device.type) == ((16,), F32, "cpu")
+    assert "ShardedParameter" in f"{p}" + repr(p) and (p.shape, p.dtype, p.device.type) == ((16,), F32, "cpu")
     assert (
         p.numel() == len(p) == 16 and p.requires_grad and p.is_leaf and p.grad is None and isinstance(p, nn.Parameter)
     )
