@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuzero.cli.table import unit_for
+from npuzero.cli.palette import FAINT, GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT
+from npuzero.cli.table import quantity, unit_for
 from npuzero.errors import ConfigError, StorageError
 from npuzero.plan import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart by colour-blind readers too.
-_COLOURS = {
-    "parameters": "#0072B2",
-    "gradients": "#E69F00",
-    "states": "#009E73",
-    "buffers": "#B0B0B0",
-    "all_gather": "#0072B2",
-    "reduce_scatter": "#E69F00",
-    "all_reduce": "#D55E00",
-    "all_to_all": "#CC79A7",
-    "control": "#B0B0B0",
-}
+_SOURCE = "Activations come on top of this memory. Arithmetic of npuzero plan; nothing was run."
+_VISIBLE = 0.001  # of the longest bar: what is nowhere so wide has no place in the legend
 
 
-def plot(path: Path, title: str, reports: dict[str, Report], memory_bytes: int | None = None) -> None:
-    """Draws memory per rank and traffic per step as stacked bars, one per preset; a rank's memory as a line.
+def plot(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> None:
+    """Draw memory per rank and bytes sent per step into the file ``path``, a row per preset.
+
+    Args:
+        path: the picture; its ending says the format.
+        title: the model and the run.
+        reports: by preset.
+        memory_bytes: of a rank, drawn as a line.
 
     Raises:
         ConfigError: matplotlib is missing, or does not know the file's format.
         StorageError: the file cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib
+        import matplotlib.figure  # noqa: F401 - draw() takes it
     except ImportError as error:
         raise ConfigError("--plot", expected="matplotlib", got=str(error), do="Run: pip install matplotlib") from error
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    left, right = figure.subplots(1, 2)
-    unit_bytes = _bars(left, "Memory per rank", {name: report.bytes_held for name, report in reports.items()})
-    if memory_bytes:
-        left.axhline(memory_bytes / unit_bytes, color="#D55E00", linestyle="--", linewidth=1)
-    _bars(right, "Sent per rank and step", {name: report.bytes_sent for name, report in reports.items()})
+    with matplotlib.rc_context(STYLE):
+        figure = draw(title, reports, memory_bytes)
     try:
         figure.savefig(path, dpi=150)
     except ValueError as error:
@@ -54,23 +49,57 @@ def plot(path: Path, title: str, reports: dict[str, Report], memory_bytes: int |
         ) from error
 
 
-def _bars(axes: Axes, title: str, rows: dict[str, dict[str, int]]) -> int:
-    """Draws one side; the bytes of its unit."""
+def draw(title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> Figure:
+    """Return the picture: stacked bars of memory by part and of bytes sent by collective."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.9 + 0.42 * len(reports)), layout="constrained")
+    figure.suptitle(f"{finding(reports)}\n", fontsize=14, fontweight="bold", x=0.01, ha="left")
+    figure.text(0.01, 0.935, title, fontsize=10, color=FAINT, va="top")
+    figure.supxlabel(_SOURCE, fontsize=9, color=FAINT, x=0.99, ha="right")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
+    held = {name: report.bytes_held for name, report in reports.items()}
+    unit_bytes = _bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)
+    if memory_bytes:
+        place = memory_bytes / unit_bytes
+        left.axvline(place, color=GOAL, linestyle="--", linewidth=1.5)
+        text = f"a rank has {quantity(memory_bytes)}"
+        left.annotate(text, (place, 1), (4, 2), ("data", "axes fraction"), "offset points", color=GOAL, fontsize=9)
+    _bars(right, "Sent by a rank in a step", {name: report.bytes_sent for name, report in reports.items()}, SENT)
+    return figure
+
+
+def finding(reports: Mapping[str, Report]) -> str:
+    """Return what the picture shows, in a line: which preset holds the least, beside which holds the most."""
+    held = {name: sum(report.bytes_held.values()) for name, report in reports.items()}
+    least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
+    if held[least] == held[most]:
+        return f"Every preset holds {quantity(held[most])}: one rank has nobody to share with"
+    return f"{least} holds {quantity(held[least])} a rank, {most} {quantity(held[most])}"
+
+
+def _bars(
+    axes: Axes, what: str, rows: Mapping[str, Mapping[str, int]], colours: Mapping[str, str], least_bytes: int = 0
+) -> int:
+    """Draw one side, at least ``least_bytes`` wide; the bytes of its unit."""
     totals = {name: sum(values.values()) for name, values in rows.items()}
-    unit, unit_bytes = unit_for(max(totals.values()))
-    bottoms = dict.fromkeys(rows, 0.0)
-    for part in dict.fromkeys(part for values in rows.values() for part in values):
-        heights = [rows[name].get(part, 0) / unit_bytes for name in rows]
-        axes.bar(list(rows), heights, bottom=list(bottoms.values()), label=part, color=_COLOURS[part], width=0.72)
-        bottoms = {name: bottoms[name] + height for name, height in zip(rows, heights, strict=True)}
-    for place, (name, total) in enumerate(bottoms.items()):
-        if totals[name]:
-            axes.annotate(f"{total:.3g}", (place, total), (0, 3), textcoords="offset points", ha="center", fontsize=9)
-    axes.set_title(f"{title}, {unit}", fontsize=11, loc="left")
-    axes.set_ylim(0, 1.1 * max(bottoms.values()) or 1)
-    axes.set_xticks(range(len(rows)), list(rows), rotation=30, ha="right")
-    axes.grid(axis="y", color="#E0E0E0", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    most_bytes = max(*totals.values(), least_bytes)
+    unit, unit_bytes = unit_for(most_bytes)
+    lefts = dict.fromkeys(rows, 0.0)
+    for part, colour in colours.items():
+        widths = [values.get(part, 0) / unit_bytes for values in rows.values()]
+        if max(widths) > _VISIBLE * most_bytes / unit_bytes:
+            name = NAMES.get(part, part)
+            axes.barh(list(rows), widths, 0.72, list(lefts.values()), label=name, color=colour, edgecolor=PAPER, lw=0.4)
+        lefts = {name: left + width for name, left, width in zip(rows, lefts.values(), widths, strict=True)}
+    for place, (name, total) in enumerate(lefts.items()):
+        text = f"{total:.3g}" if totals[name] else "nothing"
+        axes.annotate(text, (total, place), (4, 0), textcoords="offset points", va="center", color=TEXT, fontsize=9)
+    axes.set(title=f"{what}, {unit}", xlim=(0, 1.12 * most_bytes / unit_bytes or 1))
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=9, ncols=5, loc="upper left", bbox_to_anchor=(-0.01, -0.07), handlelength=1.2)
     return unit_bytes

@@ -1,0 +1,79 @@
+"""One palette and one style for every picture of the project: ``npuzero plan --plot``, the benchmarks', the examples'.
+
+What has a colour here has it everywhere: parameters are dark blue in memory, and so is a gather that carries them.
+The hues are Okabe and Ito's (told apart by colour-blind readers), darkened or lightened so that colours that meet in a
+picture also differ in lightness and stay apart when printed in grey; a test holds both. Pictures are opaque and light,
+so that they read alike on light and dark pages. Nothing here needs matplotlib.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: The parts of a rank's memory, in the order in which they are stacked.
+PARTS = {
+    "parameters": "#0B3C6F",
+    "gradients": "#C1480B",
+    "states": "#56A9DC",
+    "buffers": "#BEC3C9",
+    "activations": "#F3E27A",
+}
+#: How legends call a part, where it is not by its key in reports.
+NAMES = {"states": "optimizer states"}
+#: What a rank does with its time.
+WORK = {"compute": "#1D7A5F", "communication": "#B07CC6", "waiting": "#F4BFD4"}
+#: Bytes sent, by collective: gathers carry parameters, reductions gradients.
+SENT = {
+    "all_gather": PARTS["parameters"],
+    "reduce_scatter": PARTS["gradients"],
+    "all_reduce": WORK["communication"],
+    "all_to_all": PARTS["activations"],
+    "control": PARTS["buffers"],
+}
+
+TEXT, FAINT, GRID, PAPER, SHADE = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF", "#F3F4F6"
+#: Of a comparison: what is this project's, what it is compared with, and what it is held against.
+OWN, OTHER, GOAL = PARTS["parameters"], "#9AA1AA", PARTS["gradients"]
+
+#: Colours and dashes of curves that have no meaning of their own: each differs from each in both.
+CURVES: tuple[tuple[str, Any], ...] = (
+    (PARTS["gradients"], "-"),
+    (PARTS["states"], (0, (5, 1.2))),
+    (PARTS["parameters"], (0, (1.2, 1))),
+    (WORK["compute"], (0, (4, 1, 1, 1))),
+    (WORK["communication"], (0, (7, 1.5, 1, 1.5, 1, 1.5))),
+    (PARTS["buffers"], (0, (2.5, 2.5))),
+)
+
+#: matplotlib's settings: ``rc_context(STYLE)``.
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": FAINT,
+    "axes.titlecolor": TEXT,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": TEXT,
+    "ytick.labelcolor": TEXT,
+    "legend.frameon": False,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "hatch.linewidth": 0.6,
+}
+
+
+def ink(colour: str) -> str:
+    """Return the colour of text that is readable on ``colour`` (``"#RRGGBB"``): dark on light ones, else white."""
+    red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    return TEXT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.22 else PAPER
