@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from npuzero import cann
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean, keywords, nearest
 
 _Record = TypeVar("_Record", bound="_Checked")
 
@@ -56,13 +55,9 @@ class Rule:
         typed = type(value) is self.kind or (self.kind is float and type(value) is int)
         if typed and self._holds(value):
             return self.kind(value)
-        near = difflib.get_close_matches(value, (*self.choices, *self.or_one_of), n=1) if isinstance(value, str) else []
-        raise ConfigError(
-            subject,
-            expected=self.expectation(),
-            got=describe(value),
-            do=f"Did you mean {near[0]!r}?" if near else f"It means: {self.what}.",
-        )
+        words = (*self.choices, *self.or_one_of) if isinstance(value, str) else ()
+        do = did_you_mean(value, words, f"It means: {self.what}.")
+        raise ConfigError(subject, expected=self.expectation(), got=describe(value), do=do)
 
     def _holds(self, value: Any) -> bool:
         if self.choices:
@@ -130,6 +125,7 @@ class _Checked:
         return replace(self, **values)
 
 
+@keywords()
 @dataclass(frozen=True)
 class Settings(_Checked):
     """How the engine works. None of these changes a bit of the result."""
@@ -156,6 +152,10 @@ class Settings(_Checked):
     def overlaps_parameters(self) -> bool:
         """Whether units are gathered ahead, and the gathers after the update run beside the next forward."""
         return self.overlap in (True, "parameters")
+
+
+#: What to write instead of a setting's name as a keyword of a function that takes Settings.
+SETTING_KEYWORDS = {name: f"settings=Settings({name}=...)" for name in Settings.names()}
 
 
 @dataclass(frozen=True)
@@ -317,14 +317,13 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
     known = list(known)
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             raise ConfigError(
                 subject,
                 expected=f"keys among {', '.join(known)}",
                 got=f"{key!r}",
-                do=f"Did you mean {near[0]!r}?" if near else "Remove it.",
+                do=did_you_mean(key, known, "Remove it."),
                 key=key,
-                nearest=near[0] if near else None,
+                nearest=nearest(key, known),
             )
 
 

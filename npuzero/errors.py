@@ -10,7 +10,13 @@ The three parts are fields as well as text, so that a program can act on them::
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class NpuZeroError(Exception):
@@ -106,3 +112,59 @@ class BenchmarkError(NpuZeroError, RuntimeError):
 
 class CheckpointError(NpuZeroError, RuntimeError):
     """A checkpoint is missing, torn, or does not fit the model."""
+
+
+# -- words that nobody knows -------------------------------------------------------------------------------------------
+
+
+def nearest(given: object, known: Iterable[str]) -> Any:
+    """Return the one of ``known`` that ``given`` is a misspelling of; None where none is near.
+
+    Args:
+        known: words; a mapping gives for each spelling what it stands for.
+    """
+    words = known if isinstance(known, Mapping) else {word: word for word in known}
+    spellings = {spelling.lower(): word for spelling, word in words.items()}
+    near = difflib.get_close_matches(str(given).lower(), spellings, n=1)
+    return spellings[near[0]] if near else None
+
+
+def did_you_mean(given: object, known: Iterable[str], otherwise: str) -> str:
+    """Return what to do about the unknown word ``given``: ask for the nearest one, or ``otherwise``."""
+    near = nearest(given, known)
+    return otherwise if near is None else f"Did you mean {near!r}?"
+
+
+def keywords(**formerly: str) -> Callable[[_Callable], _Callable]:
+    """Have a function or class refuse an unknown keyword argument by a ConfigError that names the nearest known one.
+
+    The error is a TypeError, too, as without this. For what is called now and then: each call costs one more.
+
+    Args:
+        formerly: other names that people know, from before or from elsewhere, and what they are here.
+    """
+
+    def decorate(function: _Callable) -> _Callable:
+        if isinstance(function, type):
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        spellings = {**formerly, **{name: name for name in known}}
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            for key in options:
+                if key not in known:
+                    name = function.__qualname__.removesuffix(".__init__")
+                    raise config_error_as(TypeError)(
+                        f"{name}({key}=...)",
+                        expected=f"arguments among {', '.join(known)}",
+                        got=repr(key),
+                        do=did_you_mean(key, spellings, "Leave it out."),
+                        key=key,
+                    )
+            return function(*args, **options)
+
+        return cast(_Callable, call)
+
+    return decorate

@@ -13,8 +13,8 @@ from torch import nn
 from npuzero import comm
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
-from npuzero.config import Environment, Rule, Settings, describe
-from npuzero.errors import ConfigError
+from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe
+from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan import Plan, PrecisionLike, Report
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.build import predict as _predict
@@ -32,6 +32,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _TIMEOUT: Rule = Environment.__dataclass_fields__["timeout_s"].metadata["rule"]
 
 
+@keywords()
 def init(
     device: str | torch.device | None = None, *, timeout_s: float | None = None, backend: str | None = None
 ) -> World:
@@ -56,6 +57,7 @@ def init(
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
 
 
+@keywords(preset="plan", strategy="plan", dtype="precision", **SETTING_KEYWORDS)
 def zero(  # noqa: PLR0913 - the door to everything, by name
     model: Model,
     stage: int | float | None = None,
@@ -122,6 +124,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
     return model
 
 
+@keywords(preset="plan", stage="plan", dtype="precision", world_size="world")
 def predict(  # noqa: PLR0913 - the facts of a step, a name each
     model: nn.Module,
     plan: PlanLike,
@@ -204,7 +207,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "npuzero.register_forward_method()",
             expected=f"the name of a method of {type(module).__name__}",
             got=describe(name),
-            do="Name a method that its class defines, e.g. 'encode'.",
+            do=did_you_mean(name, dir(type(module)), "Name a method that its class defines, e.g. 'encode'."),
         )
     for engine in engines:
         engine.register_forward_method(module, name, method)

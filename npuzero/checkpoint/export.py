@@ -24,7 +24,7 @@ from npuzero.checkpoint.public import resolved
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
-from npuzero.errors import CheckpointError, ConfigError, StorageError
+from npuzero.errors import CheckpointError, ConfigError, StorageError, keywords
 from npuzero.memory import zeros
 from npuzero.ops.storage.lazy import settled
 from npuzero.plan import DTYPES
@@ -257,6 +257,7 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
 # -- out of a cut model ------------------------------------------------------------------------------------------------
 
 
+@keywords()
 def export(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -17,7 +17,7 @@ from npuzero.checkpoint.loading import Loaded, Loader
 from npuzero.checkpoint.parts import Entry
 from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
-from npuzero.errors import CheckpointError, ConfigError
+from npuzero.errors import CheckpointError, ConfigError, keywords
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
 
@@ -34,6 +34,7 @@ class Stateful(Protocol):
         """The way back."""
 
 
+@keywords(async_save="asynchronous")
 @torch.no_grad()
 def save(  # noqa: PLR0913 - what is to be saved, by name
     folder: PathLike,
@@ -96,6 +97,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     return saver.save(job, asynchronous=asynchronous)
 
 
+@keywords()
 @torch.no_grad()
 def load(
     folder: PathLike,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from npuzero import observe
 from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
-from npuzero.errors import CheckpointError, ConfigError
+from npuzero.errors import CheckpointError, ConfigError, keywords
 from npuzero.memory import zeros
 from npuzero.shard.extra import is_extra
 
@@ -22,6 +22,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
+@keywords()
 @dataclass(frozen=True)
 class Weights:
     """Files with a model's values, for ``npuzero.zero(..., weights=)``.

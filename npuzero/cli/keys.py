@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from npuzero.config import Rule, describe
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean
 
 SIZE = Rule(int, "a size of the model", least=1, most=2**40)
 FLAG = Rule(bool, "a switch of the model")
@@ -17,14 +17,13 @@ DEPTH = Rule(int, "blocks of the model", least=1, most=4096)
 
 def missing(name: str, key: str, others: Collection[str], default: object = None) -> ConfigError:
     """A size that the file does not say; ``default``: what its absence would be taken for."""
-    near = difflib.get_close_matches(key, others, n=1)
     assumed = "" if default is None else f", of which transformers makes {default}"
     add = f"Add it: {default}, if that is meant." if default is not None else "Add it, or give --parameters instead."
     return ConfigError(
         f"{name}: {key}",
         expected="the sizes of the model, by the names that transformers has for its kind",
         got=f"no such key{assumed}",
-        do=f"Did you mean {near[0]!r}?" if near else add,
+        do=did_you_mean(key, others, add),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 
 from npuzero.cli import classes, families
 from npuzero.config import Settings, describe
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Plan, Report
 from npuzero.shard.build import ParameterFacts, predict_units
 
@@ -149,7 +148,5 @@ def _unknown(kind: str, transformers: Any, name: str) -> ConfigError:
         kinds = [*families.KINDS, *transformers.CONFIG_MAPPING]
         expected = f"a kind of model that transformers {transformers.__version__} has"
         do = "Its own code is not run: call npuzero.predict(model, ...) where it is built, or give --parameters."
-    near = difflib.get_close_matches(kind, kinds, n=1)
-    return ConfigError(
-        f"{name}: model_type", expected=expected, got=repr(kind), do=f"Did you mean {near[0]!r}? {do}" if near else do
-    )
+    meant = did_you_mean(kind, kinds, "")
+    return ConfigError(f"{name}: model_type", expected=expected, got=repr(kind), do=f"{meant} {do}".strip())

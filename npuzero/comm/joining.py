@@ -22,7 +22,7 @@ from npuzero import config, device, observe
 from npuzero.comm import fork
 from npuzero.comm.process_world import ProcessWorld
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
-from npuzero.errors import CollectiveError, ConfigError
+from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 
 #: Backends of ``process_world``. "shm" is shared memory alone: all ranks on one host.
 BACKENDS = ("shm", "gloo", "nccl", "hccl")
@@ -179,7 +179,7 @@ def _check_backend(backend: str | None, here: torch.device) -> None:
             "init: backend",
             expected=f"one of {', '.join(BACKENDS)}, or None",
             got=repr(backend),
-            do="Name one of these.",
+            do=did_you_mean(backend, BACKENDS, "Name one of these."),
         )
     serves = ("shm", "gloo") if here.type == "cpu" else (device.get(here).backend,)
     if backend is not None and backend not in serves:

@@ -15,7 +15,7 @@ from npuzero.device.device import Availability, Device, Event, MemoryFigures
 from npuzero.device.handle import Handle, Ready
 from npuzero.device.lane import HostLane, Lane, make_lane
 from npuzero.device.npu import Npu
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean
 
 __all__ = [
     "KINDS",
@@ -34,6 +34,8 @@ __all__ = [
 
 #: Kinds by torch's word for them, most wanted first.
 KINDS: dict[str, type[Device]] = {kind.kind: kind for kind in (Npu, Cuda, Cpu)}
+# What people call them.
+_SPELLINGS = {kind: kind for kind in KINDS} | {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "host": "cpu"}
 
 
 @cache
@@ -77,6 +79,8 @@ def _kind(device: torch.device | str) -> type[Device]:
             "device",
             expected=f"one of {', '.join(KINDS)}",
             got=repr(str(device)),
-            do="Move the model to one of these, or add a device as docs/adding-a-device.md says.",
+            do=did_you_mean(
+                word, _SPELLINGS, "Move the model to one of these, or add a device as docs/adding-a-device.md says."
+            ),
         )
     return KINDS[word]

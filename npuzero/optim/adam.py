@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from npuzero import ops
+from npuzero.errors import keywords
 from npuzero.optim.fused import Fused
 from npuzero.optim.optimizer import ZeroOptimizer
 from npuzero.optim.rule import Options, Range, Rule
@@ -87,6 +88,7 @@ def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | T
     return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
+@keywords()
 class Adam(ZeroOptimizer):
     """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
 
@@ -125,6 +127,7 @@ class Adam(ZeroOptimizer):
         self._open(Fused(AdamRule(_ADAM), masters, moments, seed), params, options)
 
 
+@keywords()
 class AdamW(Adam):
     """``torch.optim.AdamW``, fused: one launch for all shards of a model does unscaling, update and the rounded copy.
 

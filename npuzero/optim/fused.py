@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean
 from npuzero.optim import states
 from npuzero.optim.moments import MOMENT_DTYPES
 from npuzero.optim.plain import Member, Plain
@@ -138,6 +138,5 @@ class Fused(Worker):
 
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:
     if value is not None and value not in allowed:
-        raise ConfigError(
-            name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do="Choose among these."
-        )
+        do = did_you_mean(value, tuple(allowed), "Choose among these.")
+        raise ConfigError(name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do=do)

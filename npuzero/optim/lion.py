@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from npuzero import ops
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, keywords
 from npuzero.optim.fused import Fused
 from npuzero.optim.optimizer import ZeroOptimizer
 from npuzero.optim.rule import Options, Range, Rule
@@ -74,6 +74,7 @@ class LionRule(Rule):
         return torch.stack([lr, 1 - lr * decay, column(steps, device)], dim=1).float()
 
 
+@keywords()
 class Lion(ZeroOptimizer):
     """Lion, fused: one launch for a model's shards or all plain parameters; half of AdamW's optimizer states.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from npuzero.errors import keywords
+
 NODE, LOCAL = "node", "local"
 #: The data axes of a mesh in rank order: global rank = node * local_size + local.
 AXES = (NODE, LOCAL)
@@ -20,6 +22,7 @@ class Memory(enum.Enum):
     NVME = "nvme"
 
 
+@keywords()
 @dataclass(frozen=True)
 class Placement:
     """Where one part of the training state is kept.

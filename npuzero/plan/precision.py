@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean, keywords
 
 #: Each parameter starts on a multiple of this many elements: 16 bytes even on an 8-bit wire.
 START_ELEMENTS = 16
@@ -27,6 +27,7 @@ MATMULS = ("ieee", "tf32")
 SUMS = ("fp32", "wire")
 
 
+@keywords(dtype="parameters", param_dtype="parameters", reduce_dtype="wires")
 @dataclass(frozen=True)
 class Precision:
     """In which dtype each part of the training state is kept, sent and computed.
@@ -72,7 +73,7 @@ class Precision:
                     f"precision.{name}",
                     expected=f"one of {', '.join(map(str, values))}",
                     got=repr(value),
-                    do="Choose among these, or leave it out.",
+                    do=did_you_mean(value, _spellings(values), "Choose among these, or leave it out."),
                 )
         if self.masters != "fp32" and self.parameters is not torch.bfloat16:
             raise ConfigError(
@@ -148,5 +149,17 @@ def parse_precision(precision: PrecisionLike) -> Precision:
         "precision",
         expected=f"one of {', '.join(PRECISIONS)}, a Precision, or a dtype: {', '.join(map(str, DTYPES.values()))}",
         got=repr(precision),
-        do="Leave it out to keep each parameter's own dtype.",
+        do=did_you_mean(precision, _SPELLINGS, "Leave it out to keep each parameter's own dtype."),
     )
+
+
+def _spellings(values: Iterable[object]) -> dict[str, object]:
+    return {str(value).removeprefix("torch."): value for value in values if value is not None}
+
+
+# How else the names of dtypes are spelt.
+_SPELLINGS = (
+    {**_spellings(PRECISIONS)}
+    | {"half": "fp16", "float": "fp32", "mixed": "bf16"}
+    | {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+)

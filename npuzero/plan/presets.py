@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.placement import AXES, LOCAL, NODE, WHOLE, Axes, Memory, Placement, axes_between, axes_beyond
 from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_precision
 
 
+@keywords(held="after_forward", reshard_after_forward="after_forward")
 @dataclass(frozen=True)
 class Plan:
     """One row of the table.
@@ -71,6 +72,7 @@ class Plan:
             )
 
     @staticmethod
+    @keywords()
     def preset(name: str | int | float, *, precision: PrecisionLike = None, local_size: int | None = None) -> Plan:
         """The plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
@@ -89,7 +91,7 @@ class Plan:
                 "plan preset",
                 expected=f"one of {', '.join(PRESETS)} or a stage 0, 1, 1.5, 2, 3",
                 got=repr(name),
-                do="Choose a preset, or build a Plan from Placements.",
+                do=did_you_mean(name, _SPELLINGS, "Choose a preset, or build a Plan from Placements."),
             )
         parameters, held, gradients, states = map(Placement, _ROWS[key])
         return Plan(parameters, held, gradients, states, parse_precision(precision), local_size, key)
@@ -160,10 +162,27 @@ _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
 }
 #: Names :meth:`Plan.preset` takes.
 PRESETS = tuple(_ROWS)
+# What people call some of them elsewhere.
+_SPELLINGS = {
+    **{name: name for name in PRESETS},
+    **{name.removeprefix("zero"): name for name in PRESETS},
+    **{name.replace("zero", "stage"): name for name in PRESETS},
+    "ddp": "zero0",
+    "shard_grad_op": "zero2",
+    "fsdp": "zero3",
+    "full_shard": "zero3",
+    "hybrid_shard": "hsdp",
+    "zero++": "hpz",
+}
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _axes_meant(axes: Axes) -> str:
+    stranger = next((axis for axis in axes if axis not in AXES), None)
+    return did_you_mean(stranger, AXES, "Name each axis once, outermost first.")
 
 
 def _check_placement(plan: str, part: str, placement: Placement) -> None:
@@ -172,7 +191,7 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
             f"plan {plan!r}, {part}.axes",
             expected=f"distinct axes among {AXES}",
             got=repr(placement.axes),
-            do="Name each axis once, outermost first.",
+            do=_axes_meant(placement.axes),
         )
     if placement.memory is not Memory.DEVICE:
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from npuzero.config import describe
-from npuzero.errors import ConfigError
+from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Plan
 
 
@@ -53,7 +53,7 @@ class Plans:
                     "unit_plans",
                     expected=f"names of units: {', '.join(names)}",
                     got=repr(name),
-                    do="Name one of these.",
+                    do=did_you_mean(name, names, "Name one of these."),
                 )
             for fact, here, there in (
                 ("local_size", own.local_size, self.model.local_size),

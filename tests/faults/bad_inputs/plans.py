@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
 import npuzero
-from npuzero import ConfigError, Memory, Placement, Plan, Precision
+from npuzero import ConfigError, Memory, Placement, Plan, Precision, checkpoint
 from npuzero.comm import World
+from npuzero.errors import config_error_as
 from world.toy import ToyGPT, build
 
 from .case import Table, cut
@@ -85,6 +88,51 @@ for _name, _make, _says in [
     ("predict int parameters", lambda: npuzero.predict(Integers(), 3, 8), ("numbers", "int32")),
 ]:  # fmt: skip
     bad(_name, ConfigError, *_says)(lambda world, make=_make: make())
+
+
+#: What somebody writes, and the word that he is asked for.
+MISSPELT: dict[str, tuple[Callable[[World], object], str]] = {
+    "plan='zero-3'": (lambda world: cut(world, plan="zero-3"), "'zero3'"),
+    "plan='ZeRO-2'": (lambda world: cut(world, plan="ZeRO-2"), "'zero2'"),
+    "plan='fsdp'": (lambda world: cut(world, plan="fsdp"), "'zero3'"),
+    "stage='1.5'": (lambda world: cut(world, "1.5"), "'zero1.5'"),
+    "a unit's preset": (lambda world: cut(world, unit_plans={"blocks.1": "zero-1"}), "'zero1'"),
+    "a unit's name": (lambda world: cut(world, unit_plans={"block.1": "zero1"}), "'blocks.1'"),
+    "predict(plan='zero-3')": (lambda world: npuzero.predict(ToyGPT(), "zero-3", 8), "'zero3'"),
+    "precision='bfloat16'": (lambda world: cut(world, precision="bfloat16"), "'bf16'"),
+    "precision='float16'": (lambda world: cut(world, precision="float16"), "'fp16'"),
+    "precision='bf16_split'": (lambda world: cut(world, precision="bf16_split"), "'bf16-split'"),
+    "Precision('bf16')": (lambda world: Precision("bf16"), "torch.bfloat16"),  # type: ignore[arg-type]
+    "Precision(masters=)": (lambda world: Precision(torch.bfloat16, masters="spilt"), "'split'"),
+    "AdamW(moments=)": (lambda world: npuzero.AdamW(build().parameters(), moments="int-8"), "'int8'"),
+    "an axis": (lambda world: Plan(states=Placement(("noed",))), "'node'"),
+}
+for _name, (_call, _meant) in MISSPELT.items():
+    bad(f"misspelt: {_name}", ConfigError, f"Did you mean {re.escape(_meant)}\\?")(_call)
+
+#: A keyword that nobody takes, in a call of its own, and the one that is meant.
+KEYWORDS: dict[str, tuple[Callable[[World], object], str]] = {
+    "zero(stge=)": (lambda world: cut(world, stge=3), "stage"),
+    "zero(preset=)": (lambda world: cut(world, preset="zero3"), "plan"),
+    "zero(prefetch=)": (lambda world: cut(world, prefetch=2), "settings=Settings(prefetch=...)"),
+    "init(devise=)": (lambda world: npuzero.init(devise="cpu"), "device"),
+    "Settings(prefech=)": (lambda world: npuzero.Settings(prefech=2), "prefetch"),
+    "Plan(gradient=)": (lambda world: Plan(gradient=STATES), "gradients"),
+    "Plan.preset(presision=)": (lambda world: Plan.preset(3, presision="bf16"), "precision"),
+    "Placement(axis=)": (lambda world: Placement(axis=D), "axes"),
+    "Precision(reduce_dtype=)": (lambda world: Precision(reduce_dtype=F32), "wires"),
+    "AdamW(weight_deca=)": (lambda world: npuzero.AdamW([], weight_deca=0.1), "weight_decay"),
+    "Lion(bets=)": (lambda world: npuzero.Lion([], bets=(0.9, 0.99)), "betas"),
+    "predict(microbatches=)": (lambda world: npuzero.predict(ToyGPT(), 3, 8, microbatches=2), "micro_batches"),
+    "checkpoint.save(async_save=)": (lambda world: checkpoint.save("", ToyGPT(), async_save=True), "asynchronous"),
+}  # fmt: skip
+for _name, (_call, _meant) in KEYWORDS.items():
+
+    @bad(f"unknown keyword: {_name}", config_error_as(TypeError), f"Did you mean {re.escape(repr(_meant))}\\?")
+    def _(world: World, call: Callable[[World], object] = _call) -> None:
+        with pytest.raises(TypeError):  # as Python would
+            call(world)
+        call(world)
 
 
 @bad("world not divisible by local_size", ConfigError, "divides the world of 3", "2", ranks=3)

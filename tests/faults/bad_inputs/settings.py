@@ -29,6 +29,8 @@ for _name, _make, _says in [
     ("init timeout is text", lambda: npuzero.init("cpu", timeout_s="10"), ("timeout_s", "'10'")),
     ("init timeout -1", lambda: npuzero.init("cpu", timeout_s=-1), ("timeout_s", "-1")),
     ("device unknown", lambda: npuzero.init("tpu"), ("npu, cuda, cpu", "tpu")),
+    ("device gpu", lambda: npuzero.init("gpu"), ("npu, cuda, cpu", "Did you mean 'cuda'")),
+    ("backend misspelt", lambda: npuzero.init("cpu", backend="ncll"), ("shm, gloo", "Did you mean 'nccl'")),
     ("device is a number", lambda: npuzero.init(0), ("npu, cuda, cpu", "0")),
     ("device npu without torch_npu", lambda: npuzero.init("npu"), ("torch_npu", "Install")),
     ("device cuda without it", lambda: npuzero.init("cuda:0"), ("CUDA", "Install")),
