@@ -220,6 +220,12 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     return _from_text(Environment, {key: variables[name] for name, key in names.items() if name in variables})
 
 
+def launched(variables: Mapping[str, str] | None = None) -> bool:
+    """Return whether a launcher started this process (or set ``variables``), be it as the only rank."""
+    variables = os.environ if variables is None else variables
+    return not {"RANK", "WORLD_SIZE"}.isdisjoint(variables)
+
+
 def launch(variables: Mapping[str, str] | None = None) -> Launch:
     """Reads torchrun's variables (of this process unless given).
 
@@ -228,7 +234,7 @@ def launch(variables: Mapping[str, str] | None = None) -> Launch:
     """
     variables = os.environ if variables is None else variables
     found = {key: variables[key.upper()] for key in Launch.names() if key.upper() in variables}
-    if "rank" in found or "world_size" in found:
+    if launched(variables):
         for key in ("rank", "world_size"):
             if key not in found:
                 raise ConfigError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,6 +67,7 @@ def process_world(
     if dist.is_available() and dist.is_initialized():
         world: World = _on_torch(here, backend, seconds, buffer_mb)
     elif launch.world_size == 1:
+        _warn_if_alone(here, named=":" in str(device))
         world = SingleWorld(here, seconds)
     else:
         _init_process_group(here, seconds)
@@ -87,7 +89,9 @@ def current_world() -> World:
     elif config.launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
         process_world()
     else:
-        _join(SingleWorld(device.choose(0)), {})
+        here = device.choose(0)
+        _warn_if_alone(here, named=False)
+        _join(SingleWorld(here), {})
     return current_world()
 
 
@@ -171,6 +175,18 @@ def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.
             )
         return torch.device(found.type, local_rank)
     return found
+
+
+def _warn_if_alone(here: torch.device, named: bool) -> None:
+    """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that."""
+    count = device.get(here).count()
+    if count > 1 and not named and not config.launched():
+        warnings.warn(
+            f"one rank of {count} {here.type} devices: this process trains alone, on {here}. For all of them start it "
+            f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r}).",
+            RuntimeWarning,
+            stacklevel=4,  # whoever called init() or zero()
+        )
 
 
 def _check_backend(backend: str | None, here: torch.device) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from npuzero import comm
+import npuzero
+from npuzero import comm, device
 from npuzero.comm import Communicator, World
 from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
 from npuzero.comm.process_group import add_in_order
@@ -239,6 +240,45 @@ def test_start_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     world = comm.process_world("cpu", timeout_s=3)
     assert repr(world) == "SingleWorld(rank=0, size=1, device=cpu)" and world.timeout_s == 3
     assert comm.current_world() is world
+
+
+@pytest.fixture
+def eight_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A host of eight GPUs, as far as joining looks at them."""
+    monkeypatch.setattr(device.KINDS["npu"], "available", classmethod(lambda cls: device.Availability(False)))
+    monkeypatch.setattr(device.KINDS["cuda"], "available", classmethod(lambda cls: device.Availability(True)))
+    monkeypatch.setattr(device.KINDS["cuda"], "count", classmethod(lambda cls: 8))
+    yield
+    device.get.cache_clear()
+
+
+@pytest.mark.parametrize("wanted", [None, "cuda"])
+def test_one_rank_of_many_devices_is_told_once_that_it_is_alone(
+    wanted: str | None, eight_devices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launch(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="one rank of 8 cuda devices.* torchrun --nproc-per-node 8") as found:
+        world = npuzero.init(wanted)
+    assert world.size == 1 and [warning.filename for warning in found] == [__file__]
+    assert npuzero.init(wanted) is world and comm.current_world() is world  # no second warning: it would be an error
+
+
+def test_who_calls_no_init_is_told_as_well(eight_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launch(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="alone, on cuda:0") as found, pytest.raises(ConfigError, match="on cpu"):
+        npuzero.zero(torch.nn.Linear(2, 2))
+    assert [warning.filename for warning in found] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variables"),
+    [("cuda:3", {}), ("cpu", {}), (None, {"RANK": "0", "WORLD_SIZE": "1"}), ("cuda", {"RANK": "0", "WORLD_SIZE": "1"})],
+)
+def test_one_rank_on_purpose_is_told_nothing(
+    wanted: str | None, variables: dict[str, str], eight_devices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launch(monkeypatch, **variables)
+    assert npuzero.init(wanted).size == 1
 
 
 @pytest.mark.parametrize(
