@@ -1,8 +1,8 @@
-"""What ranks must say alike for one training to come of it: the rules of the update, of clipping, and what trains.
+"""The accord: ranks must follow the same rules of update and clipping, and train the same parameters.
 
-Each rank updates its own shard, so nobody else notices by which rule. The vote that begins a step carries a digest of
-what the rank says, a number for each bit: a bit's sum is 0 or the number of ranks where all are alike. Where one is
-not, which is rare, the ranks exchange the words themselves, and each raises the same error.
+Each rank updates its own shard, so no other rank notices by which rule. The vote that begins a step carries a digest of
+what the rank says, a number for each bit: where all ranks say the same, a bit's sum is 0 or the number of ranks. Where
+one differs, which is rare, the ranks exchange the words themselves, and each raises the same error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = (1 << DIGEST_BITS) - 1
 
 
 class Group(NamedTuple):
-    """The rule that one group of an optimizer's parameters is updated by.
+    """Hold the rule that one group of an optimizer's parameters is updated by.
 
     Attributes:
         optimizer: its class.
@@ -41,20 +41,20 @@ class Group(NamedTuple):
 
 
 class Rules(Protocol):
-    """The rules that one optimizer updates parameters of one model by."""
+    """Describe the rules by which one optimizer updates parameters of one model."""
 
     #: Ids of these parameters.
     members: frozenset[int]
 
     def digest(self) -> int:
-        """A number that is the same on ranks with the same rules; asked each step."""
+        """Return a number that is the same on ranks with the same rules; asked each step."""
 
     def groups(self) -> list[Group]:
-        """The rules in full."""
+        """Return the rules in full."""
 
 
 class Accord:
-    """What this rank says, and the comparison with what the others say.
+    """Collect what this rank says, and compare it with what the other ranks say.
 
     Args:
         flats: the trainable flats of the model.
@@ -70,12 +70,12 @@ class Accord:
         self._bits: tuple[int, list[int]] = (0, _bits(0))
 
     def propose(self, rules: Rules) -> None:
-        """An optimizer was made. Until it steps, its rules do not take the place of those that have been stepped by."""
+        """Note a new optimizer. Until it steps, its rules do not replace those of an optimizer that has stepped."""
         if not any(id(other) in self._stepped for other in self._rules if other.members & rules.members):
             self._take(rules)
 
     def follow(self, rules: Rules) -> None:
-        """An optimizer steps: from now on its rules are those of its parameters, whatever other optimizers they had."""
+        """Note an optimizer's step: from now on its rules are those of its parameters, whatever other they had."""
         if id(rules) not in self._stepped:
             self._take(rules)
             self._stepped.add(id(rules))
@@ -86,12 +86,12 @@ class Accord:
         self._stepped &= {id(kept) for kept in self._rules}
 
     def call(self, name: str, words: Words) -> None:
-        """A function was called that all ranks call with the same arguments; the next vote says so."""
+        """Note a call that all ranks must make with the same arguments; the next vote says so."""
         if self._world.size > 1:
             self._calls[name] = words
 
     def ballot(self, present: Mapping[Flat, list[bool]]) -> list[int]:
-        """The bits that this rank puts into the vote.
+        """Return the bits that this rank puts into the vote.
 
         Args:
             present: per slot, whether this rank has a gradient; only those without are asked whether they train.
@@ -106,7 +106,7 @@ class Accord:
         return self._bits[1]
 
     def look(self, sums: Iterable[float]) -> None:
-        """Take the bits' sums over all ranks; where they differ, all ranks compare. Collective then.
+        """Take the bits' sums over all ranks; where they differ, compare with all ranks. Collective then.
 
         Raises:
             ConfigError: on every rank: they say different things.
@@ -183,12 +183,12 @@ def _compare_rules(said: list[list[Group]]) -> None:
 
 
 def _differ(values: Sequence[Any]) -> bool:
-    """Whether any is not like the first; NaN is like NaN."""
+    """Return whether any value is not like the first; NaN is like NaN."""
     return any(value != values[0] and str(value) != str(values[0]) for value in values)
 
 
 def _disagreement(subject: str, expected: str, values: list[Any], **facts: Any) -> ConfigError:
-    """``values``: what each rank says. The one that the most say is taken for what was meant."""
+    """Return the error for ``values``, what each rank says; the value that most of them say is taken as meant."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)

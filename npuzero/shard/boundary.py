@@ -1,4 +1,4 @@
-"""The step boundary: which gradients there are, agreed on by all ranks; and what the update is told of them.
+"""The step boundary: ranks agree on which gradients there are, and the update learns how to use them.
 
 Between two updates the gradients of a model are in one of three stages::
 
@@ -36,7 +36,7 @@ LENT_BYTES = 2**20
 
 
 class Stage(enum.Enum):
-    """How far the present gradients are."""
+    """Name how far the present gradients are."""
 
     OPEN = "open"
     AGREED = "agreed"
@@ -44,7 +44,7 @@ class Stage(enum.Enum):
 
 
 class Boundary:
-    """The gradients of one model between two updates.
+    """Keep track of the gradients of one model between two updates.
 
     Attributes:
         gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
@@ -89,12 +89,12 @@ class Boundary:
         return self._stage is Stage.AGREED
 
     def used(self, flat: Flat) -> list[bool]:
-        """Per slot: has any rank a gradient in the present step (after :meth:`finish`)?"""
+        """Return per slot whether any rank has a gradient in the present step (after :meth:`finish`)."""
         assert self._stage is Stage.AGREED
         return self._used[flat]
 
     def reopen(self) -> None:
-        """A backward pass brings more."""
+        """Prepare for a backward pass that brings more gradients."""
         present = self._present()
         if not _any(present):  # whoever zeroed the gradients, and however
             self.forget()
@@ -106,7 +106,7 @@ class Boundary:
         self._brought = True
 
     def finish(self) -> bool:
-        """R3: bring every gradient to READY on its owner. Collective; nothing to do the second time.
+        """Run R3: bring every gradient to READY on its owner. Collective; does nothing the second time.
 
         Returns:
             False where no rank has any gradient (torch's optimizers then do nothing).
@@ -152,7 +152,7 @@ class Boundary:
         self._stage = Stage.AGREED
 
     def _present(self) -> dict[Flat, list[bool]]:
-        """Per slot: does this rank have a gradient?"""
+        """Return per slot whether this rank has a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             return {flat: flat.gradient.present() for flat in self._flats}
 
@@ -165,7 +165,7 @@ class Boundary:
                 self._dropped = True
 
     def _meet_in_gathers(self) -> None:
-        """Ranks that gather for a backward pass would wait for ever: let the two meet, which is an error at once."""
+        """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
         groups: dict[object, Group] = {}
         for flat in (flat for unit in self._units for flat in unit.flats if flat.cut):
             groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
@@ -174,7 +174,7 @@ class Boundary:
             group.communicator("gather").all_reduce(nothing, tag="a step without a backward pass").wait()
 
     def _vote(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
-        """True where any rank says True; what any has dropped, and no rank has, is gone.
+        """Return True where any rank says True; clear a gradient that some rank dropped and no rank has.
 
         Where ranks follow different rules, or any has written into parameters, all compare.
         """
@@ -206,7 +206,7 @@ class Boundary:
         self._scaled = True
 
     def apply_scale(self) -> None:
-        """Multiply the gradients themselves by what the update was to multiply them by."""
+        """Multiply the gradients themselves by the number that the update was to multiply them by."""
         for flat in self._flats:
             flat.own_gradient.mul_(self.gradient_scale)
         self.gradient_scale.fill_(1.0)
@@ -219,7 +219,7 @@ class Boundary:
     # -- afterwards ------------------------------------------------------------------------------------------------
 
     def step_ends(self) -> None:
-        """The update has used the gradients."""
+        """Note that the update has used the gradients."""
         self._stage = Stage.STEPPED
         self._used = {}
         self.skip = None
@@ -227,7 +227,7 @@ class Boundary:
         self.sums.forget()
 
     def forget(self) -> None:
-        """No gradient is there any more."""
+        """Drop all gradients."""
         self._reducer.reset()
         self._stage = Stage.OPEN
         self._dropped = self._brought = False
@@ -236,7 +236,7 @@ class Boundary:
         self.skip = None
 
     def lend_memory(self) -> None:
-        """zero_grad() was called: what the last step's gradients took may be used for other things until the next.
+        """Let other buffers have the memory of the last step's gradients until the next ones; after zero_grad().
 
         What is under way stays, until the next backward pass sees that nobody wants it.
         """

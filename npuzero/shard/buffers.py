@@ -1,4 +1,4 @@
-"""What forwards write into buffers, such as BatchNorm's statistics: each rank's own, or made the same again."""
+"""The rule for a model's buffers, such as BatchNorm's statistics, which each rank's forward writes for itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUFFER_RULES = ("broadcast", "average")
 
 
 class Buffers:
-    """The buffers of one model under a rule: ``"broadcast"`` (rank 0's, as DDP has it) or ``"average"``.
+    """Apply one rule to a model's buffers: ``"broadcast"`` (rank 0's, as DDP does) or ``"average"``.
 
     An average is of floating buffers; all others, such as counters, are rank 0's.
     """

@@ -1,4 +1,4 @@
-"""From a model and a plan to units: checks, grouping, layout; and the prediction for the same flats."""
+"""The way from a model and a plan to units: checks, grouping, layout; and the prediction for the same flats."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def agree(
     origin: Origin,
     buffers: str | None = None,
 ) -> tuple[list[UnitSpec], list[Plan], MeshShape]:
-    """The units of ``model``, their plans and the mesh, once all ranks are known to have the same. Moves no data.
+    """Return the units of ``model``, their plans and the mesh, once all ranks are known to have the same.
 
-    Collective.
+    Collective; moves no data.
 
     Raises:
-        ConfigError: something cannot be cut, or the ranks disagree.
+        ConfigError: something cannot be sharded, or the ranks disagree.
         CheckpointError: the weights it is to have do not fit.
-        StateError: the model is cut already.
+        StateError: the model is sharded already.
     """
     specs: list[UnitSpec] = []
     own: list[Plan] = []
@@ -78,7 +78,7 @@ def _said(plans: Plans) -> str:
 
 
 def build_units(specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings, mesh: CountingMesh) -> list[Unit]:
-    """Units with their flats laid out, before any data moves."""
+    """Return the units with their flats laid out, before any data moves."""
     units = []
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         named = dict(spec.parameters)
@@ -93,7 +93,7 @@ def build_units(specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings
 def predict(
     model: nn.Module, plans: Plans, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any
 ) -> Report:
-    """:func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
+    """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
     specs = _checked(model, rule)
     units = [_facts(spec) for spec in specs]
     own = plans.of([spec.name for spec in specs])
@@ -101,7 +101,7 @@ def predict(
 
 
 def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
-    """The parameters of each unit of ``model``, the root unit first; on any device, meta among them.
+    """Return the parameters of each unit of ``model``, the root unit first; they may be on any device, also meta.
 
     Raises:
         ConfigError: a parameter that cannot be part of a flat, or a rule that names no module.
@@ -118,7 +118,7 @@ def _checked(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What layout and prediction need to know of a parameter."""
+    """Describe a parameter, as far as layout and prediction need to know it."""
 
     name: str
     shape: torch.Size
@@ -137,7 +137,7 @@ def predict_units(
     clip: bool = False,
     moments: int = 2,
 ) -> Report:
-    """The prediction for units given by their parameters, the root unit first; ``own``: their plans, if they differ."""
+    """Return the prediction for units given by their parameters, root first; ``own``: their plans, if they differ."""
     # Blocks are mostly alike: those of the same shapes and plan have the same flats.
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
@@ -161,7 +161,7 @@ def predict_units(
 def layouts_of(
     parameters: Sequence[ParameterFacts], precision: Precision, world: int, bucket_bytes: int
 ) -> Iterator[tuple[Layout, bool]]:
-    """The flats of one unit: its parameters grouped by dtype and by whether they train, in buckets.
+    """Lay out the flats of one unit: its parameters grouped by dtype and by whether they train, in buckets.
 
     A flat takes parameters up to ``bucket_bytes``; one that is larger has a flat to itself.
 
@@ -212,7 +212,7 @@ def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
             raise StateError(
                 f"parameter {name}",
                 expected="a model that npuzero.zero() has not seen",
-                got="one it has cut already",
+                got="one it has sharded already",
                 do="Call npuzero.zero() once, on the outermost module.",
             )
         _check_parameter(name, p)
@@ -231,7 +231,7 @@ def _misplaced(subject: str, tensor: Tensor, kind: str) -> ConfigError:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Whatever device it is on, can it be part of a flat?"""
+    """Check that the parameter can be part of a flat, whatever device it is on."""
     _check_shaped(f"parameter {name}", parameter)
     if not issubclass(type(parameter), nn.Parameter):
         raise ConfigError(
@@ -260,7 +260,7 @@ def _check_shaped(subject: str, tensor: Tensor) -> None:
 
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
-    """Parameters that are two views of one memory would become two parameters: a tie that is lost in silence."""
+    """Refuse parameters that are two views of one memory: as two parameters they would silently be tied no more."""
     here = [(name, p) for name, p in named if p.nbytes and p.is_contiguous() and not p.is_meta]
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
@@ -274,7 +274,7 @@ def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
 
 
 def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
-    """What all ranks must agree on, in order: names, and what is known of each."""
+    """Return what all ranks must agree on, in order: names, and what is known of each."""
     parameters = [
         (name, f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}")
         for spec in specs
@@ -286,7 +286,7 @@ def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
 def _check_agreement(
     model: list[tuple[str, str]], same: dict[str, str], world: World, problem: NpuZeroError | None
 ) -> None:
-    """All ranks must cut the same model by the same plan: anything else would hang or mix up bytes later.
+    """Check that all ranks shard the same model by the same plan: else they would hang or mix up bytes later.
 
     A rank with a problem of its own says so to the others, so that none is left waiting for it.
     """
@@ -299,7 +299,7 @@ def _check_agreement(
         if other["problem"] is not None:
             raise ConfigError(
                 "npuzero.zero()",
-                expected="a model that every rank can cut",
+                expected="a model that every rank can shard",
                 got=f"rank {rank}: {other['problem']}",
                 do="Mend it on that rank.",
                 rank=rank,
@@ -316,7 +316,7 @@ def _check_agreement(
 
 
 def _first_difference(a: list[list[str]], b: list[list[str]], rank: int) -> tuple[str, int, str]:
-    """What rank 0 (``a``) and ``rank`` (``b``) say of the first name they do not agree on."""
+    """Return what rank 0 (``a``) and ``rank`` (``b``) say of the first name they do not agree on."""
     mine, theirs = dict(a), dict(b)
     for name in (*mine, *theirs):
         if mine.get(name) != theirs.get(name):

@@ -1,4 +1,4 @@
-"""Whether a model still has the parameters that it had when it was cut."""
+"""The census: does a model still have the parameters that it had when it was sharded?"""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from npuzero.errors import StateError
 
 
 class Census:
-    """The parameters of ``model``, trained and frozen, as they are now.
+    """Know the parameters of ``model``, trained and frozen, as they are now.
 
-    Every step asks, so the usual answer is found by comparing the modules' tables with what they held.
+    Every step asks, so the usual answer is found by comparing the modules' tables with their entries of then.
     """
 
     def __init__(self, model: nn.Module, trained: Collection[nn.Parameter], frozen: Collection[nn.Parameter]) -> None:
@@ -30,7 +30,7 @@ class Census:
         return [value for table in self._tables for value in table.values()]
 
     def check(self, model: nn.Module) -> None:
-        """Raises StateError where ``model`` has parameters, or trains some, that it did not then."""
+        """Raise a StateError where ``model`` has parameters, or trains some, that it did not then."""
         present = self._present()
         if len(present) == len(self._values) and all(map(is_, present, self._values)):
             with torch._C.DisableTorchFunctionSubclass():

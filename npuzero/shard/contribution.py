@@ -1,4 +1,4 @@
-"""What one backward pass brings to one flat: gradients as they leave autograd, and which way they go from there."""
+"""The contribution of one backward pass to one flat: gradients as they leave autograd, and their route from there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from npuzero.shard.layout import Layout
 
 
 class Pass(enum.Enum):
-    """What a backward pass is to the step."""
+    """Name the role of a backward pass in its step."""
 
     ALONE = "alone"  # under no_sync: it adds up on this rank, and a later one takes it along
     SUMMED = "summed"  # R2, and maybe more passes before the step
@@ -23,15 +23,15 @@ class Pass(enum.Enum):
 
 
 class Route(enum.Enum):
-    """Which way a flat's contribution goes, once it is complete."""
+    """Name the way of a flat's contribution, once it is complete."""
 
-    KEEP = "keep"  # into the whole gradients that this rank adds up alone
-    SEND = "send"  # packed into a wire, for R2 or, where that is the identity, for R3
+    KEEP = "keep"  # into the unsharded gradients that this rank adds up alone
+    SEND = "send"  # packed into a communication buffer, for R2 or, where that is the identity, for R3
     BOTH = "both"  # what was kept so far goes along: added to it, and sent
 
 
 class Contribution:
-    """The gradients of the present backward pass.
+    """Collect the gradients of the present backward pass.
 
     Attributes:
         arrived: by slot number what autograd made.
@@ -44,16 +44,16 @@ class Contribution:
 
     @property
     def complete(self) -> bool:
-        """Whether every slot has its gradient."""
+        """Return whether every slot has its gradient."""
         return len(self.arrived) >= self._count
 
     def add(self, i: int, gradient: Tensor) -> None:
-        """Slot ``i`` has its gradient; once more in a pass where reentrant checkpointing finishes it once per use."""
+        """Add the gradient of slot ``i``; a second one of a pass is from reentrant checkpointing, once per use."""
         earlier = self.arrived.get(i)
         self.arrived[i] = gradient if earlier is None else earlier + gradient
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be packed; shape and dtype are the parameter's, as autograd sees to."""
+        """Raise a ConfigError for what cannot be packed; autograd sees to shape and dtype."""
         for i, gradient in self.arrived.items():
             if gradient.layout is not torch.strided:
                 raise ConfigError(
@@ -64,7 +64,7 @@ class Contribution:
                 )
 
     def pack(self, arrived: Mapping[int, Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
-        """Write some of them, scaled, to where their slots lie in ``into`` ([n], any float), or add them there."""
+        """Write some gradients, scaled, to where their slots lie in ``into`` ([n], any float), or add them there."""
         if arrived:
             tensors = [settled(gradient) for gradient in arrived.values()]
             offsets = [self._layout.slots[i].begin for i in arrived]

@@ -1,4 +1,4 @@
-"""What ``model.to()`` and its kin mean to a model that is cut: nothing to do, or an error that says so at once.
+"""The answer of a sharded model to ``model.to()`` and its kin: nothing, or a StateError where they change something.
 
 They all end in ``Module._apply(fn)``, which calls ``fn`` with every parameter, gradient and buffer. Parameters that are
 views of flats cannot be moved or converted by anybody but the engine; but most such calls change nothing: trainers put
@@ -31,7 +31,7 @@ def watch_conversions(model: nn.Module) -> None:
 
 def _conversion(module_of: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
     def apply(fn: _Function, recurse: bool = True) -> nn.Module:
-        """``_apply``, which raises StateError where ``fn`` changes a parameter of an engine; before it touches any."""
+        """Call ``_apply``; raise a StateError before it touches anything if ``fn`` changes a parameter of an engine."""
         module = module_of()
         assert module is not None
         if not isinstance(fn, _Outside):
@@ -46,7 +46,7 @@ def _conversion(module_of: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
 
 
 class _Outside:
-    """``fn`` for all tensors but those of an engine, which it is known not to change."""
+    """Apply ``fn`` to all tensors but those of an engine, which it is known not to change."""
 
     def __init__(self, fn: _Function) -> None:
         self._fn = fn
@@ -72,7 +72,7 @@ def _check(name: str, parameter: nn.Parameter, fn: _Function) -> None:
             expected=f"to stay {_facts(probe)}, as it is, contiguous and where it lies",
             got=difference,
             do="Precision and placement belong to npuzero.zero(model, precision=...): convert and move before it, and "
-            "take whole tensors out with npuzero.full_state_dict. (channels_last needs no conversion: a convolution "
+            "take full tensors out with npuzero.full_state_dict. (channels_last needs no conversion: a convolution "
             "follows its input.)",
         )
 

@@ -1,4 +1,4 @@
-"""What an engine sends and holds in a step, counted."""
+"""The count of what an engine sends and holds in a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npuzero.plan import AXES, Axes, Plan, Report, sent_by_verb
 
 
 class CountingMesh:
-    """A mesh whose communicators count what they send: control traffic apart from the training state's."""
+    """Make communicators that count what they send: control traffic apart from the training state's."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -23,7 +23,7 @@ class CountingMesh:
         self.control: Counter[str] = Counter()
 
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
-        """The communicator of :meth:`Mesh.communicator`, made at its first use."""
+        """Return the communicator of :meth:`Mesh.communicator`, made at its first use."""
         key = (axes, purpose)
         if key not in self._made:
             counter = self.control if purpose in ("control", HOST_CHANNEL) else self.sent
@@ -31,13 +31,13 @@ class CountingMesh:
         return self._made[key]
 
     def host(self) -> Communicator:
-        """All ranks, over tensors on the host: the control channel itself where that is on the host already."""
+        """Return the communicator of all ranks over tensors on the host: the control channel if that is there."""
         on_host = self._mesh.world.device.type == "cpu"
         return self.communicator(AXES, "control" if on_host else HOST_CHANNEL)
 
 
 class Meter:
-    """Measures steps, from a step's first forward to the end of its update."""
+    """Measure steps, from a step's first forward to the end of its update."""
 
     def __init__(self, plan: Plan, mesh: CountingMesh, spaces: Spaces) -> None:
         self._plan = plan
@@ -47,7 +47,7 @@ class Meter:
         self._last: Report | None = None
 
     def step_begins(self) -> None:
-        """A forward for training begins; the first one since the last step begins another."""
+        """Note a forward for training; the first one since the last step begins another."""
         if not self._begun:
             self._begun = True
             self.reset()
@@ -64,7 +64,7 @@ class Meter:
         self._begun = False
 
     def report(self) -> Report:
-        """What the last step held and sent on this rank.
+        """Return what the last step held and sent on this rank.
 
         Raises:
             StateError: no step has been taken.

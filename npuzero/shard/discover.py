@@ -1,4 +1,4 @@
-"""Which modules are units, and which parameters each unit owns. Structure only: touches no tensor data."""
+"""The division of a model into units, and of its parameters among them. Structure only: touches no tensor data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Mod
 ROOT = "root"
 # Containers whose forward is not theirs to call: hooks on them would never run.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-# The child of what torch.compile(module) returns. The unit is the whole, called from outside of what is compiled.
+# The child of what torch.compile(module) returns. The unit is the outer one, called from outside of what is compiled.
 _COMPILED = "_orig_mod"
 
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit before it has buffers: its module, and the parameters it owns by qualified name."""
+    """Describe a unit before it has buffers: its module, and the parameters it owns by qualified name."""
 
     name: str
     module: nn.Module
@@ -31,7 +31,7 @@ class UnitSpec:
 
 
 def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
-    """Cut ``model`` into units; the root unit comes first and owns what no other unit does.
+    """Divide ``model`` into units; the root unit comes first and owns what no other unit does.
 
     Without a rule the units are the children of each outermost repeated list: a ModuleList, Sequential or ModuleDict
     in which at least two children with parameters share a class (the blocks of a transformer).
@@ -56,10 +56,10 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
 
 
 def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
-    """The modules below ``model`` that reach parameters of the root unit when they are called.
+    """Return the modules below ``model`` that reach parameters of the root unit when they are called.
 
-    They are inside the root's forward as a rule; called on their own (an encoder, before generating) they need the
-    root's parameters all the same.
+    They mostly run inside the root's forward; called on their own (an encoder, before generating) they need the root's
+    parameters all the same.
     """
     owned = {id(parameter) for _, parameter in root.parameters}
     registered = model.named_parameters(remove_duplicate=False)
@@ -129,7 +129,7 @@ def _named(model: nn.Module, rule: UnitRule) -> list[str]:
 
 
 def _check_called(subject: str, module: nn.Module) -> None:
-    """What is inside TorchScript is called by its interpreter, past every hook. A unit may be TorchScript itself."""
+    """Refuse parts of TorchScript, called by its interpreter past every hook. A unit may be TorchScript itself."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
             subject,
@@ -140,7 +140,7 @@ def _check_called(subject: str, module: nn.Module) -> None:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """What ``torch.compile(module)`` wrapped, else the module."""
+    """Return the module that ``torch.compile(module)`` wrapped, else the module."""
     return dict(module.named_children()).get(_COMPILED, module)  # TorchScript's modules have no table to ask
 
 
@@ -149,7 +149,7 @@ def _as_tuple(rule: UnitRule) -> tuple[type[nn.Module], ...]:
 
 
 def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.Parameter], ...]]:
-    """Unit path -> the parameters it owns, each once, under its first name."""
+    """Return for each unit's path the parameters it owns, each once, under its first name."""
     registered: dict[int, tuple[str, nn.Parameter, list[list[str]]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         chain = _unit_chain(name, units)
@@ -164,11 +164,11 @@ def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.
 
 
 def _unit_chain(name: str, units: set[str]) -> list[str]:
-    """The units around a parameter, outermost (the root, "") first."""
+    """Return the units around a parameter, outermost (the root, "") first."""
     return ["", *(path for path in around(name) if path in units)]
 
 
 def around(name: str) -> list[str]:
-    """The paths of the modules below the root that a tensor lies in, outermost first."""
+    """Return the paths of the modules below the root that a tensor lies in, outermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""The engine of one model: it puts together the parts that apply the four rules, and is what others ask for them."""
+"""The engine of one model: it puts together the parts that apply the four rules, and answers for them."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from npuzero.shard.writes import Writes
 
 
 class Engine:
-    """One model under one plan on this rank; some of its units may follow plans of their own.
+    """Train one model under one plan on this rank; some of its units may follow plans of their own.
 
     Attributes:
         plan, world, settings, mesh, spaces: what it was made with.
         units: the root unit first, then the others in the order they are registered.
         passes: forward and backward, as the hooks tell of them.
         boundary: which gradients there are at the step boundary.
-        gradients: what programs ask of them.
-        finite: the watch over what is inf or NaN.
-        values: parameters whole, in and out.
+        gradients: clipping, norms and the like, as programs ask for them.
+        finite: the watch for inf and NaN.
+        values: unsharded parameters, in and out.
         update: the chunks that an optimizer updates one by one, between begin_update and end_update.
-        meter: what a step held and sent.
+        meter: bytes held and sent in a step.
 
     Raises:
-        ConfigError: the model cannot be cut, or the ranks disagree on it.
-        StateError: it is cut already.
+        ConfigError: the model cannot be sharded, or the ranks disagree on it.
+        StateError: it is sharded already.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; parts of the training state may rest elsewhere."""
+        """Return the device where this rank computes; parts of the training state may rest elsewhere."""
         return self.world.device
 
     def flats(self) -> list[Flat]:
-        """The trainable flats, in order."""
+        """Return the trainable flats, in order."""
         return self._flats
 
     def place(self, parameter: nn.Parameter) -> tuple[Flat, int] | None:
-        """The flat and slot of a parameter of this model; None for a frozen one."""
+        """Return the flat and slot of a parameter of this model; None for a frozen one."""
         return self._places.get(id(parameter))
 
     def _show(self, watch: Watch | None) -> None:
         self._hooks.watch_finite(watch)
 
     def register_forward_method(self, module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
-        """Treat ``module``'s method ``name``, which is ``plain``, as its forward: what that may read is whole."""
+        """Treat ``module``'s method ``name``, which is ``plain``, as its forward: unsharded inside."""
         own = {id(parameter) for parameter in module.parameters()}
         around = []
         for unit in self.units:
@@ -137,7 +137,7 @@ class Engine:
     # -- the step --------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> bool:
-        """Before an optimizer writes masters and parameters; False where there is nothing to do. Collective."""
+        """Prepare for an optimizer that writes masters and parameters; False if there is nothing to do. Collective."""
         self.values.bring_home(thoroughly=True)
         if self.boundary.agreed:  # else finish() looks
             self.values.look_at_whole()
@@ -145,14 +145,14 @@ class Engine:
         return self.boundary.finish()
 
     def end_update(self) -> None:
-        """R4, and the end of the step."""
+        """Run R4, and end the step."""
         self.update.end()
         self.passes.step_ends()
         self.meter.step_ends()
         self.boundary.step_ends()
 
     def forget_gradients(self, lend: bool) -> None:
-        """zero_grad() was called.
+        """Drop the gradients, as zero_grad() asks.
 
         Args:
             lend: let the memory that gradients took be used for other things until the next ones come.

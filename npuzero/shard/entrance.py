@@ -1,7 +1,7 @@
-"""What a module is called through: an engine's work before and after it, and between them the module, compiled or not.
+"""The entrance of a module: an engine's work before and after a call, and the module between, compiled or not.
 
-torch's own forward hooks run inside of what ``module.compile()`` compiles, where Dynamo would trace an engine. What is
-called here stands around it, so that the graph of a module is its computation, the whole of it, and nothing else.
+torch's own forward hooks run inside of what ``module.compile()`` compiles, where Dynamo would trace an engine. Visits
+stand around it, so that the graph of a module is all of its computation, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Failed = Callable[[], None]
 
 
 class Visit(NamedTuple):
-    """What stands around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between."""
+    """Hold what runs around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between."""
 
     before: Before
     after: After
@@ -36,7 +36,7 @@ _REASON = "npuzero's engine gathers and releases parameters around a unit; compi
 
 
 class Entrance:
-    """The entrance of a module; who comes later stands further outside.
+    """Run visits around every call of a module; the later one is added, the further outside it is.
 
     It takes the place of the module's ``_call_impl``, which runs the user's hooks and forward, and by which Dynamo sees
     that there is more to a call than those, where the module is called from within something compiled.
@@ -52,12 +52,12 @@ class Entrance:
 
     @staticmethod
     def of(module: nn.Module) -> Entrance:
-        """The one entrance of ``module``."""
+        """Return the one entrance of ``module``."""
         found: Entrance | None = module.__dict__.get("_npuzero_entrance")
         return found or Entrance(module)
 
     def add(self, visit: Visit) -> None:
-        """Have ``visit`` stand around every call, and never be traced."""
+        """Have ``visit`` run around every call, and never be traced."""
         self._around.append(Visit(*(torch.compiler.disable(each, reason=_REASON) for each in visit)))
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class Entrance:
         return output
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:
-        """``nn.Module.compile``."""
+        """Compile the module inside, as ``nn.Module.compile`` does."""
         module = self._module()
         assert module is not None
         self._compiled = torch.compile(MethodType(self._plain, module), *args, **kwargs)

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def is_extra(name: str) -> bool:
-    """Whether this is the name of a module's extra state, by torch's convention."""
+    """Return whether this is the name of a module's extra state, by torch's convention."""
     return name.rpartition(".")[2] == "_extra_state"
 
 

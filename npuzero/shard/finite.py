@@ -1,4 +1,4 @@
-"""Where in a step a value stopped being finite: counted on the device while all is well, looked up once it is not."""
+"""The search for the first inf or NaN of a step: counted on the device while all is well, looked up once it is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Watch:
-    """Sees each unit's outputs and in which order gradients come; :meth:`look` tells where it began.
+    """Watch each unit's outputs and the order in which gradients come; :meth:`look` tells where it began.
 
     A verdict is asked for when the next forward begins: by then the device has long passed the point, and has the
     update still to do, so waiting for it costs nothing.
@@ -38,12 +38,12 @@ class Watch:
         self._verdict: Tensor | None = None
 
     def outputs(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
-        """What a forward of ``unit`` returned."""
+        """Count what a forward of ``unit`` returned."""
         self._order[unit.index] = None
         self._count(unit.index, tensors)
 
     def arrives(self, name: str) -> None:
-        """The gradient of a parameter has been computed."""
+        """Note that the gradient of a parameter has been computed."""
         self._arrived[name] = None
 
     @torch.no_grad()
@@ -55,7 +55,7 @@ class Watch:
 
     @torch.no_grad()
     def conclude(self, loss: Tensor | None, gradients: Tensor) -> Tensor:
-        """The step's gradients are there; collective.
+        """Return the verdict on a step, whose gradients are there. Collective.
 
         Args:
             loss: this rank's.
@@ -72,7 +72,7 @@ class Watch:
         return self._verdict
 
     def look(self) -> None:
-        """Ends the step that :meth:`conclude` concluded: forgets it, or says where it went wrong. Collective.
+        """End the step that :meth:`conclude` concluded: forget it, or raise where it went wrong. Collective.
 
         Raises:
             NonFiniteError: somewhere it did, on any rank.
@@ -120,7 +120,7 @@ class Watch:
 
 
 class Finite:
-    """The watch over one model, while somebody wants one.
+    """Hold the watch over one model, while somebody wants one.
 
     Args:
         make: makes a watch.
@@ -135,7 +135,7 @@ class Finite:
         self.watching: Watch | None = None
 
     def watch(self, on: bool) -> None:
-        """See what stops being finite, and where; or stop watching."""
+        """Begin to watch what stops being finite, and where; or stop watching."""
         self.watching = self._make() if on else None
         self._show(self.watching)
 
@@ -155,13 +155,13 @@ class Finite:
             self._boundary.skip_where(self.watching.conclude(loss, bad if counts is None else bad * counts))
 
     def look(self) -> None:
-        """Raises NonFiniteError where the last step checked was bad. Collective."""
+        """Raise a NonFiniteError where the last step checked was bad. Collective."""
         if self.watching is not None:
             self.watching.look()
 
 
 def _bad(flat: Flat, what: str) -> list[str]:
-    """Names of the slots whose part in this rank's states shard is not finite: of the parameters or the gradient."""
+    """Return the slots whose part in this rank's states shard is not finite: of the parameters or the gradient."""
     own = flat.own_parameters if what == "parameters" else flat.own_gradient
     if own.isfinite().all():
         return []

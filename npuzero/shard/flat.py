@@ -1,9 +1,9 @@
 """A flat: the buffers of parameters that travel together, and where each part of them rests on this rank.
 
-Names used in this package, for a flat of n elements and a plan that cuts parameters, held, gradients and states into
-P, H, G and S shards::
+Names used in this package, for a flat of n elements and a plan that shards parameters, parameters after forward,
+gradients and states into P, H, G and S shards::
 
-    whole       [n]    parameter dtype; every parameter is a view of it; no bytes while released (only where P > 1)
+    whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while released (if P > 1)
     resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
     held        [n/H]  parameter dtype; what it keeps between forward and backward (only where 1 < H < P)
     master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
@@ -32,7 +32,7 @@ from npuzero.shard.rest import Rest, Rests
 
 
 class Flat:
-    """One flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen.
+    """Hold one flat buffer of a unit: parameters of one dtype that are all trainable, or all frozen.
 
     Attributes:
         plan, rests: the row of the table it follows, and what that comes to here.
@@ -67,12 +67,12 @@ class Flat:
 
     @property
     def slots(self) -> range:
-        """Numbers of the slots."""
+        """Return the numbers of the slots."""
         return range(len(self.parameters))
 
     @property
     def own_gradient(self) -> Tensor:
-        """[n/S] float32: this rank's shard of the gradient, summed over the ranks once it is READY."""
+        """Return [n/S] float32: this rank's shard of the gradient, summed over the ranks once it is READY."""
         return self.gradient.own
 
     def _own_slot(self, i: int) -> slice:
@@ -81,7 +81,7 @@ class Flat:
         return slice(begin - start, end - start) if begin < end else slice(0, 0)
 
     def cut_like_own(self, i: int, whole: Tensor) -> Tensor:
-        """Of a tensor shaped like slot ``i``, the elements that lie in this rank's states shard; 1-D."""
+        """Return the elements of a tensor shaped like slot ``i`` that lie in this rank's states shard; 1-D."""
         own = self.own_slots[i]
         if own.start == own.stop:
             return whole.reshape(-1)[:0]
@@ -89,13 +89,13 @@ class Flat:
         return whole.reshape(-1)[own.start + shift : own.stop + shift]
 
     def place_of_own(self, i: int) -> int:
-        """Which element of slot ``i`` is the first of this rank's states shard, if any is."""
+        """Return which element of slot ``i`` is the first of this rank's states shard, if any is."""
         return int(self.own_slots[i].start) + self.rests.states.begin - self.layout.slots[i].begin
 
     def materialize(self, spaces: Spaces, source: Source | None, first_values: Callable[[Flat], None]) -> None:
-        """Allocate what rests here, have ``first_values`` fill it, and let the parameters be views of the flat buffer.
+        """Allocate the buffers, have ``first_values`` fill them, and let the parameters be views of the flat.
 
-        ``source``: who provides the memory of the resting parameters, which other ranks read when they gather.
+        ``source``: provides the memory of the resting parameters, which other ranks read when they gather.
         """
         rests = self.rests
         resident = spaces[Memory.DEVICE]  # what lives within a step only is where it is computed with
@@ -134,11 +134,11 @@ class Flat:
             self.gradient.mark(self.parameters)
 
     def fill(self, values: Sequence[Tensor], share: Callable[[Tensor], None]) -> None:
-        """Take whole values, one per slot. The peak beyond what rests is the whole flat in float32.
+        """Take unsharded values, one per slot. The peak beyond what rests is the unsharded flat in float32.
 
         Args:
             values: tensors of the slots' shapes, any floating dtype and device.
-            share: makes the whole flat (float32) the same on all ranks.
+            share: makes the unsharded flat (float32) the same on all ranks.
         """
         exact = zeros(self.layout.numel, torch.float32, self.resting.device)
         for slot, value in zip(self.layout.slots, values, strict=True):
@@ -147,7 +147,7 @@ class Flat:
         self.put(0, exact)
 
     def put(self, start: int, values: Tensor) -> None:
-        """Take the elements from ``start`` of the flat on into what rests here of them, and, unrounded, into masters.
+        """Take the elements from ``start`` of the flat on into what rests here of them and, unrounded, into masters.
 
         Args:
             values: [k] of any floating dtype and device.
@@ -167,7 +167,7 @@ class Flat:
     # -- writes of the program's own -------------------------------------------------------------------------------
 
     def written(self) -> list[int]:
-        """The slots that somebody has written since this was asked last; they must be readable."""
+        """Return the slots that somebody has written since this was asked last; they must be readable."""
         counts = self._count_writes()
         if counts == self._counts:
             return []
@@ -181,10 +181,10 @@ class Flat:
         return counts
 
     def take_written(self, slots: Sequence[int]) -> None:
-        """Carry what was written into the whole parameters of ``slots`` to where it lasts: the resting shard, masters.
+        """Carry what was written into unsharded ``slots`` to where it lasts: the resting shard, masters.
 
         A float32 master keeps its value where its rounded copy is unchanged. Of split masters the lower halves, which
-        belonged to the values of before, become zero: where the plan cuts parameters those of the elements that
+        belonged to the values of before, become zero: where the plan shards parameters those of the elements that
         changed, else, since nothing tells which did, those of the slots.
         """
         if self.cut:
@@ -205,16 +205,16 @@ class Flat:
 
     @property
     def low(self) -> Tensor | None:
-        """[n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
+        """Return [n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
         return self.own_parameters if self.masters == "fp32" else None
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether masters are bfloat16 alone."""
+        """Return whether masters are bfloat16 alone."""
         return self.masters == "none"
 
     def read_master(self, own: slice) -> Tensor:
-        """float32: the masters of a range of this rank's states shard, however they are kept; maybe a copy."""
+        """Return the masters of a range of this rank's states shard, float32 however they are kept; maybe a copy."""
         if self.remainder is not None:
             return storage.join(self.master[own], self.remainder[own])
         return self.master[own].float()
@@ -231,20 +231,20 @@ class Flat:
                 _copy_rounded(values, self.low[own])
 
     def refresh_master(self) -> None:
-        """Somebody wrote the parameters: masters follow them."""
+        """Update masters from the parameters, which somebody wrote."""
         if self.remainder is not None:
             self.remainder.zero_()
         elif self.low is not None:
             self.master.copy_(self.low)
 
     def refresh_low(self) -> None:
-        """Somebody wrote the masters: own parameters follow them."""
+        """Update own parameters from the masters, which somebody wrote."""
         if self.low is not None:
             _copy_rounded(self.master, self.low)
 
 
 def _copy_rounded(values: Tensor, target: Tensor) -> None:
-    """``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
+    """Copy ``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
     if target.dtype == torch.bfloat16:
         ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")
     else:

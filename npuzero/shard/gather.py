@@ -1,4 +1,4 @@
-"""R1: a unit's parameters become whole before it computes, and are released after."""
+"""R1: a unit's parameters are gathered (unsharded) before it computes, and released (resharded) after."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _S = ParameterState
 
 
 class Gatherer:
-    """Starts, finishes and undoes the gathering of units. A start must be followed by a finish on every rank."""
+    """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank."""
 
     def __init__(self, writes: Writes) -> None:
         self._writes = writes
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
-        """Begin to gather ``unit`` unless it is whole already or on its way."""
+        """Begin to gather ``unit`` unless it is unsharded already or on its way."""
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
         from_held = unit.parameter_state is _S.HELD
@@ -34,7 +34,7 @@ class Gatherer:
                 handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}"))
 
     def finish(self, unit: Unit) -> None:
-        """Wait until ``unit`` is whole and open its parameters to reading; starts the gather if nobody has."""
+        """Wait until ``unit`` is unsharded and open its parameters to reading; start the gather if nobody has."""
         if unit.parameter_state is not _S.WHOLE:
             self.start(unit)
             with observe.span("wait for gather", unit.name):
@@ -45,7 +45,7 @@ class Gatherer:
         unit.check_views()
 
     def hold(self, unit: Unit) -> None:
-        """After forward: keep what ``plan.held`` says and release the rest."""
+        """Keep after forward what the plan says, and release the rest."""
         self._release(unit, keep_held=True)
 
     def release(self, unit: Unit) -> None:

@@ -1,11 +1,11 @@
-"""The gradient of one flat: where it accumulates on this rank, how much of it is there, and the state it is in.
+"""The gradient of one flat: where it accumulates on this rank, how much of it is there, and its state.
 
-Names, for a flat of n elements whose gradients and states are cut into G and S shards::
+Names, for a flat of n elements whose gradients and states are sharded into G and S shards::
 
     buffer    [n/G]  float32; accumulates over micro-batches; no bytes after zero_grad()
     unsynced  [n]    float32; what accumulates under no_sync where G > 1
     carry     [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
-    wire      [n]    the precision's wire dtype; what a reduction sends
+    wire      [n]    communication dtype; the communication buffer: what a reduction sends
     own       [n/S]  this rank's states shard of the buffer: the gradient that the update reads
 """
 
@@ -32,26 +32,26 @@ from npuzero.shard.states import GradientState, moved
 
 
 class Content(enum.Enum):
-    """Where this rank's gradients of one slot are, since the last reset."""
+    """Name where this rank's gradients of one slot are, since the last reset."""
 
     NOWHERE = "nowhere"  # none has come
-    ALONE = "alone"  # in the whole gradients that this rank adds up alone: the buffer where G = 1, else unsynced
-    SUMMED = "summed"  # in what the ranks have summed: the cut buffer, or the carry
+    ALONE = "alone"  # in the unsharded gradients that this rank adds up alone: the buffer where G = 1, else unsynced
+    SUMMED = "summed"  # in what the ranks have summed: the sharded buffer, or the carry
 
 
 class Gradient:
-    """The gradient of one flat.
+    """Hold the gradient of one flat.
 
     Attributes:
         rests, layout: of the flat.
-        wire, sums: dtypes that gradients, and finished sums of them, travel in.
+        wire, sums: communication dtypes of gradients, and of finished sums of them.
         scale: what gradients are multiplied by as they are packed: 1 / the ranks that they are averaged over, so that
             every reduction is a plain sum.
         meets_at_boundary: whether R3 has any collective.
         memory: the memory of the buffer.
         contribution: what the present backward pass has brought.
         content: per slot.
-        summing: whether the cut buffer has anything of this step; if not, the next reduction overwrites it.
+        summing: whether the sharded buffer has anything of this step; if not, the next reduction overwrites it.
         markers: per slot, what ``p.grad`` is while the gradient lives here.
     """
 
@@ -94,7 +94,7 @@ class Gradient:
                     self.buffer[begin:end].zero_()
 
     def forget(self) -> None:
-        """No slot has a gradient any more."""
+        """Drop the gradients of all slots."""
         self.content = [Content.NOWHERE] * len(self.content)
         self.summing = False
         self.contribution.arrived.clear()
@@ -105,18 +105,18 @@ class Gradient:
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def route(self, kind: Pass) -> Route:
-        """The table of moves: which way the complete contribution of a pass goes."""
+        """Return the way of a pass's complete contribution, by the table of moves."""
         if kind is Pass.ALONE:
             return Route.KEEP
         if self.cut:  # R2 sends it, and what no_sync has kept goes along
             return Route.SEND if self.unsynced is None else Route.BOTH
         # R2 is the identity. The first gradients of a step that are known to be the last are sent as they come, where
-        # accumulating them in float32 would only be undone by the wire's dtype.
+        # accumulating them in float32 would only be undone by the communication dtype.
         alone = kind is Pass.LAST and self.meets_at_boundary and self.wire != torch.float32
         return Route.SEND if alone and Content.ALONE not in self.content else Route.KEEP
 
     def take(self, kind: Pass) -> Tensor | None:
-        """Take in the contribution, which is complete; the wire to send, if there is one."""
+        """Take in the contribution, which is complete; return the communication buffer to send, if there is one."""
         route = self.route(kind)
         self.contribution.check()
         if route is not Route.SEND:
@@ -128,7 +128,7 @@ class Gradient:
         return wire
 
     def _accumulate(self) -> None:
-        """Add to the whole float32 gradients: the plan keeps them whole, or ``no_sync`` does for now."""
+        """Add to the unsharded float32 gradients: the plan keeps them so, or ``no_sync`` does for now."""
         if self.cut and self.unsynced is None:
             self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
         whole = self.unsynced if self.unsynced is not None else self.buffer
@@ -139,7 +139,7 @@ class Gradient:
             self.contribution.pack(chosen, whole, self.scale, accumulate=again)
 
     def fill_wire(self) -> Tensor:
-        """A whole wire with this rank's contribution; what is absent is zero, and so are the gaps."""
+        """Return a communication buffer with this rank's contribution; absent slots and gaps are zero."""
         wire, gaps_are_zero = self.pool.acquire(self.layout.numel, self.wire, self.layout.gaps)
         if self.unsynced is not None:
             self.zero_absent(self.unsynced)
@@ -159,13 +159,13 @@ class Gradient:
         return wire
 
     def zero_absent(self, whole: Tensor) -> None:
-        """Zero in the whole gradients that this rank adds up alone ([n]) the slots of which nothing is there."""
+        """Zero those slots of unsharded gradients ([n], this rank's alone) of which nothing is there."""
         for slot, content in zip(self.layout.slots, self.content, strict=True):
             if content is not Content.ALONE:
                 whole[slot.begin : slot.end].zero_()
 
     def reopen(self) -> None:
-        """More gradients come: what is READY is no longer all there is.
+        """Prepare for more gradients: what is READY is no longer all there is.
 
         Where a reduction at the boundary made it, it is set aside, to be added once these are reduced.
         """
@@ -203,7 +203,7 @@ class Gradient:
     # -- what the program sees -------------------------------------------------------------------------------------
 
     def present(self) -> list[bool]:
-        """Per slot: is there a gradient, as far as this rank's user is concerned? (Under DisableTorchFunctionSubclass.)
+        """Return per slot whether there is a gradient for this rank's user. (Under DisableTorchFunctionSubclass.)
 
         Raises:
             StateError: somebody else put a gradient there.
@@ -222,12 +222,12 @@ class Gradient:
         return [gradient is not None for gradient in found]
 
     def adopt(self, i: int) -> None:
-        """Slot ``i`` has a gradient by another rank: as under DDP it has one on all."""
+        """Give slot ``i`` another rank's gradient: as under DDP, if one rank has one all have."""
         self.content[i] = Content.SUMMED
         self._parameters[i].grad = self.markers[i]
 
     def dropped(self, present: Sequence[bool]) -> list[int]:
-        """The slots of which something is here, and which the user has dropped since (``p.grad = None``)."""
+        """Return the slots of which something is here, and which the user has dropped since (``p.grad = None``)."""
         if False not in present:
             return []
         return [i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE]

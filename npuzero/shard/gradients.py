@@ -1,4 +1,4 @@
-"""What programs ask of gradients between backward and the step: clipping, norms, unscaling, and a whole one.
+"""The requests of programs between backward and the step: clipping, norms, unscaling, one unsharded gradient.
 
 Everything here is collective but :meth:`Gradients.read`, and has the ranks agree first which gradients there are
 (:meth:`Boundary.finish`).
@@ -23,7 +23,7 @@ from npuzero.shard.values import Values
 
 
 class Gradients:
-    """The present gradients of one model, as its program may ask for them."""
+    """Answer what a program asks of its model's present gradients."""
 
     def __init__(self, units: Sequence[Unit], world: World, boundary: Boundary, values: Values) -> None:
         self._units = units
@@ -35,7 +35,7 @@ class Gradients:
 
     @_disable_dynamo
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Global norm of the gradients; has them scaled at the update so that it is at most ``max_norm``."""
+        """Return the global norm; have the update scale the gradients so that it is at most ``max_norm``."""
         boundary = self._boundary
         boundary.accord.call("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
         total = torch.zeros((), device=self._world.device)
@@ -63,7 +63,7 @@ class Gradients:
 
     @_disable_dynamo
     def norms(self, p: float) -> dict[str, float]:
-        """By name the p-norm of each whole gradient that any rank has."""
+        """Return by name the p-norm of each unsharded gradient that any rank has."""
         boundary = self._boundary
         boundary.accord.call("grad_norms", {"norm_type": p})
         if not boundary.finish():
@@ -73,7 +73,7 @@ class Gradients:
         return dict(zip((flat.layout.slots[i].name for flat, i in places), norms.tolist(), strict=True))
 
     def full(self, flat: Flat, i: int) -> Tensor | None:
-        """The whole gradient of a slot, float32; None where no rank has any."""
+        """Return the unsharded gradient of a slot, float32; None where no rank has any."""
         if not self._boundary.finish() or not self._boundary.used(flat)[i]:
             return None
         slot = flat.layout.slots[i]
@@ -81,7 +81,7 @@ class Gradients:
         return whole * self._boundary.gradient_scale[0]
 
     def read(self, flat: Flat, i: int) -> Tensor:
-        """What ``p.grad`` is read as where the plan keeps it whole: a copy, float32. Not collective.
+        """Return a float32 copy for a program that reads ``p.grad`` where this rank has all of it. Not collective.
 
         Raises:
             StateError: no rank has all of it, or the ranks have not summed it yet.
@@ -90,10 +90,10 @@ class Gradients:
             self._boundary.finish()
         slot = flat.layout.slots[i]
         if flat.rests.states.cut or not self._boundary.summed:
-            cut = f"plan {flat.plan.name!r}, which leaves each rank a part of the sum"
+            cut = f"plan {flat.plan.name!r}, which leaves each rank a shard of the sum"
             raise StateError(
                 f"reading the gradient of {slot.name}",
-                expected="a gradient that this rank has whole, after the ranks have summed it",
+                expected="a gradient that this rank has unsharded, after the ranks have summed it",
                 got=cut if flat.rests.states.cut else "one that is not summed yet",
                 do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
                 f"to train use {INSTEAD}.",

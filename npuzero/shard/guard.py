@@ -1,4 +1,4 @@
-"""Guards: what keeps a program from reading a parameter whose data is elsewhere, or a gradient that is cut.
+"""Guards: they keep a program from reading a parameter whose data is elsewhere, or a sharded gradient.
 
 A released parameter is a view of memory that is not there: reading it natively gives nonsense on the host and ends the
 process on an accelerator. So outside its unit's compute window a parameter carries the class :class:`ShardedParameter`,
@@ -76,7 +76,7 @@ _METHODS = [
 
 
 def _metadata() -> frozenset[Any]:
-    """The operations that need no data, as ``__torch_function__`` is handed them."""
+    """Return the operations that need no data, as ``__torch_function__`` is handed them."""
     attributes = vars(torch._C.TensorBase) | vars(Tensor)
     grad, requires_grad = attributes["grad"], attributes["requires_grad"]
     found = [attributes[name].__get__ for name in _GETTERS if name in attributes]
@@ -105,17 +105,17 @@ _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 
 
 def in_backward() -> bool:
-    """Whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
+    """Return whether the caller runs inside autograd's engine (a hook, or a checkpointed forward run again)."""
     return torch._C._current_graph_task_id() != -1
 
 
 def owned(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a parameter of an engine."""
+    """Return whether ``tensor`` is a parameter of an engine."""
     return "_npuzero_engine" in tensor.__dict__
 
 
 class ShardedParameter(nn.Parameter):
-    """The class a parameter carries while its data must not be read; see the module's text."""
+    """Guard a parameter whose data must not be read: the class it carries meanwhile; see the module's text."""
 
     # Set on each guarded parameter: makes the data readable, or raises StateError.
     _npuzero_open: Callable[[], None]
@@ -123,7 +123,7 @@ class ShardedParameter(nn.Parameter):
     _npuzero_class: type[nn.Parameter] = nn.Parameter
 
     def as_subclass(self, cls: type[Tensor]) -> Any:
-        """torch sends this one to no ``__torch_function__``: the result would be an alias without a guard."""
+        """Open first: torch sends this to no ``__torch_function__``, and the result would have no guard."""
         self._npuzero_open()
         return super().as_subclass(cls)
 
@@ -149,7 +149,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def _puts_itself(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is ``t.data = t``, as ``Module._apply`` has it where nothing changes."""
+    """Return whether this is ``t.data = t``, as ``Module._apply`` has it where nothing changes."""
     return bool(func == _DATA.__set__ and args[0] is args[1])
 
 
@@ -164,7 +164,7 @@ def _guarded(values: Any) -> list[ShardedParameter]:
 
 
 class WatchedParameter(nn.Parameter):
-    """The class a parameter carries while its data may be read, so that no write into it is lost.
+    """Watch writes into a parameter whose data may be read: the class it carries meanwhile.
 
     torch counts writes into a tensor (``_version``), but not those through ``p.data``, which is an alias with a count
     of its own, made anew each time. Here all of them share one count, kept in ``_npuzero_aliases``.
@@ -189,7 +189,7 @@ class WatchedParameter(nn.Parameter):
         _DATA.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy is nobody's parameter, and of the class that the model's author gave it."""
+        """Return a copy of the class that the model's author gave it, which no engine owns."""
         copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         copied.__class__ = self._npuzero_class
         return copied
@@ -209,13 +209,13 @@ def reopen(parameter: nn.Parameter) -> None:
 
 
 def _class_of(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """What a parameter is when it is neither guarded nor watched."""
+    """Return the class of a parameter while it is neither guarded nor watched."""
     return getattr(type(parameter), "_npuzero_class", type(parameter))
 
 
 @functools.cache
 def _made(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of parameters of a class in a role: guarded, or watched."""
+    """Return the class of parameters of the class ``kind`` in a role: guarded, or watched."""
     if kind is nn.Parameter:
         return role
     name = role.__name__.removesuffix("Parameter") + kind.__name__
@@ -223,20 +223,20 @@ def _made(role: type[nn.Parameter], kind: type[nn.Parameter]) -> type[nn.Paramet
 
 
 class GradientMarker(Tensor):
-    """What ``p.grad`` is after a backward pass: a marker that a gradient exists, in the engine's flat buffers.
+    """Mark in ``p.grad`` that a gradient exists in the engine's flat buffers.
 
     It has the parameter's shape, dtype and device but no data: an operation on it raises, so that a plain optimizer
     or ``torch.nn.utils.clip_grad_norm_`` says what to use instead of doing nothing. Setting ``p.grad = None`` (what
     ``zero_grad`` does) drops the gradient, as in torch.
 
-    Where the plan leaves each rank a whole gradient, and the ranks have summed it, it can be read: an operation that
-    writes nothing gets a copy of what there is.
+    Where the plan leaves each rank an unsharded gradient, and the ranks have summed it, it can be read: an operation
+    that writes nothing gets a copy.
 
     Where a further backward pass finds it in ``p.grad``, autograd adds to it: then it keeps what was to be added for
-    whoever asks :meth:`take_added`.
+    :meth:`take_added`.
 
-    ``zero_grad(set_to_none=False)``, of a module or written out, drops it, too: no zeros are kept of what is cut. Zeros
-    alone are refused, since an update by them is not the same as none.
+    ``zero_grad(set_to_none=False)``, of a module or written out, drops it, too: no zeros are kept of what is sharded.
+    ``zero_()`` alone is refused, since an update by zeros is not the same as none.
     """
 
     #: The gradient itself, or a StateError that says why not and what to do.
@@ -284,7 +284,7 @@ class GradientMarker(Tensor):
         return func(*args, **kwargs)
 
     def _read(self) -> Tensor:
-        """A copy of the gradient, in the parameter's dtype."""
+        """Return a copy of the gradient, in the parameter's dtype."""
         return self.whole().to(self.dtype)
 
     def _drop(self) -> None:
@@ -294,14 +294,14 @@ class GradientMarker(Tensor):
             parameter.grad = None
 
     def take_added(self) -> Tensor | None:
-        """What autograd added to it since this was asked last."""
+        """Return what autograd added to it since this was asked last."""
         added, self._added = self._added, None
         return added
 
     @staticmethod
     def _unreadable(operation: str, instead: str = INSTEAD) -> StateError:
         return StateError(
-            f"{operation} on a cut gradient",
+            f"{operation} on a sharded gradient",
             expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",
             got="a plain torch operation: no rank holds this gradient whole",
             do=f"Use {instead}.",

@@ -1,4 +1,4 @@
-"""Where the engine meets torch: the calls of modules, and autograd's hooks. The only file that touches either.
+"""The hooks of the engine in torch: calls of modules, and autograd. The only file that touches either.
 
 The order of events for a unit, in one training step::
 
@@ -36,7 +36,7 @@ from npuzero.shard.unit import Unit
 
 
 class Events(Protocol):
-    """What the hooks tell; the engine listens."""
+    """Receive what the hooks tell; the engine listens."""
 
     def forward_begins(self, unit: Unit) -> None: ...
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None: ...
@@ -48,7 +48,7 @@ class Events(Protocol):
 
 
 class Hooks:
-    """All hooks of one model."""
+    """Set all hooks of one model."""
 
     def __init__(
         self, events: Events, units: list[Unit], doors: list[nn.Module], input_dtype: torch.dtype | None
@@ -87,7 +87,7 @@ class Hooks:
             Variable._execution_engine.queue_callback(self._finish_backward)
 
     def forget_backward(self) -> None:
-        """A pass that raised never reaches its end: start anew."""
+        """Start anew: a pass that raised never reaches its end."""
         self._end_queued = False
 
     def _finish_backward(self) -> None:
@@ -106,7 +106,7 @@ class Hooks:
         )
 
     def _watch_door(self, unit: Unit, door: nn.Module) -> None:
-        """Have ``unit`` whole while ``door``, a module inside of it, is called from outside."""
+        """Unshard ``unit`` while ``door``, a module inside of it, is called from outside."""
         visit = self._visit(unit, is_root=True)
         entered = False
 
@@ -126,7 +126,7 @@ class Hooks:
         Entrance.of(door).add(Visit(enter, leave, fail))
 
     def watch_method(self, units: list[Unit], module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
-        """Have ``units`` whole while the method ``name`` of ``module``, which is ``plain``, is called from outside."""
+        """Unshard ``units`` while the method ``name`` of ``module``, which is ``plain``, is called from outside."""
         visits = [(unit, self._visit(unit, unit.index == 0)) for unit in units]
         module_of = weakref.ref(module)
 
@@ -185,7 +185,7 @@ class Hooks:
         return hook
 
     def _reached(self, unit: Unit) -> Callable[[Tensor], None]:
-        """Tells of the first of one forward's outputs that backward reaches, in each pass."""
+        """Return a hook that tells of the first of one forward's outputs that backward reaches, in each pass."""
         last = -1
 
         def hook(_: Tensor) -> None:
@@ -223,15 +223,15 @@ class Hooks:
 
 
 def second_derivatives(unit: Unit) -> StateError:
-    """A backward pass that is to be differentiated, by ``create_graph=True`` or by torch.func, came to a cut unit."""
+    """Return the error for a backward to be differentiated (create_graph, torch.func) through a sharded unit."""
     by_func = torch._C._functorch.peek_interpreter_stack() is not None
     return StateError(
         f"{'torch.func' if by_func else 'backward with create_graph=True'} through unit {unit.name!r}",
-        expected="first derivatives where a plan cuts parameters, by backward() or torch.autograd.grad: parameters are "
-        "released as backward leaves a unit",
+        expected="first derivatives where a plan shards parameters, by backward() or torch.autograd.grad: parameters "
+        "are resharded as backward leaves a unit",
         got=f"plan {unit.plan.name!r}"
         + (" and a transform of torch.func, which may differentiate again" if by_func else ""),
-        do="Use a plan that keeps parameters whole (zero0, zero1, zero1.5, zero2)"
+        do="Use a plan that keeps parameters unsharded (zero0, zero1, zero1.5, zero2)"
         + (
             "; or torch.func.functional_call over a plain model, with the tensors of npuzero.full_state_dict(model, "
             "rank0_only=False)."
@@ -251,7 +251,7 @@ def _arrival(watch_of: weakref.ref[Watch], name: str) -> Callable[[Tensor], None
 
 
 def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
-    """All tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
+    """Return all tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
     if isinstance(value, Tensor):
         return [value], False
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -277,7 +277,7 @@ def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors among (nested) arguments in the parameter dtype."""
+    """Convert floating tensors among (nested) arguments to the parameter dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Flat layout: which element of a flat buffer belongs to which parameter. Pure arithmetic."""
+"""Flat layout: which elements of a flat buffer belong to which parameter. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npuzero.plan import SHARD_BYTES, START_ELEMENTS
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's range ``[begin, end)`` of a flat buffer, in elements."""
+    """Describe one parameter's range ``[begin, end)`` of a flat buffer, in elements."""
 
     name: str
     shape: torch.Size
@@ -30,10 +30,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Slots in order, the gaps between them, and the padded length.
+    """Hold the slots of a flat in order, the gaps between them, and the padded length.
 
     ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize`` (the narrowest itemsize that travels), so that
-    whatever axes cut the buffer, every shard has the same length and starts aligned.
+    whatever axes shard the buffer, every shard has the same length and starts aligned.
     """
 
     slots: tuple[Slot, ...]
@@ -52,7 +52,7 @@ class Layout:
         """Lay out parameters (name, shape) of one dtype for a world of ``ranks``.
 
         Args:
-            wire: dtype in which their gradients travel (None: the same too).
+            wire: communication dtype of their gradients (None: ``dtype``).
             start: each begins on a multiple of this many elements.
         """
         slots: list[Slot] = []
@@ -65,13 +65,13 @@ class Layout:
         return Layout(tuple(slots), numel, dtype, _gaps(slots, numel))
 
     def shard(self, index: int, count: int) -> tuple[int, int]:
-        """Range of shard ``index`` of ``count``."""
+        """Return the range of shard ``index`` of ``count``."""
         length = self.numel // count
         return index * length, (index + 1) * length
 
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    """The common part of two ranges; empty (begin == end) where they do not meet."""
+    """Return the common part of two ranges; empty (begin == end) where they do not meet."""
     begin = max(a[0], b[0])
     return begin, max(begin, min(a[1], b[1]))
 

@@ -1,4 +1,4 @@
-"""Where a model's first values come from: its own tensors, as rank 0 has them; files; or what its modules initialise.
+"""The origin of a model's first values: its own tensors, as rank 0 has them; files; or its modules' initialisation.
 
 A model built on ``meta`` has shapes and no data. What files hold of it each rank reads for itself, only the ranges that
 rest with it; what they do not hold is made module by module, a unit at a time, and broadcast from rank 0. So nowhere
@@ -26,20 +26,20 @@ Initialize = Callable[[nn.Module], object] | None
 
 
 class Stored(Protocol):
-    """Values of tensors by name, such as files hold them."""
+    """Hold values of tensors by name, as files do."""
 
     def check(self, model: nn.Module) -> str:
-        """What all ranks must have alike. Raises CheckpointError where what is stored does not fit the model."""
+        """Return what all ranks must have alike; raise a CheckpointError where the values do not fit the model."""
 
     def has(self, name: str) -> bool:
-        """Whether the values of the parameter or buffer ``name`` are there."""
+        """Return whether the values of the parameter or buffer ``name`` are there."""
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Its elements ``[begin, end)``: 1-D, on the CPU, in the dtype they are stored in."""
+        """Return the elements ``[begin, end)`` of ``name``: 1-D, on the CPU, in the dtype they are stored in."""
 
 
 class Origin:
-    """The first values of one model.
+    """Provide the first values of one model.
 
     Args:
         stored: values that replace the model's own; None: there are none.
@@ -51,7 +51,7 @@ class Origin:
         self._initialize = initialize
 
     def check(self, model: nn.Module) -> str:
-        """Whether every tensor on meta will get values; returns what all ranks must have alike.
+        """Check that every tensor on meta will get values; return what all ranks must have alike.
 
         Raises:
             CheckpointError: what is stored does not fit.
@@ -76,11 +76,11 @@ class Origin:
         return agreed
 
     def has(self, name: str) -> bool:
-        """Whether the values of ``name`` are stored."""
+        """Return whether the values of ``name`` are stored."""
         return self._stored is not None and self._stored.has(name)
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """See :meth:`Stored.read`."""
+        """Return stored elements, see :meth:`Stored.read`."""
         assert self._stored is not None
         return self._stored.read(name, begin, end)
 
@@ -117,7 +117,7 @@ class Origin:
                 )
 
     def _makers(self, model: nn.Module, names: Collection[str]) -> list[Callable[[], object]]:
-        """What initialises the tensors ``names``: a call for each module around one of them, inner modules first.
+        """Return what initialises the tensors ``names``: a call for each module around one of them, inner ones first.
 
         And later ones before earlier ones: a tied tensor ends as the module that had it first would have it.
         """
@@ -134,7 +134,7 @@ class Origin:
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:
-    """Let ``tensor`` have ``data``, and stay the object that modules and optimizers know, also if it is on meta."""
+    """Give ``tensor`` the ``data``, also if it is on meta; it stays the object that modules and optimizers know."""
     if tensor.device.type == data.device.type:
         tensor.data = data
     else:
@@ -150,7 +150,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
-    """The tensors of ``model`` but for those ``kept`` are on meta inside: whoever fills them moves nothing."""
+    """Put the tensors of ``model`` but for those ``kept`` on meta inside: whoever fills them moves nothing."""
     keep = {id(tensor) for tensor in kept}
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in keep and not t.is_meta]
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""What an engine lays over a module: attributes of its own above those of its class, which a copy does not get."""
+"""An overlay: attributes that an engine sets on a module above those of its class, and that a copy does not get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def lay_over(module: nn.Module, **attributes: Any) -> None:
-    """Set ``attributes``; ``copy.deepcopy(module)`` makes a module of its class without them, as nobody has cut it."""
+    """Set ``attributes``; ``copy.deepcopy(module)`` makes a module of its class without them, as if never sharded."""
     # Not by setattr: a module that torch.compile() returned would pass it on to the one inside.
     laid: set[str] = module.__dict__.setdefault("_npuzero_laid", {"_npuzero_laid", "__deepcopy__"})
     laid.update(attributes)

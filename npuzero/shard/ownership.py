@@ -1,4 +1,4 @@
-"""Who owns a parameter: from a parameter or a model to its engine, without keeping either alive."""
+"""Ownership: from a parameter or a model to its engine, without keeping either alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineReference(weakref.ref["Engine"]):
-    """What a parameter knows of its engine; it keeps the model from being pickled in part."""
+    """Refer to a parameter's engine; keep the model from being pickled in part."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         engine = self()
@@ -35,7 +35,7 @@ def claim(reference: EngineReference, unit: Unit) -> None:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model made by :func:`npuzero.zero`.
+    """Return the engine of a model made by :func:`npuzero.zero`.
 
     Raises:
         StateError: there is none.
@@ -47,7 +47,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def engine_behind(parameter: nn.Parameter) -> Engine | None:
-    """The engine whose model owns ``parameter``; None for a plain one.
+    """Return the engine whose model owns ``parameter``; None for a plain one.
 
     Raises:
         StateError: that model is gone.
@@ -62,7 +62,7 @@ def engine_behind(parameter: nn.Parameter) -> Engine | None:
 
 
 def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Parameter]]:
-    """The engines whose models own ``parameters``, each once, in order; and the plain ones among the parameters.
+    """Return the engines whose models own ``parameters``, each once, in order; and the plain parameters among them.
 
     Raises:
         StateError: one of those models is gone.
@@ -80,7 +80,7 @@ def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Pa
 
 
 def not_cut(model: nn.Module) -> StateError:
-    """``model`` is a plain module, where one with an engine is needed."""
+    """Return the error for a plain module where a sharded one is needed."""
     return StateError(
         type(model).__name__,
         expected="a model made by npuzero.zero()",
@@ -90,7 +90,7 @@ def not_cut(model: nn.Module) -> StateError:
 
 
 def deleted(subject: str) -> StateError:
-    """Somebody holds parameters of a model that is gone."""
+    """Return the error for parameters of a model that is gone."""
     return StateError(
         subject,
         expected="parameters of a living model",
@@ -100,7 +100,7 @@ def deleted(subject: str) -> StateError:
 
 
 def uncopied(verb: str) -> StateError:
-    """Somebody copies or pickles a model, or its optimizer, of which each rank holds a part."""
+    """Return the error for copying or pickling a model, or its optimizer, of which each rank holds a part."""
     return StateError(
         "a model made by npuzero.zero()",
         expected=f"not to be {verb}: each rank holds a part of it",

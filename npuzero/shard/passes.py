@@ -1,4 +1,4 @@
-"""Forward and backward passes: what happens to units as modules are called and gradients leave autograd.
+"""Forward and backward passes: the fate of units as modules are called and gradients leave autograd.
 
 Called by the hooks (:class:`npuzero.shard.hooks.Events`), in the order that is written down there.
 """
@@ -30,7 +30,7 @@ from npuzero.shard.wrappers import check_unwrapped
 
 
 class Passes:
-    """The passes of one model's steps.
+    """Run the passes of one model's steps.
 
     Args:
         prefetch: how many units to gather ahead.
@@ -97,7 +97,7 @@ class Passes:
         unit.opaque = unit.opaque or keep_whole
         if unit.cut and torch.is_autocast_enabled(self._device):
             torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here
-        # A forward within backward (checkpointing) recomputes what backward needs at once: it stays whole.
+        # A forward within backward (checkpointing) recomputes what backward needs at once: the unit stays unsharded.
         if not unit.cut or keep_whole or in_backward():
             return
         if backward_expected:
@@ -106,7 +106,7 @@ class Passes:
             self._gatherer.release(unit)
 
     def forward_fails(self, unit: Unit) -> None:
-        """A forward raised, and the program may go on: no backward comes that would release the unit."""
+        """Release the unit: its forward raised, and no backward comes that would, though the program may go on."""
         whole = unit.parameter_state is ParameterState.WHOLE
         if unit.cut and whole and not in_backward():  # in backward, checkpointing ends what it runs again by raising
             self._gatherer.release(unit)
@@ -154,17 +154,17 @@ class Passes:
         self._reducer.begin(Pass.ALONE if self._alone else Pass.LAST if last else Pass.SUMMED)
 
     def forget_backward(self) -> None:
-        """A backward pass that raised has no end: its gradients are in part there, and zero_grad() drops them."""
+        """Drop a backward pass that raised: its gradients are in part there, and zero_grad() drops them."""
         if not in_backward():
             self._reducer.abandon()
 
     def step_ends(self) -> None:
-        """The step's passes are over; the next step is expected to have as many."""
+        """Note that the step's passes are over; the next step is expected to have as many."""
         self._expected, self._count = self._count or self._expected, 0
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up on this rank alone; the next one outside (or the step) reduces them."""
+        """Add up backward passes inside on this rank alone; the next one outside (or the step) reduces them."""
         before, self._alone = self._alone, True
         try:
             yield

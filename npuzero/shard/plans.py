@@ -13,7 +13,7 @@ from npuzero.plan import Plan
 
 @dataclass(frozen=True)
 class Plans:
-    """Which plan each unit follows.
+    """Say which plan each unit follows.
 
     Attributes:
         model: of the units that are not named.

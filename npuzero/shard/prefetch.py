@@ -1,17 +1,17 @@
-"""Which unit to gather next: a trace of the last pass in, a guess out. A hint, never a condition for correctness."""
+"""The forecast of which unit to gather next, from the last pass. A hint, never a condition for correctness."""
 
 from __future__ import annotations
 
 
 class Trace:
-    """The order in which units computed in the last pass; backward is foretold as its reverse."""
+    """Record the order in which units computed in the last pass; forecast backward as its reverse."""
 
     def __init__(self) -> None:
         self._last: list[int] = []
         self._now: list[int] = []
 
     def begin(self) -> None:
-        """A pass starts: what was recorded becomes the forecast."""
+        """Start a pass: what was recorded becomes the forecast."""
         if self._now:
             self._last = self._now
         self._now = []
@@ -20,11 +20,11 @@ class Trace:
         self._now.append(unit)
 
     def after(self, unit: int, depth: int) -> list[int]:
-        """Up to ``depth`` distinct units that followed ``unit`` in the last pass."""
+        """Return up to ``depth`` distinct units that followed ``unit`` in the last pass."""
         return _following(self._last, unit, depth, len(self._now) - 1)
 
     def before(self, unit: int, depth: int) -> list[int]:
-        """Up to ``depth`` distinct units that came before ``unit`` in the present pass (or the last, if none is).
+        """Return up to ``depth`` distinct units that came before ``unit`` in the present pass (else the last one).
 
         Nothing came before the first, whose output is the loss's: backward begins with it and goes on with the last.
         """
@@ -35,7 +35,7 @@ class Trace:
 
 
 def _following(trace: list[int], unit: int, depth: int, at: int) -> list[int]:
-    """Distinct units behind ``unit`` in ``trace``; looks first at position ``at``, then for its first occurrence."""
+    """Return distinct units behind ``unit`` in ``trace``: its occurrence at position ``at``, else the first one."""
     if at >= len(trace) or trace[at] != unit:
         if unit not in trace:
             return []

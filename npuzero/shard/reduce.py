@@ -30,7 +30,7 @@ _S = GradientState
 
 
 class Reducer:
-    """Takes gradients as they leave autograd and brings them to READY.
+    """Take gradients as they leave autograd and bring them to READY.
 
     Attributes:
         open: whether a backward pass is under way.
@@ -42,7 +42,7 @@ class Reducer:
         self._overlapped = overlapped
         pools: dict[Axes, Pool] = {}
         for gradient in self._order:
-            # A wire lies where the ranks of its first collective can read it.
+            # A communication buffer lies where the ranks of its first collective can read it.
             group = gradient.rests.summed
             axes: Axes = () if group is None else group.axes
             if axes not in pools:
@@ -57,20 +57,20 @@ class Reducer:
     # -- while backward runs ---------------------------------------------------------------------------------------
 
     def begin(self, kind: Pass) -> None:
-        """A backward pass starts."""
+        """Start a backward pass."""
         self.abandon()
         self._pass = kind
         self.open = True
 
     def abandon(self) -> None:
-        """Forget a pass that raised: what it has brought so far has no turn any more."""
+        """Drop a pass that raised: what it has brought so far has no turn any more."""
         self.open = False
         self._turn = 0
         for gradient in self._order:
             gradient.contribution.arrived.clear()
 
     def arrive(self, gradient: Gradient, i: int, value: Tensor) -> bool:
-        """The gradient of slot ``i`` is final for this pass: ``value``.
+        """Take ``value``, the final gradient of slot ``i`` in this pass.
 
         Returns:
             whether it is the last of its flat.
@@ -88,7 +88,7 @@ class Reducer:
         return True
 
     def end(self) -> None:
-        """The backward pass is over: flats of which something was not used take their turn with zeros."""
+        """End the backward pass: flats of which something was not used take their turn with zeros."""
         for gradient in self._order[self._turn :]:
             self._complete(gradient)
         self._turn = len(self._order)
@@ -99,7 +99,7 @@ class Reducer:
         self.open = False
 
     def _complete(self, gradient: Gradient) -> None:
-        """Everything this pass adds to a flat is here: take it in, and launch what can be launched."""
+        """Take in everything this pass adds to a flat, which is all here, and launch what can be launched."""
         self._reopen(gradient)
         wire = gradient.take(self._pass)
         boundary = self._pass is Pass.LAST and gradient.meets_at_boundary
@@ -128,7 +128,7 @@ class Reducer:
         self._last = Pass.SUMMED
 
     def reset(self) -> None:
-        """The step is done with its gradients: forget them."""
+        """Drop the gradients: the step is done with them."""
         self.drain()
         self._last = None
         for gradient in self._order:
@@ -136,7 +136,7 @@ class Reducer:
 
     @property
     def idle(self) -> bool:
-        """Whether no reduction is under way."""
+        """Return whether no reduction is under way."""
         return not self._active
 
     def drain(self) -> None:
@@ -161,7 +161,7 @@ class Reducer:
         self._active = [reduction for reduction in self._active if next(reduction, self) is not self]
 
     def _reduction(self, gradient: Gradient, wire: Tensor | None, boundary: bool) -> Iterator[None]:
-        """``wire``: what this pass brings, if it is not accumulated: for R2, or where that is the identity for R3."""
+        """Run one reduction, pausing at each collective."""
         tag = f"reduce {gradient.name}"
         if gradient.cut and wire is not None:
             communicator = gradient.rests.gradients.group.communicator("reduce")
@@ -184,17 +184,19 @@ class Reducer:
         gradient.move(_S.READY if last else _S.ACCUMULATED)
 
     def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
-        """reduce_scatter over states - gradients, from ``wire`` or the accumulator into this rank's own part of it."""
+        """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""
         sent = self._as_wire(gradient, gradient.buffer) if wire is None else wire
         communicator = gradient.rests.deeper.communicator("reduce")
         yield from _wait(communicator.reduce_scatter(gradient.own, sent, tag=tag))
         self._return_wire(gradient, sent, gradient.layout.gaps if wire is not None else None)
 
     def _sum_beyond(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
-        """all_reduce over D - states of this rank's own shard, or of ``wire``.
+        """Sum this rank's own shard, or ``wire``, over the ranks that keep the same states: D - states.
 
-        Sums in float32 of low-precision wires: reduce_scatter into float32 sums, then all_gather of the sums, so that
-        no rank sees the sum rounded (states would drift apart from the presets that keep the sum where it was made).
+        Here D - states are the mesh axes over which gradients are averaged but states are not sharded. Where the
+        communication dtype is low-precision and the sums' is float32: reduce_scatter into float32 sums, then all_gather
+        of the sums, so that no rank sees the sum rounded (states would drift apart from the presets that keep the sum
+        where it was made).
         """
         communicator = gradient.rests.beyond.communicator("reduce")
         own = gradient.own
@@ -212,7 +214,7 @@ class Reducer:
         yield from _wait(communicator.all_gather(own, part, tag=tag))
 
     def _as_wire(self, gradient: Gradient, values: Tensor) -> Tensor:
-        """``values`` in the wire's dtype: themselves where that is float32."""
+        """Return ``values`` in the communication dtype: themselves where that is float32."""
         if gradient.wire == torch.float32:
             return values
         wire, _ = gradient.pool.acquire(values.numel(), gradient.wire)

@@ -1,7 +1,7 @@
-"""Where the parts of one flat rest: over which ranks each is cut, in which memory, and which range is this rank's.
+"""Where the parts of one flat rest: over which ranks each is sharded, in which memory, and this rank's range.
 
 A plan says this of a model's training state; here it is said of one flat, so flats of one engine may follow different
-plans. Whoever moves a part (:class:`~npuzero.shard.gather.Gatherer`, ``Reducer``, ``Restorer``) reads the flat alone.
+plans. What moves a part (:class:`~npuzero.shard.gather.Gatherer`, ``Reducer``, ``Restorer``) reads the flat alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from npuzero.shard.layout import Layout
 
 
 class Group:
-    """The ranks along some axes of the mesh, this one among them.
+    """Describe the ranks along some axes of the mesh, this one among them.
 
     Attributes:
         axes: outermost first.
@@ -32,16 +32,16 @@ class Group:
         self._mesh = mesh
 
     def communicator(self, purpose: str) -> Communicator:
-        """The communicator of these ranks on the channel ``purpose``, made at the first call."""
+        """Return the communicator of these ranks on the channel ``purpose``, made at the first call."""
         return self._mesh.communicator(self.axes, purpose)
 
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """One part of a flat.
+    """Describe where one part of a flat rests.
 
     Attributes:
-        group: the ranks it is cut over: as many shards as they are, in their order.
+        group: the ranks it is sharded over: as many shards as they are, in their order.
         memory: where it lies.
         begin, end: this rank's shard, in elements of the flat.
     """
@@ -53,7 +53,7 @@ class Rest:
 
     @staticmethod
     def of(placement: Placement, layout: Layout, mesh: CountingMesh) -> Rest:
-        """What ``placement`` comes to for a flat of this layout."""
+        """Return where ``placement`` puts a part of a flat of this layout."""
         group = Group(mesh, placement.axes)
         return Rest(group, placement.memory, *layout.shard(group.index, group.size))
 
@@ -67,23 +67,23 @@ class Rest:
 
     @property
     def cut(self) -> bool:
-        """Whether this rank has less than all of it."""
+        """Return whether this rank has less than all of it."""
         return self.group.many
 
     def within(self, outer: Rest) -> slice:
-        """This shard as a slice of ``outer``, a shallower cut: by the plan's law a contiguous sub-range of it."""
+        """Return this shard as a slice of ``outer``, sharded over fewer ranks: contiguous there, by the plan's law."""
         return slice(self.begin - outer.begin, self.end - outer.begin)
 
 
 @dataclass(frozen=True, eq=False)
 class Rests:
-    """The parts of one flat under its plan, and the groups that the rules move them over.
+    """Hold the rests of one flat's parts under its plan, and the groups that the rules move them over.
 
     Attributes:
         parameters, held, gradients, states: as :class:`npuzero.Plan` has them.
-        deeper: states - gradients, over which R3 scatters what R2 has left.
-        beyond: D - states, over which R3 sums what several ranks keep.
-        restored: states - parameters, over which R4 gathers.
+        deeper: states - gradients (the axes that shard states but not gradients), over which R3 scatters R2's result.
+        beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
+        restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
         averaged: D, the ranks whose gradients are averaged.
     """
 
@@ -98,7 +98,7 @@ class Rests:
 
     @staticmethod
     def of(plan: Plan, layout: Layout, mesh: CountingMesh) -> Rests:
-        """The row ``plan`` of the table, for a flat of this layout."""
+        """Return the row ``plan`` of the table, for a flat of this layout."""
         return Rests(
             parameters=Rest.of(plan.parameters, layout, mesh),
             held=Rest.of(plan.held, layout, mesh),
@@ -112,6 +112,6 @@ class Rests:
 
     @property
     def summed(self) -> Group | None:
-        """The group of the first collective that a gradient goes through; None where it goes through none."""
+        """Return the group of the first collective that a gradient goes through; None where it goes through none."""
         groups = (self.gradients.group, self.deeper, self.beyond)
         return next((group for group in groups if group.many), None)

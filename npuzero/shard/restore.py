@@ -8,7 +8,7 @@ from npuzero.shard.unit import Unit
 
 
 class Restorer:
-    """all_gather over states - parameters, unit by unit in the order of forward.
+    """Gather updated parameters over the axes of states beyond those of parameters, unit by unit in forward order.
 
     On a channel of its own: gathers of one unit may begin while another's restore is under way.
     """

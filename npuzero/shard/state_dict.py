@@ -1,4 +1,4 @@
-"""A cut model's state dict: whole tensors by name, out of it and into it, and torch's own way in."""
+"""A sharded model's state dict: unsharded tensors by name, out of it and into it, and torch's own way in."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from npuzero.shard.ownership import engine_of
 
 
 def attach(engine: Engine, model: nn.Module) -> None:
-    """Make ``engine`` the model's; torch's own ``load_state_dict`` is refused, or followed by the masters."""
+    """Make ``engine`` the model's; refuse torch's own ``load_state_dict``, or let masters follow it."""
     model._npuzero = engine  # type: ignore[assignment]
     model.register_load_state_dict_pre_hook(_check_loadable)
     model.register_load_state_dict_post_hook(_refresh_masters)
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-    """``model.state_dict()`` as a plain model would give it: whole tensors on the CPU, by name. Collective.
+    """Return ``model.state_dict()`` as a plain model would: unsharded tensors on the CPU, by name. Collective.
 
     At most one unit is gathered at a time.
 
@@ -49,7 +49,7 @@ def _copied(value: Any) -> Any:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load whole tensors by name (what :func:`full_state_dict` gives) into a cut model; rank 0's values count.
+    """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 
     Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
 
@@ -82,7 +82,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
-    """Why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
+    """Return why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
     do = "Load a state of the same model, as npuzero.full_state_dict gives it."
     if not isinstance(state, Mapping):
         return CheckpointError(
@@ -112,22 +112,22 @@ def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
 
 
 def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
-    """torch's load_state_dict copies into whole parameters, or assigns others in their place: not over cut ones.
+    """Refuse torch's load_state_dict for sharded parameters: it copies into unsharded ones, or assigns others.
 
     Raises:
-        StateError: the model's parameters are cut, or ``assign=True``.
+        StateError: the model's parameters are sharded, or ``assign=True``.
     """
     cut = any(unit.cut for unit in engine_of(model).units)
     if cut or metadata.get("assign_to_params_buffers"):
         raise StateError(
             f"load_state_dict of {type(model).__name__}",
-            expected="whole parameters to copy into, in place",
-            got="parameters cut over the ranks" if cut else "assign=True, which would put others in their place",
+            expected="unsharded parameters to copy into, in place",
+            got="parameters sharded over the ranks" if cut else "assign=True, which would put others in their place",
             do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
             "npuzero.full_state_dict is the way out.",
         )
 
 
 def _refresh_masters(model: nn.Module, _: object) -> None:
-    """torch's load_state_dict has copied into the whole parameters: take the new values into masters too."""
+    """Update masters from the unsharded parameters, into which torch's load_state_dict has copied."""
     engine_of(model).values.refresh_masters()

@@ -1,4 +1,4 @@
-"""The states that a unit's parameters and a flat's gradient may be in: who holds memory, and what may follow."""
+"""The states of a unit's parameters and of a flat's gradient: who holds memory, and which state may follow."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from npuzero.errors import StateError
 
 
 class ParameterState(enum.Enum):
-    """Who holds a unit's parameters."""
+    """Name who holds a unit's parameters."""
 
-    SHARDED = "sharded"  # resting only
-    GATHERING = "gathering"  # a gather writes into whole
-    WHOLE = "whole"  # whole may be read
-    HELD = "held"  # resting and the held copy
+    SHARDED = "sharded"  # the resting shard only
+    GATHERING = "being gathered"  # a gather writes into the unsharded flat
+    WHOLE = "unsharded"  # the unsharded flat may be read
+    HELD = "kept for backward"  # the resting shard, and what the plan keeps after forward
 
 
 class GradientState(enum.Enum):
-    """Who holds a flat's gradient."""
+    """Name who holds a flat's gradient."""
 
     EMPTY = "empty"
     PARTIAL = "partial"  # some have left autograd
@@ -44,7 +44,7 @@ _State = TypeVar("_State", ParameterState, GradientState)
 
 
 def moved(subject: str, now: _State, to: _State) -> _State:
-    """``to``, if the life-cycle lets it follow ``now``; else a StateError naming both."""
+    """Return ``to``, if the life-cycle lets it follow ``now``; else raise a StateError naming both."""
     if to is not now and to not in MOVES[now]:
         allowed = ", ".join(state.name for state in MOVES[now])
         raise StateError(

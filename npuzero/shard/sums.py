@@ -1,7 +1,7 @@
 """Sums over gradients that are READY: norms, and elements that are not finite.
 
 Each rank has its own shard, whatever the plan. Sums over shards are taken in float64, where their order moves less than
-float32 can hold: however the plan cuts the gradients, a norm rounded to float32 has the same bits, but for sums within
+float32 can hold: however the plan shards gradients, a norm rounded to float32 has the same bits, but for sums within
 1e-15 of a rounding boundary.
 """
 
@@ -21,10 +21,10 @@ from npuzero.shard.rest import Group
 
 
 class Sums:
-    """Sums over the present gradients of one model: each element once, of all ranks.
+    """Sum over the present gradients of one model: each element once, of all ranks.
 
-    A rank adds up its own shards, and the ranks that a shard is cut over add up theirs: one collective for the flats
-    of one cut, of which a model has as many as its units' plans differ in, usually one.
+    A rank adds up its own shards, and the ranks that a flat is sharded over add up theirs: one collective for all flats
+    that are sharded over the same ranks. Only units with plans of their own make that more than one.
 
     Args:
         flats: the trainable flats of the model.
@@ -41,15 +41,15 @@ class Sums:
             axes = flat.rests.states.group.axes
             self._owners.setdefault(axes, flat.rests.states.group)
             rows.setdefault(axes, []).append(row)
-        # Per cut, the rows of its flats; neighbours as a slice, which copies nothing.
+        # By the same axes, the rows of their flats; neighbours as a slice, which copies nothing.
         self._rows = {axes: slice(r[0], r[-1] + 1) if len(r) == r[-1] + 1 - r[0] else r for axes, r in rows.items()}
 
     def forget(self) -> None:
-        """They have changed: what was summed is no longer true."""
+        """Drop the sums: the gradients have changed."""
         self._total = None
 
     def total(self) -> Tensor:
-        """[2] float64: sum of squares and number of non-finite elements, over unique elements of all gradients."""
+        """Return [2] float64: sum of squares and number of non-finite elements, of unique elements of all gradients."""
         if self._total is None:
             for flat, part in zip(self._flats, self._parts, strict=True):
                 norm_unchecked(flat.own_gradient, part)
@@ -57,7 +57,7 @@ class Sums:
         return self._total
 
     def norm(self, p: float) -> Tensor:
-        """() float64: the p-norm over unique elements of all gradients."""
+        """Return () float64: the p-norm of the unique elements of all gradients."""
         if p == 2.0:
             return self.total()[0].sqrt()
         norms = []
@@ -69,7 +69,7 @@ class Sums:
         return norms[0] if len(norms) == 1 else cast(Tensor, vector_norm(torch.stack(norms), p))
 
     def norms(self, places: Sequence[tuple[Flat, int]], p: float) -> Tensor:
-        """[n] float64: the p-norm of each of ``n`` slots, by one collective for all of one cut."""
+        """Return [n] float64: the p-norm of each of ``n`` slots, by one collective for all that are sharded alike."""
         found = torch.zeros(len(places), dtype=torch.float64, device=self._device)
         for axes, group in self._owners.items():
             here = [n for n, (flat, _) in enumerate(places) if flat.rests.states.group.axes == axes]
@@ -79,14 +79,14 @@ class Sums:
         return found
 
     def nonfinite(self, places: Iterable[tuple[Flat, int]]) -> Tensor:
-        """() float64: the number of elements of these slots that are inf or NaN."""
+        """Return () float64: the number of elements of these slots that are inf or NaN."""
         bad = {axes: torch.zeros(1, dtype=torch.float64, device=self._device) for axes in self._owners}
         for flat, i in places:
             bad[flat.rests.states.group.axes] += (~flat.own_gradient[flat.own_slots[i]].isfinite()).sum()
         return _added(_over(self._owners[axes], count) for axes, count in bad.items())[0]
 
     def _norm_of_parts(self, owners: Group, mine: Tensor, p: float) -> Tensor:
-        """The p-norm of what the owners have norms of; ``mine`` is this rank's."""
+        """Return the p-norm over all owners' parts; ``mine`` is the norm of this rank's."""
         norms = torch.zeros(owners.size, *mine.shape, dtype=torch.float64, device=self._device)
         norms[owners.index] = mine
         return cast(Tensor, vector_norm(_over(owners, norms), p, dim=0))
@@ -100,14 +100,14 @@ def _added(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _over(owners: Group, sums: Tensor) -> Tensor:
-    """``sums`` added up, in place, over the ranks that the states are cut over."""
+    """Add up ``sums``, in place, over the ranks that the states are sharded over."""
     if owners.many:
         owners.communicator("control").all_reduce(sums.view(-1), tag="gradient norm").wait()
     return sums
 
 
 def _norm(values: Tensor, p: float) -> Tensor:
-    """() float64; 0 of nothing, of which torch has no largest."""
+    """Return the p-norm, () float64; 0 of nothing, of which torch has no largest."""
     if not values.numel():
         return torch.zeros((), dtype=torch.float64, device=values.device)
     return cast(Tensor, vector_norm(values, p, dtype=torch.float64))

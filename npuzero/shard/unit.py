@@ -1,4 +1,4 @@
-"""A unit: the parameters that travel together, the flats they lie in, and the state that they are in."""
+"""A unit: parameters that are gathered and reduced together, the flats they lie in, and their state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from npuzero.shard.states import ParameterState, moved
 
 
 class Unit:
-    """A module, the flats of the parameters it owns, and the states they are in.
+    """Hold a module, the flats of the parameters it owns, and the states they are in (FSDP: a parameter group).
 
     Attributes:
         plan: the row that its flats follow.
@@ -66,7 +66,7 @@ class Unit:
             guard.reopen(parameter)
 
     def check_views(self, thoroughly: bool = False) -> None:
-        """Every parameter must still be a view of its flat: another engine around the model replaces the data.
+        """Check that every parameter is still a view of its flat: another engine around the model replaces the data.
 
         It replaces that of all, so before a forward a look at the first of each flat is enough.
 

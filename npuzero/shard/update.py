@@ -20,7 +20,7 @@ from npuzero.shard.unit import Unit
 
 
 class Piece(NamedTuple):
-    """The elements ``[begin, end)`` of this rank's states shard of a flat."""
+    """Name the elements ``[begin, end)`` of this rank's states shard of a flat."""
 
     flat: Flat
     begin: int
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Pieces that are updated together: ``[begin, end)`` of the line, which is all shards laid end to end."""
+    """Name pieces that are updated together: ``[begin, end)`` of the line, which is all shards laid end to end."""
 
     pieces: list[Piece]
     begin: int
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 
 class Update:
-    """The updates of one model, one after the other.
+    """Run the updates of one model, one after the other.
 
     Args:
         units: in forward order, in which R4 starts.
@@ -52,7 +52,7 @@ class Update:
         self._waiting: deque[Unit] = deque()  # for their R4 to start, in order
 
     def begin(self) -> None:
-        """An optimizer is about to write masters and parameters: every unit has an R4 to come."""
+        """Prepare for an optimizer that writes masters and parameters: every unit has an R4 to come."""
         self._waiting = deque(self._units)
 
     def chunks(self, flats: Sequence[Flat], block_bytes: Callable[[Flat], int]) -> Iterator[Chunk]:
@@ -70,7 +70,7 @@ class Update:
             self._restore_until(chunks[i + 1].pieces[0].flat if i + 1 < len(chunks) else None)
 
     def end(self) -> None:
-        """Nothing is written any more: R4 of the units that still wait."""
+        """Start R4 of the units that still wait: nothing is written any more."""
         self._restore_until(None)
 
     def _restore_until(self, undone: Flat | None) -> None:
@@ -83,7 +83,7 @@ class Update:
 
 
 def _cut(flats: Sequence[Flat], block_bytes: Callable[[Flat], int], chunk_bytes: int) -> Iterator[Chunk]:
-    """As many blocks as fit into each chunk, and one at least; the last block of a shard may be shorter."""
+    """Divide shards into chunks of as many blocks as fit, one at least; the last block of a shard may be shorter."""
     pieces: list[Piece] = []
     begin = end = 0  # of the chunk that is being filled, on the line
     room = chunk_bytes or sys.maxsize

@@ -1,4 +1,4 @@
-"""The values of a model's parameters: where the first ones come from, and how they go in and out whole."""
+"""The values of a model's parameters: the first ones, and how unsharded values go in and out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIECE = 2**20
 
 
 class Values:
-    """The parameters of one model, whole or in shards; the collectives here run between steps."""
+    """Read and write the parameters of one model, unsharded or in shards; the collectives here run between steps."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Values:
     def take_over(
         self, model: nn.Module, specs: Sequence[UnitSpec], origin: Origin, spaces: Spaces, claim: Callable[[Unit], None]
     ) -> None:
-        """Move every parameter into its flat, with the values of ``origin``, and guard what is cut.
+        """Move every parameter into its flat, with the values of ``origin``, and guard what is sharded.
 
         Args:
             spaces: where parameters, gradients and states rest.
@@ -65,7 +65,7 @@ class Values:
         for unit, spec in zip(self._units, specs, strict=True):
             origin.fill_unit(model, spec, device)
             for flat in unit.flats:
-                # The resting shard is what others read: in R1, or where parameters are whole in R4.
+                # The resting shard is what others read: in R1 or, where parameters rest unsharded, in R4.
                 rests = flat.rests
                 group, purpose = (rests.parameters.group, "gather") if flat.cut else (rests.restored, "restore")
                 source = group.communicator(purpose).buffer if group.many else None
@@ -76,7 +76,7 @@ class Values:
         self.share(model.buffers())
 
     def _first_values(self, origin: Origin, flat: Flat) -> None:
-        """Slots that are stored are read where they rest, in pieces; the others have rank 0's values."""
+        """Read stored slots where they rest, in pieces; take rank 0's values for the others."""
         if not any(origin.has(slot.name) for slot in flat.layout.slots):
             flat.fill([parameter.detach() for parameter in flat.parameters], self._from_rank_0)
             return
@@ -92,14 +92,14 @@ class Values:
                 flat.put(slot.begin, exact)
 
     def load(self, values: Mapping[int, Tensor]) -> None:
-        """Replace parameters by whole tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
+        """Replace parameters by unsharded tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
         self.settle()
         for unit in self._units:
             for flat in unit.flats:
                 flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
 
     def share(self, buffers: Iterable[Tensor]) -> None:
-        """Buffers, of any dtype, become what they are on rank 0. Collective."""
+        """Set buffers, of any dtype, to what they are on rank 0. Collective."""
         for buffer in buffers:
             raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
             self._from_rank_0(raw)
@@ -112,7 +112,7 @@ class Values:
 
     @contextlib.contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:
-        """The parameters of ``unit`` whole and readable, on every rank. Collective."""
+        """Unshard the parameters of ``unit`` inside, readable on every rank. Collective."""
         self._restorer.finish(unit)
         kept = unit.parameter_state is ParameterState.WHOLE
         self._gatherer.finish(unit)
@@ -124,7 +124,7 @@ class Values:
 
     @contextlib.contextmanager
     def gathered(self, write: bool) -> Iterator[None]:
-        """All units whole, on every rank; what is written inside lasts. Collective.
+        """Unshard all units inside, on every rank; what is written there lasts. Collective.
 
         Args:
             write: take over whatever is changed, also what torch does not see written.
@@ -143,14 +143,14 @@ class Values:
             self.compare_written()
 
     def open(self, unit: Unit, name: str) -> None:
-        """Somebody reads a guarded parameter: let them where it rests whole, say why not where it is cut."""
+        """Let a guarded parameter be read where it rests unsharded; raise why not where it is sharded."""
         if not unit.cut:
             self._restorer.finish(unit)
             return
         raise StateError(
             f"parameter {name}",
             expected=f"to be read while unit {unit.name!r} computes",
-            got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} cuts it over the ranks)",
+            got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} shards it over the ranks)",
             do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
             "reads it, run that module through the model's forward or name it in units=; if a method does, see "
             "npuzero.register_forward_method. "
@@ -158,7 +158,7 @@ class Values:
         )
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
-        """[n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank that has none)."""
+        """Return [n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank without)."""
         whole = torch.zeros(flat.layout.numel, device=self._world.device)
         shard = torch.zeros(flat.rests.states.numel, device=self._world.device) if own is None else own
         if not flat.rests.states.cut:
@@ -170,7 +170,7 @@ class Values:
     # -- as they lie -----------------------------------------------------------------------------------------------
 
     def bring_home(self, thoroughly: bool = False) -> None:
-        """Waits for what is under way and releases what is whole but for the plan. Collective.
+        """Wait for what is under way and release what the plan does not keep unsharded. Collective.
 
         Args:
             thoroughly: also see that every parameter still lies in its flat.
@@ -182,12 +182,12 @@ class Values:
                 unit.check_views(thoroughly=True)
 
     def settle(self) -> None:
-        """Brings all home, so that masters and resting parameters may be read and written. Collective."""
+        """Bring all home, so that masters and resting parameters may be read and written. Collective."""
         self.bring_home()
         self.look_at_whole()
 
     def look_at_whole(self) -> None:
-        """What was written into units that stay whole; into others, it was looked at as they were released."""
+        """Look at what was written into units that stay unsharded; others were looked at when released."""
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._units:
                 if not unit.cut:
@@ -195,7 +195,7 @@ class Values:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's program has written into parameters since the ranks compared."""
+        """Return whether this rank's program has written into parameters since the ranks compared."""
         return bool(self._writes)
 
     def compare_written(self) -> None:
@@ -203,13 +203,13 @@ class Values:
         self._writes.compare(self.whole)
 
     def refresh_masters(self) -> None:
-        """Somebody wrote into whole parameters (``load_state_dict``): masters follow."""
+        """Update masters from parameters that somebody wrote unsharded (``load_state_dict``)."""
         for unit in self._units:
             for flat in unit.trainable:
                 flat.refresh_master()
 
     def restore_parameters(self) -> None:
-        """R4, at once: masters were written, and every rank's resting parameters follow. Collective."""
+        """Run R4 at once: masters were written, and every rank's resting parameters follow. Collective."""
         for unit in self._units:
             self._restorer.start(unit)
             self._restorer.finish(unit)

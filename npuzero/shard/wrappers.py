@@ -1,4 +1,4 @@
-"""Other engines around a model that is cut: they would reduce once more what the ranks have summed already."""
+"""Refusals of other engines around a sharded model: they would reduce once more what the ranks have summed already."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from npuzero.shard.guard import owned
 
 
 class _Refusal:
-    """What DistributedDataParallel reads first: the names of the parameters that it should leave alone."""
+    """Raise when DistributedDataParallel reads it: the names of the parameters it should leave alone."""
 
     def __iter__(self) -> Iterator[str]:
         raise wrapped()
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Have ``DistributedDataParallel(model)`` say why not, instead of broadcasting what no rank has whole."""
+    """Have ``DistributedDataParallel(model)`` say why not, instead of broadcasting shards."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _Refusal()
 
 
 def check_unwrapped() -> None:
-    """Raises StateError within a forward of DistributedDataParallel that has an engine's parameters, at any depth."""
+    """Raise a StateError within a forward of DistributedDataParallel that has an engine's parameters, at any depth."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(map(owned, around._module_parameters)):
         raise wrapped()

@@ -1,8 +1,8 @@
-"""What programs write into parameters beside the optimizer: carried to where it lasts, and the same on all ranks.
+"""Writes of programs into parameters beside the optimizer: carried to where they last, the same on all ranks.
 
 A forward that clamps its weight, ``nn.init``, averaged weights copied back: under a plan each rank holds a shard, and
-maybe a master of it, so what was written into the whole parameters has to be carried there. torch counts the writes
-into each tensor; the counts are looked at where a unit's whole parameters end, and where a step begins.
+maybe a master of it, so what was written into the unsharded parameters has to be carried there. torch counts the writes
+into each tensor; the counts are looked at when a unit is released, and when a step begins.
 
 Every rank carries what it wrote itself, and no collective is needed for that. But a shard's owner knows nothing of what
 the others wrote: only where all ranks write the same is the outcome what one process would have. So a rank keeps a
@@ -31,7 +31,7 @@ Digests = dict[str, list[int]]
 
 
 class Writes:
-    """What was written into the units of a model, and not yet compared between the ranks."""
+    """Carry what was written into the units of a model, and keep it until the ranks have compared it."""
 
     def __init__(self, units: Sequence[Unit], world: World) -> None:
         self._units = units
@@ -42,14 +42,14 @@ class Writes:
         return bool(self._written)
 
     def look(self, unit: Unit) -> None:
-        """Carry what torch has seen written into ``unit``, whose parameters are whole."""
+        """Carry what torch has seen written into ``unit``, whose parameters are unsharded."""
         for flat in unit.flats:
             slots = flat.written()
             if slots:
                 self._take(unit, flat, slots)
 
     def look_closely(self, unit: Unit, before: Mapping[str, list[int]]) -> None:
-        """Carry whatever has changed in ``unit`` since it had the digests ``before``, by whose hand ever."""
+        """Carry whatever has changed in ``unit`` since it had the digests ``before``, whoever changed it."""
         for flat in unit.flats:
             flat.written()
             slots = [i for i in flat.slots if before[flat.layout.slots[i].name] != _digest(flat, i)]
@@ -66,7 +66,7 @@ class Writes:
         """Have all ranks compare what any of them wrote. Collective.
 
         Args:
-            whole: makes the parameters of a unit whole in a ``with`` block; collective.
+            whole: unshards the parameters of a unit in a ``with`` block; collective.
 
         Raises:
             StateError: on every rank: they wrote different values.
@@ -78,7 +78,8 @@ class Writes:
             with whole(unit):
                 now = digests(unit)
             written = mine.get(index, {})
-            # Who wrote says so; who did not says what there is. Where parameters are cut there may be both.
+            # A rank that wrote says what; one that did not says what there is. Where parameters are sharded there may
+            # be both: the rank's own writes, and the shards of others.
             claims = [written, now] if unit.cut else [{**now, **written}]
             _check(unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs])
 
@@ -99,7 +100,7 @@ def _check(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
 
 
 def digests(unit: Unit) -> Digests:
-    """Of all parameters of a unit whose parameters are whole."""
+    """Return the digests of all parameters of a unit that is unsharded."""
     return {name: digest for flat in unit.flats for name, digest in _digests(flat, flat.slots).items()}
 
 
@@ -109,7 +110,7 @@ def _digests(flat: Flat, slots: Sequence[int]) -> Digests:
 
 @torch.no_grad()
 def _digest(flat: Flat, i: int) -> list[int]:
-    """Two sums over the bits of slot ``i``, which tell where they stand, too: computed where the parameters lie."""
+    """Return two sums over the bits of slot ``i``, which tell where they stand, too; computed where they lie."""
     slot = flat.layout.slots[i]
     sums = torch.zeros(2, dtype=torch.int64, device=flat.whole.device)
     for begin in range(slot.begin, slot.end, _PIECE):
@@ -120,5 +121,5 @@ def _digest(flat: Flat, i: int) -> list[int]:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Integers whose sums do not stay the same where values trade places or cancel each other."""
+    """Return integers whose sums do not stay the same where values trade places or cancel each other."""
     return values * values * 0x9E3779B1 + values

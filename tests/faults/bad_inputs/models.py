@@ -19,17 +19,17 @@ TABLE = Table()
 bad = TABLE.bad
 
 
-@bad("zero() twice", StateError, "cut already", "once", ranks=2)
+@bad("zero() twice", StateError, "sharded already", "once", ranks=2)
 def _(world: World) -> None:
     cut(world, model=cut(world))
 
 
-@bad("zero() of a submodule of a cut model", StateError, "cut already", "outermost", ranks=2)
+@bad("zero() of a submodule of a sharded model", StateError, "sharded already", "outermost", ranks=2)
 def _(world: World) -> None:
     npuzero.zero(cut(world, "zero1").blocks[0], world=world)
 
 
-@bad("zero() around a cut model", StateError, "cut already", ranks=2)
+@bad("zero() around a sharded model", StateError, "sharded already", ranks=2)
 def _(world: World) -> None:
     npuzero.zero(nn.Sequential(cut(world, 0), nn.Linear(3, 3)), world=world)
 

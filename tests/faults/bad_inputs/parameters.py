@@ -109,7 +109,7 @@ GRADIENT_READS: dict[str, Callable[[Any], object]] = {
 for _stage in ("zero0", "zero3"):
     for _name, _read in GRADIENT_READS.items():
 
-        @bad(f"cut gradient, {_stage}: {_name}", StateError, "gradient", ranks=2)
+        @bad(f"sharded gradient, {_stage}: {_name}", StateError, "gradient", ranks=2)
         def _(world: World, stage: str = _stage, read: Any = _read) -> None:
             model = cut(world, plan=stage)
             backward(model, world)
@@ -149,7 +149,7 @@ for _stage in ("zero0", "zero1", "zero2", "zero3", "zero3-keep"):
     for _name, _change, _before, _says in [
         ("to bfloat16", lambda model: model.to(torch.bfloat16), True, ("parameter", "zero")),
         ("half", lambda model: model.half(), True, ("parameter", "zero")),
-        ("double", lambda model: model.double(), False, ("cut gradient|parameter", "zero")),
+        ("double", lambda model: model.double(), False, ("sharded gradient|parameter", "zero")),
         ("to meta", lambda model: model.to("meta"), True, ("parameter", "zero")),
         ("to_empty", lambda model: model.to_empty(device="cpu"), True, ("parameter", "zero")),
         ("p.data = ...", _new_data, True, ("norm.weight",)),
@@ -179,7 +179,7 @@ for _name, _call in {
     "copy.copy then sum": lambda model: copy.copy(model).norm.weight.sum(),
     "apply init": lambda model: model.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None),
 }.items():
-    bad(f"{_name} of a cut model", StateError, "full_state_dict", ranks=2)(lambda world, call=_call: call(cut(world)))
+    bad(f"{_name}, sharded model", StateError, "full_state_dict", ranks=2)(lambda world, call=_call: call(cut(world)))
 
 
 class Encoder(ToyGPT):
