@@ -348,7 +348,7 @@ def _users_line() -> str:
 
 def _describe(slots: Sequence[Slot]) -> str:
     """Return where each rank is, and since when, naming ranks that are in the same place together."""
-    ranks_by_text: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}  # of many ranks most wait in one place, and few lines can be read
     for rank, slot in enumerate(slots):
         waits = " and ".join(wait.text(len(slots)) for wait in slot.waits)
         text = slot.ended or waits or "does not wait, and may come"

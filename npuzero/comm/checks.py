@@ -32,6 +32,7 @@ def _check_flat(subject: str, tensor: object, device: torch.device) -> None:
     if lazy(tensor):
         got = f"a lazy {'negative' if tensor.is_neg() else 'conjugate'}"
         _refuse(subject, "memory that holds the values", got, "Call resolve_conj() and resolve_neg() first.")
+    # A transient that is released keeps its shape: only the storage tells.
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.numel() and tensor.untyped_storage().nbytes() < needed:
         got = f"{tensor.untyped_storage().nbytes()} bytes: it was released"

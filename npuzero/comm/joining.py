@@ -128,6 +128,7 @@ def _joined() -> World | None:
     if world is None or world.closed:
         return None
     group = _default_group()
+    # A world of one uses no group, so torch.distributed may begin beside it; any other is stale beside a new group.
     alone = world.size == 1 and (group is None or dist.get_world_size() == 1)
     return world if alone or group is None or group is _group else None
 

@@ -185,7 +185,7 @@ def run_threads(
                 results[world.rank] = fn(world)
                 world.drain()
         except BaseException as error:
-            with run.changed:
+            with run.changed:  # only the first: the others' are how they heard of it
                 run.first_error = run.first_error or error
             world.abort(f"{type(error).__name__}: {error}")
         finally:

@@ -96,6 +96,7 @@ class Accord:
         Args:
             present: per slot, whether this rank has a gradient; only those without are asked whether they train.
         """
+        # A parameter that has a gradient trains: only the others need be asked, so a usual step asks none.
         absent = ((flat, i) for flat, here in present.items() if not all(here) for i in flat.slots if not here[i])
         self._frozen = _frozen(absent)
         digest = sum(rules.digest() for rules in self._rules)
@@ -114,6 +115,7 @@ class Accord:
         calls, self._calls = self._calls, {}
         if {*sums} <= {0.0, float(self._world.size)}:
             return
+        # All that is frozen, with a gradient or without: one of before it was frozen may be there on some ranks only.
         everything = ((flat, i) for flat in self._flats for i in flat.slots)
         groups = [group for rules in self._rules for group in rules.groups()]
         said = self._world.exchange([calls, _frozen(everything), groups])
@@ -137,6 +139,7 @@ def _frozen(slots: Iterable[tuple[Flat, int]]) -> list[str]:
 
 
 def _compare_calls(said: list[dict[str, Words]]) -> None:
+    # Sorted, here and below, so that all ranks find the same difference first and raise the same error.
     for name in sorted({name for calls in said for name in calls}):
         if not all(name in calls for calls in said):
             words = ["a call" if name in calls else "none" for calls in said]
@@ -161,6 +164,8 @@ def _compare_rules(said: list[list[Group]]) -> None:
         groups = [rules[name] for rules in by_name if name in rules]
         first = groups[0]
         facts = {"group": first.number, "parameter": name}
+        # The class first: options of different optimizers cannot be compared. Then the options, before the groups'
+        # numbers, which matter only where options differ. Places last: nothing but random bits depends on them.
         kinds = [rules[name].optimizer if name in rules else "no optimizer" for rules in by_name]
         if _differ(kinds):
             raise _disagreement(

@@ -241,6 +241,7 @@ class Boundary:
         What is under way stays, until the next backward pass sees that nobody wants it.
         """
         large = [flat for flat in self._flats if flat.gradient.buffer.nbytes >= LENT_BYTES]
+        # Not while a collective may write into the buffers, nor between an agreement and the update that it is for.
         done = self._stage is not Stage.AGREED and self._reducer.idle
         if large and done and not _any(self._present()):
             self.forget()

@@ -208,6 +208,7 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
     kind = world.device.type
     for name, p in (pair for spec in specs for pair in spec.parameters):
+        # Asked of the parameters, not of the model: it may be a part of a sharded one, or be around it.
         if getattr(p, "_npuzero_engine", None) is not None:
             raise StateError(
                 f"parameter {name}",
@@ -261,6 +262,7 @@ def _check_shaped(subject: str, tensor: Tensor) -> None:
 
 def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters that are two views of one memory: as two parameters they would silently be tied no more."""
+    # Sorted by address: where any two overlap, two neighbours do. A strided view spans memory that is not its own.
     here = [(name, p) for name, p in named if p.nbytes and p.is_contiguous() and not p.is_meta]
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in here)
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
@@ -290,11 +292,13 @@ def _check_agreement(
 
     A rank with a problem of its own says so to the others, so that none is left waiting for it.
     """
+    # By a digest first: the names of a large model are exchanged only where they differ.
     digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
     mine = {"problem": problem and str(problem), **same, "model": digest}
     said: list[Any] = world.exchange(mine)
     if problem is not None:
         raise problem
+    # Another rank's problem before any difference: it has no model to compare, and differs for that reason alone.
     for rank, other in enumerate(said):
         if other["problem"] is not None:
             raise ConfigError(

@@ -39,6 +39,7 @@ class Census:
         self._recount(model)
 
     def _recount(self, model: nn.Module) -> None:
+        # Other modules, or none, may be there now (a head that was taken off): that is well while no parameter is new.
         frozen = {id(parameter) for parameter in self._frozen}
         for name, parameter in model.named_parameters():
             known = id(parameter)

@@ -62,6 +62,7 @@ def doors(model: nn.Module, root: UnitSpec) -> list[nn.Module]:
     parameters all the same.
     """
     owned = {id(parameter) for _, parameter in root.parameters}
+    # By all names of a tied parameter: each module that has it may be called on its own.
     registered = model.named_parameters(remove_duplicate=False)
     paths = {path for name, parameter in registered if id(parameter) in owned for path in around(name)}
     return [module for name, module in model.named_modules() if name in paths and name.split(".")[-1] != _COMPILED]
@@ -75,7 +76,7 @@ def _repeated(model: nn.Module) -> list[str]:
         blocks = [(name, child) for name, child in children if any(True for _ in child.parameters())]
         if isinstance(module, (*_LISTS, nn.Sequential)) and _is_repeated(blocks):
             found.extend(name for name, _ in blocks)
-            return
+            return  # lists within a block (experts, say) are gathered with it: smaller units mean more collectives
         for name, child in children:
             visit(name, child)
 
@@ -125,6 +126,7 @@ def _named(model: nn.Module, rule: UnitRule) -> list[str]:
                 got=type(module).__name__,
                 do="Name its children instead.",
             )
+    # A class matches the module that torch.compile() wrapped, but it is the one around it that is called.
     return list(dict.fromkeys(name.removesuffix(f".{_COMPILED}") for name, _ in matches))
 
 

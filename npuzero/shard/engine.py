@@ -80,9 +80,10 @@ class Engine:
         self._restorer = Restorer()
         self.update = Update(self.units, self._restorer, settings.chunk_bytes, settings.overlaps_parameters)
         self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes)
+        # So far the model is as it was: whatever any rank had against it has been raised on all of them.
         reference = EngineReference(self)
         self.values.take_over(model, specs, origin, self.spaces, lambda unit: claim(reference, unit))
-        self.meter.reset()
+        self.meter.reset()  # the bytes of the first values are no step's
 
         reducer = Reducer(self.units, self.spaces[Memory.DEVICE], settings.overlaps_gradients)
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
@@ -125,6 +126,7 @@ class Engine:
 
     def register_forward_method(self, module: nn.Module, name: str, plain: Callable[..., Any]) -> None:
         """Treat ``module``'s method ``name``, which is ``plain``, as its forward: unsharded inside."""
+        # Gather no more than the method may read: units around the module, or in it, that shard parameters of its own.
         own = {id(parameter) for parameter in module.parameters()}
         around = []
         for unit in self.units:

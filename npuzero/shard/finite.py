@@ -104,6 +104,7 @@ class Watch:
             sorted({name for rank in said for name in rank[k]}) for k in ("parameters", "gradients")
         )
         outputs = [(rank["order"].index(i), r, i) for r, rank in enumerate(said) for i in rank["outputs"][:1]]
+        # In the order of causes: a bad parameter spoils outputs, these spoil the loss, and any of them all gradients.
         if parameters:
             name = min(parameters, key=list(owner).index)
             return _error(f"parameter {name} of unit {owner[name]!r}", owner[name], name, None)
@@ -114,6 +115,7 @@ class Watch:
         losses = [r for r, rank in enumerate(said) if rank["loss"]]
         if losses:
             return _error(f"the loss on rank {losses[0]}, of finite outputs", None, None, losses[0])
+        # The first in backward's order; rank 0's order stands for all, so that all raise the same error.
         came = {name: at for at, name in enumerate(said[0]["arrived"])}
         name = min(gradients, key=lambda name: (came.get(name, len(came)), name))
         return _error(f"the gradient of parameter {name} of unit {owner[name]!r}", owner[name], name, None)

@@ -191,6 +191,7 @@ class Flat:
             new = self.whole[slice(*self.rests.parameters.range)]
             if self.remainder is not None:
                 own = self.rests.states.within(self.rests.parameters)
+                # As bits: NaN equals nothing, and -0 equals 0.
                 changed = storage.bits(new[own]) != storage.bits(self.own_parameters)
                 self.remainder.masked_fill_(changed, 0)
             self.resting.copy_(new)

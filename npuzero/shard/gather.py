@@ -60,7 +60,7 @@ class Gatherer:
         if keep_held and unit.parameter_state is _S.HELD:
             return
         if unit.parameter_state is _S.WHOLE:
-            self._writes.look(unit)
+            self._writes.look(unit)  # what the program wrote is in the unsharded flat alone, which is about to go
         unit.close()
         for flat in unit.flats:
             if keep_held and not unit.held_cut:

@@ -118,8 +118,9 @@ class Gradients:
         if not boundary.finish():
             return None
         if all(key in parameters for key in self._places):
-            boundary.scale_gradients(inverse)
+            boundary.scale_gradients(inverse)  # costs no pass over the gradients
             return (boundary.sums.total()[1] != 0).float()
+        # The update has one scale for the model: an optimizer of some parameters has theirs multiplied here.
         chosen = [place for key, place in self._places.items() if key in parameters]
         if not any(boundary.used(flat)[i] for flat, i in chosen):
             return None

@@ -134,6 +134,7 @@ class Hooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             module = module_of()
             assert module is not None
+            # An unsharded unit is not this call's to release: it computes, or the caller is within gathered().
             entered = [visit for unit, visit in visits if unit.parameter_state is not ParameterState.WHOLE]
             try:
                 for visit in entered:
@@ -151,7 +152,7 @@ class Hooks:
 
     def _before_forward(self, unit: Unit, is_root: bool) -> Before:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if unit.index == 0 and not in_backward():
+            if unit.index == 0 and not in_backward():  # a backward that is not over now has raised
                 self.forget_backward()
             self._events.forward_begins(unit)
             if unit.cut and unit.has_frozen and torch.is_grad_enabled():
@@ -173,13 +174,14 @@ class Hooks:
             expected = opaque = False
             if torch.is_grad_enabled() and (unit.cut or is_root or self._finite):
                 tensors, opaque = tensors_of(output)
-                if self._finite and not in_backward():
+                if self._finite and not in_backward():  # checkpointing's second run brings what the first brought
                     self._finite.outputs(unit, tensors)
                 reached = self._reached(unit)
                 for tensor in tensors:
                     if tensor.requires_grad:
                         tensor.register_hook(reached)
                         expected = True
+            # Outputs that none of the hooks is on (hidden in an object) let backward come unannounced.
             self._events.forward_ends(unit, keep_whole=opaque and not expected, backward_expected=expected)
 
         return hook
@@ -263,6 +265,7 @@ def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
         children = value
     elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
         children = vars(value).values() if hasattr(value, "__dict__") else ()
+        # An object of unknown kind is looked into no further: it may refer to anything, itself and the model included.
         if not dataclasses.is_dataclass(value):
             return [t for child in children if isinstance(child, Tensor) for t in [child]], True
     else:

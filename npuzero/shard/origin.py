@@ -102,6 +102,7 @@ class Origin:
     def _make(self, model: nn.Module, tensors: dict[str, Tensor], device: torch.device) -> None:
         if not tensors:
             return
+        # Marked first: a tensor that its module forgets to initialise would otherwise train on whatever memory held.
         for tensor in tensors.values():
             give_data(tensor, _unset(tensor, device))
         with _hidden(model, tensors.values()):
@@ -155,6 +156,7 @@ def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in keep and not t.is_meta]
     with torch._C.DisableTorchFunctionSubclass():
         hidden = [(t, _like(t, torch.empty_like(t, device="meta"))) for t in others]
+    # Swapped, not replaced: modules, and initialisers' closures, keep their references to these objects.
     for tensor, twin in hidden:
         torch.utils.swap_tensors(tensor, twin)
     try:

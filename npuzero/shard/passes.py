@@ -174,6 +174,7 @@ class Passes:
     def _start_gathers(self, indices: list[int]) -> None:
         for index in indices:
             unit = self._units[index]
+            # Backward has left it: gathered again, it would stay to the end for nothing.
             done = self._reducer.open and unit.trainable and not unit.missing
             if unit.cut and not done and (unit.backward_expected or not in_backward()):
                 observe.instant("prefetch", unit.name)

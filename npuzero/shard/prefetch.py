@@ -36,6 +36,7 @@ class Trace:
 
 def _following(trace: list[int], unit: int, depth: int, at: int) -> list[int]:
     """Return distinct units behind ``unit`` in ``trace``: its occurrence at position ``at``, else the first one."""
+    # The position tells which use it is of a unit that computes several times in a pass.
     if at >= len(trace) or trace[at] != unit:
         if unit not in trace:
             return []

@@ -161,8 +161,15 @@ class Reducer:
         self._active = [reduction for reduction in self._active if next(reduction, self) is not self]
 
     def _reduction(self, gradient: Gradient, wire: Tensor | None, boundary: bool) -> Iterator[None]:
-        """Run one reduction, pausing at each collective."""
+        """Run one reduction, pausing at each collective.
+
+        Args:
+            wire: the communication buffer with this pass's gradients, where they are not accumulated: for R2, or where
+                that is the identity for R3.
+            boundary: R3 is part of it.
+        """
         tag = f"reduce {gradient.name}"
+        # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
             communicator = gradient.rests.gradients.group.communicator("reduce")
             yield from _wait(communicator.reduce_scatter(gradient.buffer, wire, accumulate=gradient.summing, tag=tag))
@@ -170,10 +177,13 @@ class Reducer:
             gradient.pool.release(wire, gradient.layout.gaps)
             wire = None
         last = boundary or not gradient.meets_at_boundary
+        # Buffers are not zeroed between steps: where no gradient has come they hold something older, which must not be
+        # summed.
         if last and not gradient.cut and wire is None:
             gradient.zero_absent(gradient.buffer)
         elif last and gradient.cut and not gradient.summing:
             gradient.buffer.zero_()
+        # R3: first over the axes that shard states further, then over those that replicate them, with what is left.
         if boundary and gradient.rests.deeper.many:
             yield from self._sum_deeper(gradient, wire, tag)
             wire = None

@@ -33,7 +33,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     """
     engine = engine_of(model)
     wanted = engine.world.rank == 0 or not rank0_only
-    copies: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}  # by parameter, so that tied names share one copy
     for unit in engine.units:
         with engine.values.whole(unit):
             if wanted:
@@ -59,6 +59,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     engine = engine_of(model)
     named = model.state_dict(keep_vars=True)
     problem = _misfit(named, state)
+    # Before anything is written: a rank that raised alone would leave the others waiting, with half of the values.
     said = engine.world.exchange(problem and str(problem))
     if problem is not None:
         raise problem

@@ -58,7 +58,7 @@ class Sums:
 
     def norm(self, p: float) -> Tensor:
         """Return () float64: the p-norm of the unique elements of all gradients."""
-        if p == 2.0:
+        if p == 2.0:  # of the pass that also counts what is not finite, and may have run already
             return self.total()[0].sqrt()
         norms = []
         for axes, group in self._owners.items():
