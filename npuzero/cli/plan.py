@@ -42,8 +42,9 @@ Memory is of the training state and the engine's buffers; activations come on to
 in one optimizer step. The model is trained by Adam or AdamW; what its class freezes stays frozen."""
 
 _LEGEND = """\
-parameters, gradients, states (masters and Adam's moments): what stays on a rank; held: parameters between a block's
-forward and backward; buffers: the most that gathered blocks and wires take at once. Activations come on top.
+parameters, gradients, states (masters and Adam's moments): what stays on a rank; after_forward: parameters between a
+block's forward and backward; buffers: the most that gathered blocks and communication buffers take at once.
+Activations come on top.
 Sent: all_gather, reduce_scatter and all_reduce carry parameters and gradients; control is the engine's own."""
 
 
@@ -146,7 +147,7 @@ def render(title: str, reports: dict[str, Report], memory_bytes: int | None = No
     rows = distinct(reports)
     held = {name: report.bytes_held for name, report in rows.items()}
     sent = {name: report.bytes_sent for name, report in rows.items()}
-    cuts = {"cut": {name: _cuts(report) for name, report in rows.items()}}
+    cuts = {"sharded": {name: _cuts(report) for name, report in rows.items()}}
     fits = {}
     if memory_bytes:
         fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
@@ -180,14 +181,14 @@ def _cuts(report: Report) -> str:
     """Into how many shards the parts of the state are cut: those with equally many together."""
     mesh = report.plan.mesh_shape(report.world)
     shards = {part: mesh.size(placement.axes) for part, placement in report.plan.parts.items()}
-    held = shards.pop("held")
+    after_forward = shards.pop("after_forward")
     if shards["states"] == 1:
         return "nothing"
     cut = [part for part, count in shards.items() if count > 1]
     text = f"{'all' if len(cut) == len(shards) else ', '.join(cut)} / {shards['states']}"
-    if held == shards["parameters"]:
+    if after_forward == shards["parameters"]:
         return text
-    return f"{text}, held {'whole' if held == 1 else f'/ {held}'}"
+    return f"{text}, after_forward {'unsharded' if after_forward == 1 else f'/ {after_forward}'}"
 
 
 def _held(report: Report) -> int:

@@ -11,7 +11,7 @@ With D = all data axes a step is four rules; each is the identity where its tupl
 ====  ==========================================  ==================================================================
 rule  when                                        what
 ====  ==========================================  ==================================================================
-R1    before a unit computes                      all_gather over ``parameters.axes`` (in backward: ``held.axes``)
+R1    before a unit computes                      all_gather over ``parameters.axes`` (backward: ``after_forward``'s)
 R2    after a micro-batch's backward              reduce_scatter over ``gradients.axes``, add into the accumulator
 R3    at the step boundary                        reduce_scatter over states - gradients, all_reduce over D - states
 R4    after the update                            all_gather over states - parameters

@@ -62,11 +62,11 @@ class Kind:
     @cached_property
     def keeps_more(self) -> bool:
         """Whether more is kept between forward and backward than rests: a copy, or all of it."""
-        return self.mesh.size(self.plan.held.axes) < self.mesh.size(self.plan.parameters.axes)
+        return self.mesh.size(self.plan.after_forward.axes) < self.mesh.size(self.plan.parameters.axes)
 
     @cached_property
     def keeps_all(self) -> bool:
-        return not self.many(self.plan.held.axes)
+        return not self.many(self.plan.after_forward.axes)
 
     @cached_property
     def whole(self) -> Buffer:
@@ -75,7 +75,7 @@ class Kind:
     @cached_property
     def copy(self) -> Buffer:
         """What is kept between forward and backward, where that is a part."""
-        return Buffer(self.plan.held.memory, "buffers", self.shard(self.plan.held), self.dtype)
+        return Buffer(self.plan.after_forward.memory, "buffers", self.shard(self.plan.after_forward), self.dtype)
 
     @cached_property
     def gradient(self) -> Buffer:

@@ -18,7 +18,8 @@ class Plan:
 
     Attributes:
         parameters: between steps.
-        held: between forward and backward (FSDP's reshard_after_forward, the secondary copy of ZeRO++'s hpZ).
+        after_forward: parameters between a unit's forward and its backward (FSDP's reshard_after_forward; the secondary
+            copy of ZeRO++'s hpZ).
         gradients: while micro-batches accumulate.
         states: master weights and moments.
         precision: in which dtypes.
@@ -27,12 +28,12 @@ class Plan:
         name: the preset it came from, for people to read.
 
     Raises:
-        ConfigError: where the prefix law ``held, parameters, gradients, states: each a prefix of the next`` is broken,
-            or a placement cannot be kept in this version.
+        ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
+            broken, or a placement cannot be kept in this version.
     """
 
     parameters: Placement = WHOLE
-    held: Placement = WHOLE
+    after_forward: Placement = WHOLE
     gradients: Placement = WHOLE
     states: Placement = WHOLE
     precision: Precision = AS_GIVEN
@@ -93,13 +94,13 @@ class Plan:
                 got=repr(name),
                 do=did_you_mean(name, _SPELLINGS, "Choose a preset, or build a Plan from Placements."),
             )
-        parameters, held, gradients, states = map(Placement, _ROWS[key])
-        return Plan(parameters, held, gradients, states, parse_precision(precision), local_size, key)
+        parameters, after_forward, gradients, states = map(Placement, _ROWS[key])
+        return Plan(parameters, after_forward, gradients, states, parse_precision(precision), local_size, key)
 
     @property
     def parts(self) -> dict[str, Placement]:
         """The placements by name, the shallowest cut first."""
-        return {"held": self.held, "parameters": self.parameters, "gradients": self.gradients, "states": self.states}
+        return {part: getattr(self, part) for part in ("after_forward", "parameters", "gradients", "states")}
 
     @property
     def averaged(self) -> Axes:
@@ -148,7 +149,7 @@ class Plan:
 _D: Axes = AXES
 _HPZ: Axes = (LOCAL, NODE)
 _L: Axes = (LOCAL,)
-# preset: axes of parameters, held, gradients, states
+# preset: axes of parameters, after_forward, gradients, states
 _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
     "zero0": ((), (), (), ()),
     "zero1": ((), (), (), _D),

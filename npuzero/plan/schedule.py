@@ -250,7 +250,7 @@ class _Rank:
             return
         for kind, count in unit.runs:
             if kind.cut and not (unit.keeps(kind) and kind.keeps_all):
-                axes = (kind.plan.held if unit.keeps(kind) else kind.plan.parameters).axes
+                axes = (kind.plan.after_forward if unit.keeps(kind) else kind.plan.parameters).axes
                 gather = kind.collective(Purpose.GATHER, unit.index, "all_gather", axes, kind.numel, kind.dtype)
                 self._moves += [Take(kind.whole, count), Start(gather, count)]
                 unit.gathers += count
@@ -264,7 +264,7 @@ class _Rank:
             unit.state = _State.WHOLE
 
     def _release(self, unit: _Unit, after_forward: bool = False) -> None:
-        """Keep what ``held`` says after forward, else what rests."""
+        """Keep what ``after_forward`` says, else what rests."""
         if not unit.cut or unit.state is _State.SHARDED:
             return
         if unit.state is _State.GATHERING:  # gathered ahead, and never used

@@ -1,11 +1,11 @@
 """A flat: the buffers of parameters that travel together, and where each part of them rests on this rank.
 
 Names used in this package, for a flat of n elements and a plan that shards parameters, parameters after forward,
-gradients and states into P, H, G and S shards::
+gradients and states into P, A, G and S shards::
 
     whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while released (if P > 1)
     resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
-    held        [n/H]  parameter dtype; what it keeps between forward and backward (only where 1 < H < P)
+    held        [n/A]  parameter dtype; what it keeps between forward and backward (only where 1 < A < P)
     master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
     remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
     gradient    see :mod:`npuzero.shard.gradient`
@@ -54,7 +54,7 @@ class Flat:
         self.whole: Tensor
         self.transient: Transient  # the memory of whole; only where cut
         self.resting: Tensor
-        self.held: Transient | None = None  # only where held is cut, and less than parameters are
+        self.held: Transient | None = None  # only where after_forward is cut, and less than parameters are
         self.master: Tensor
         self.remainder: Tensor | None = None
         self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
@@ -106,8 +106,9 @@ class Flat:
         if self.cut:
             self.transient = resident.transient(self.layout.numel, self.dtype, "buffers")
             self.whole = self.transient.tensor
-            if 1 < rests.held.group.size < rests.parameters.group.size:
-                self.held = spaces[rests.held.memory].transient(rests.held.numel, self.dtype, "buffers")
+            kept = rests.after_forward
+            if 1 < kept.group.size < rests.parameters.group.size:
+                self.held = spaces[kept.memory].transient(kept.numel, self.dtype, "buffers")
         self.own_parameters = self.resting[rests.states.within(rests.parameters)]
         if self.trainable:
             self.gradient = Gradient(self.name, self.layout, rests, self.plan.precision, spaces)

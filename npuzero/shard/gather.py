@@ -28,9 +28,9 @@ class Gatherer:
         for flat in unit.flats:
             if flat.cut and not flat.transient.here:
                 flat.transient.restore()
-                # Where held is cut as parameters are there is no second copy: the resting shard is what is held.
+                # Where after_forward is cut as parameters are there is no second copy: the resting shard is held.
                 shard = flat.held.tensor if from_held and flat.held is not None else flat.resting
-                group = (flat.rests.held if from_held else flat.rests.parameters).group
+                group = (flat.rests.after_forward if from_held else flat.rests.parameters).group
                 handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}"))
 
     def finish(self, unit: Unit) -> None:
@@ -67,10 +67,10 @@ class Gatherer:
                 continue
             if flat.held is not None and keep_held:
                 flat.held.restore()
-                flat.held.tensor.copy_(flat.whole[slice(*flat.rests.held.range)])
+                flat.held.tensor.copy_(flat.whole[slice(*flat.rests.after_forward.range)])
             elif flat.held is not None:
                 flat.held.release()
             if flat.cut:
                 flat.transient.release()
-        # Where held equals the resting cut there is no second copy: the unit is simply sharded again.
+        # Where after_forward equals the resting cut there is no second copy: the unit is simply sharded again.
         unit.move(_S.HELD if keep_held and unit.holds_more else _S.SHARDED)

@@ -3,8 +3,8 @@
 The order of events for a unit, in one training step::
 
     before forward        R4 finished, R1 finished, the next unit's gather started
-    after forward         released to what plan.held says; a hook is put on the outputs
-    output's hook         backward reaches the unit: R1 over held.axes finished, the one before it started
+    after forward         released to what plan.after_forward says; a hook is put on the outputs
+    output's hook         backward reaches the unit: R1 over after_forward.axes finished, the one before it started
     parameter's hook      its gradient is taken out of p.grad and handed over; a marker stays there
     end of backward       what is left is reduced and released
 

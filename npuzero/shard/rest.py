@@ -80,7 +80,7 @@ class Rests:
     """Hold the rests of one flat's parts under its plan, and the groups that the rules move them over.
 
     Attributes:
-        parameters, held, gradients, states: as :class:`npuzero.Plan` has them.
+        parameters, after_forward, gradients, states: as :class:`npuzero.Plan` has them.
         deeper: states - gradients (the axes that shard states but not gradients), over which R3 scatters R2's result.
         beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
         restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
@@ -88,7 +88,7 @@ class Rests:
     """
 
     parameters: Rest
-    held: Rest
+    after_forward: Rest
     gradients: Rest
     states: Rest
     deeper: Group
@@ -101,7 +101,7 @@ class Rests:
         """Return the row ``plan`` of the table, for a flat of this layout."""
         return Rests(
             parameters=Rest.of(plan.parameters, layout, mesh),
-            held=Rest.of(plan.held, layout, mesh),
+            after_forward=Rest.of(plan.after_forward, layout, mesh),
             gradients=Rest.of(plan.gradients, layout, mesh),
             states=Rest.of(plan.states, layout, mesh),
             deeper=Group(mesh, plan.deeper),

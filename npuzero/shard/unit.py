@@ -35,8 +35,8 @@ class Unit:
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
         self.cut = any(flat.cut for flat in flats)
-        self.held_cut = any(flat.rests.held.cut for flat in flats)
-        self.holds_more = any(flat.rests.held.group.size < flat.rests.parameters.group.size for flat in flats)
+        self.held_cut = any(flat.rests.after_forward.cut for flat in flats)
+        self.holds_more = any(flat.rests.after_forward.group.size < flat.rests.parameters.group.size for flat in flats)
         self.parameter_state = ParameterState.SHARDED if self.cut else ParameterState.WHOLE
         # Forward passes whose backward is to come or under way (see Hooks).
         self.backward_expected = False

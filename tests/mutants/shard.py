@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "what is kept between forward and backward is not what was gathered",
         "shard/gather.py",
-        "flat.held.tensor.copy_(flat.whole[slice(*flat.rests.held.range)])",
+        "flat.held.tensor.copy_(flat.whole[slice(*flat.rests.after_forward.range)])",
         "pass",
         (f"{LOOPS}[several forwards before one backward-hpz]",),
     ),

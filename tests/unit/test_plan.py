@@ -82,7 +82,9 @@ def test_presets_by_name_and_stage(name):
 def test_the_presets_of_the_table():
     rows = {name: Plan.preset(name) for name in PRESETS}
     assert set(rows) == {"zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"}
-    cuts = {n: [getattr(p, x).axes for x in ("parameters", "held", "gradients", "states")] for n, p in rows.items()}
+    cuts = {
+        n: [getattr(p, x).axes for x in ("parameters", "after_forward", "gradients", "states")] for n, p in rows.items()
+    }
     assert cuts["zero0"] == [(), (), (), ()]
     assert cuts["zero1"] == [(), (), (), AXES]
     assert cuts["zero1.5"] == [(), (), (), ("local",)]
