@@ -101,7 +101,7 @@ class ThreadWorld(World):
         with run.changed:
             values = run.exchanges.setdefault((place, here.number), {})
             values[self.rank] = json.dumps(value)
-            # Who is in this exchange has left the one before, but others may still read what they met there.
+            # A rank in this exchange has left the one before, but others may still read what they met there.
             run.exchanges.pop((place, here.number - 2), None)
             run.changed.notify_all()
         self._came[place] = here.number

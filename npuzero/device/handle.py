@@ -1,4 +1,4 @@
-"""Handles: how a caller waits for asynchronous work, whoever does it."""
+"""Handles: how a caller waits for asynchronous work, whatever does it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 
 from npuzero.device.handle import Handle
 
-#: Waits until the event is set, or raises why it never will be.
+#: Wait until the event is set, or raise why it never will be.
 Patience = Callable[[threading.Event], object]
 
 
@@ -36,7 +36,7 @@ class Lane(ABC):
 
 
 class LaneThread(threading.Thread):
-    """Run the steps of a lane; whoever queued a step waits for it himself."""
+    """Run the steps of a lane; the threads that queued them do the waiting."""
 
 
 class HostHandle(Handle):
@@ -72,7 +72,7 @@ class HostLane(Lane):
         self._thread: threading.Thread | None = None
 
     def run(self, step: Callable[[], None], patience: Patience = threading.Event.wait) -> Handle:
-        """Queue ``step``; whoever waits for it calls ``patience`` to do so."""
+        """Queue ``step``; waiting for it calls ``patience``."""
         self._door()
         if self._thread is None:
             # A daemon: a step that waits for a dead peer must not keep the interpreter from ending.

@@ -19,7 +19,7 @@ from npuzero.errors import OutOfSpace
 
 LABELS = ("parameters", "gradients", "states", "buffers")
 
-#: Who else provides buffers: numel and dtype to a zeroed tensor. A communicator's are read by other ranks in place.
+#: Another provider of buffers: from numel and dtype to a zeroed tensor. Other ranks read a communicator's in place.
 Source = Callable[[int, torch.dtype], Tensor]
 
 

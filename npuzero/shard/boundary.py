@@ -96,7 +96,7 @@ class Boundary:
     def reopen(self) -> None:
         """Prepare for a backward pass that brings more gradients."""
         present = self._present()
-        if not _any(present):  # whoever zeroed the gradients, and however
+        if not _any(present):  # the program has zeroed the gradients, in whatever way
             self.forget()
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             self.apply_scale()
@@ -190,7 +190,7 @@ class Boundary:
             self._values.compare_written()
         votes_of = iter(used)
         agreed = {flat: [next(votes_of) > 0 for _ in flat.slots] for flat in self._flats}
-        if dropped:  # by whoever had brought it to the others
+        if dropped:  # a rank dropped a gradient that the others have through it
             for flat, anywhere in agreed.items():
                 for i in flat.slots:
                     if not anywhere[i]:
@@ -238,7 +238,7 @@ class Boundary:
     def lend_memory(self) -> None:
         """Let other buffers have the memory of the last step's gradients until the next ones; after zero_grad().
 
-        What is under way stays, until the next backward pass sees that nobody wants it.
+        Gradients that are under way stay until the next backward pass finds them dropped.
         """
         large = [flat for flat in self._flats if flat.gradient.buffer.nbytes >= LENT_BYTES]
         # Not while a collective may write into the buffers, nor between an agreement and the update that it is for.

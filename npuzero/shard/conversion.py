@@ -1,8 +1,8 @@
 """The answer of a sharded model to ``model.to()`` and its kin: nothing, or a StateError where they change something.
 
-They all end in ``Module._apply(fn)``, which calls ``fn`` with every parameter, gradient and buffer. Parameters that are
-views of flats cannot be moved or converted by anybody but the engine; but most such calls change nothing: trainers put
-each model where it is already.
+All of these calls end in ``Module._apply(fn)``, which calls ``fn`` with every parameter, gradient and buffer.
+Parameters that are views of flats can be moved or converted by the engine alone; but most such calls change nothing:
+trainers put each model where it is already.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Flat:
     # -- writes of the program's own -------------------------------------------------------------------------------
 
     def written(self) -> list[int]:
-        """Return the slots that somebody has written since this was asked last; they must be readable."""
+        """Return the slots that the program has written since this was asked last; they must be readable."""
         counts = self._count_writes()
         if counts == self._counts:
             return []
@@ -233,14 +233,14 @@ class Flat:
                 _copy_rounded(values, self.low[own])
 
     def refresh_master(self) -> None:
-        """Update masters from the parameters, which somebody wrote."""
+        """Update masters from the parameters, which were written."""
         if self.remainder is not None:
             self.remainder.zero_()
         elif self.low is not None:
             self.master.copy_(self.low)
 
     def refresh_low(self) -> None:
-        """Update own parameters from the masters, which somebody wrote."""
+        """Update own parameters from the masters, which were written."""
         if self.low is not None:
             _copy_rounded(self.master, self.low)
 

@@ -133,7 +133,7 @@ class Gradient:
             self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
         whole = self.unsynced if self.unsynced is not None else self.buffer
         arrived = self.contribution.arrived
-        # Slots of which something is there are added to, others are overwritten: nobody has zeroed what they hold.
+        # Slots that have a gradient are added to, the others overwritten: what they hold has not been zeroed.
         for again in (False, True) if Content.ALONE in self.content else (False,):
             chosen = {i: gradient for i, gradient in arrived.items() if (self.content[i] is Content.ALONE) is again}
             self.contribution.pack(chosen, whole, self.scale, accumulate=again)

@@ -1,8 +1,8 @@
 """The origin of a model's first values: its own tensors, as rank 0 has them; files; or its modules' initialisation.
 
 A model built on ``meta`` has shapes and no data. What files hold of it each rank reads for itself, only the ranges that
-rest with it; what they do not hold is made module by module, a unit at a time, and broadcast from rank 0. So nowhere
-does more than a unit exist at once beyond what rests.
+rest with it; the other values are made module by module, a unit at a time, and broadcast from rank 0. So no rank ever
+has more than one unsharded unit beside its shards.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class Origin:
 
         Raises:
             CheckpointError: what is stored does not fit.
-            ConfigError: nobody has values for a tensor.
+            ConfigError: a tensor has no values from anywhere.
         """
         agreed = "" if self._stored is None else self._stored.check(model)
-        # A few tensors on meta among others are a mistake, unless somebody says where their values come from.
+        # A few tensors on meta among others are a mistake, unless weights= or initialize= gives their values.
         intended = (
             self._stored is not None or self._initialize is not None or all(p.is_meta for p in model.parameters())
         )
@@ -151,7 +151,7 @@ def _like(tensor: Tensor, data: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
-    """Put the tensors of ``model`` but for those ``kept`` on meta inside: whoever fills them moves nothing."""
+    """Put the tensors of ``model`` but for those ``kept`` on meta inside, where filling them moves nothing."""
     keep = {id(tensor) for tensor in kept}
     others = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in keep and not t.is_meta]
     with torch._C.DisableTorchFunctionSubclass():
@@ -166,7 +166,7 @@ def _hidden(model: nn.Module, kept: Collection[Tensor]) -> Iterator[None]:
             torch.utils.swap_tensors(tensor, twin)
 
 
-# What a tensor holds until somebody fills it: a value that no initialisation leaves in all its elements.
+# The value of a tensor that has not been filled: one that no initialisation leaves in all elements.
 def _mark(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")

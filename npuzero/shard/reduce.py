@@ -118,7 +118,7 @@ class Reducer:
     def finish(self) -> None:
         """Bring every flat to READY; collective. A rank without a backward pass contributes zeros."""
         self.drain()
-        # What no_sync has kept is still to be sent, and whoever had no pass owes the others his zeros.
+        # What no_sync has kept is still to be sent, and a rank that had no pass owes the others its zeros.
         owing = self._last in (None, Pass.ALONE)
         for gradient in self._order:
             if gradient.state is not _S.READY:
