@@ -290,7 +290,7 @@ MUTANTS = (
     Mutant(
         "a gradient that one rank had used, and all have dropped, counts in the norm",
         "shard/boundary.py",
-        "if dropped:  # by whoever had brought it to the others",
+        "if dropped:  # a rank dropped a gradient that the others have through it",
         "if False:",
         (f"{GRADIENTS}[dropped by all though few had used them-zero1]",),
     ),
