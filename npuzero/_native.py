@@ -59,7 +59,7 @@ host: Any = _C.host
 
 
 def view(tensor: torch.Tensor) -> _C.View:
-    """Pointer, count, dtype and device of a contiguous tensor, which the caller keeps alive.
+    """Return pointer, count, dtype and device of a contiguous tensor, which the caller keeps alive.
 
     Raises:
         KernelUnavailable: the tensor is on a device that no kernel of any build can reach.
@@ -68,12 +68,12 @@ def view(tensor: torch.Tensor) -> _C.View:
 
 
 def optional_view(tensor: torch.Tensor | None) -> _C.View | None:
-    """``view``, or None for None."""
+    """Return ``view``, or None for None."""
     return None if tensor is None else view(tensor)
 
 
 def device_kind(device: torch.device) -> int:
-    """The integer under which C++ knows the device.
+    """Return the integer under which C++ knows the device.
 
     Raises:
         KernelUnavailable: C++ does not know it.
@@ -90,17 +90,17 @@ def device_kind(device: torch.device) -> int:
 
 
 def stream(device: torch.device) -> int:
-    """The device's current stream as an integer; 0 on the CPU, where kernels run before the call returns."""
+    """Return the device's current stream as an integer; 0 on the CPU, where kernels run before the call returns."""
     return devices.get(device).current_stream_int()
 
 
 def backend() -> str:
-    """Who runs the ops: ``"native"`` kernels, or the ``"reference"`` that NPUZERO_BACKEND=reference forces."""
+    """Name who runs the ops: ``"native"`` kernels, or the ``"reference"`` that NPUZERO_BACKEND=reference forces."""
     return _backend
 
 
 def use_backend(name: str) -> None:
-    """Does at run time what NPUZERO_BACKEND does at import.
+    """Do at run time what NPUZERO_BACKEND does at import.
 
     Raises:
         ConfigError: no such backend.
@@ -112,7 +112,7 @@ def use_backend(name: str) -> None:
 
 
 def openmp_libraries() -> list[str]:
-    """Paths of the OpenMP runtimes in this process; empty where the system does not tell (not Linux).
+    """Return the paths of the OpenMP runtimes in this process; empty where the system does not tell (not Linux).
 
     One is right: it has the one pool of threads that torch and the kernels share. Two compete for the same cores.
     """

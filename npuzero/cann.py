@@ -43,11 +43,12 @@ _STAGES = {"dev": -4, "alpha": -3, "beta": -2, "rc": -1, "post": 1}
 
 
 class CannotBuild(Exception):
-    """The npu kernels cannot be built; says why, with the compiler's own words where it was asked."""
+    """Say that the npu kernels cannot be built, and why, with the compiler's own words where it was asked."""
 
 
 def version(root: Path, machine: str = "") -> str | None:
-    """The release of the CANN in ``root``, as ``8.3.RC1``, ``9.0.0-beta.1`` or ``9.1.0``; None where it does not tell.
+    """Return the release of the CANN in ``root``, as ``8.3.RC1``, ``9.0.0-beta.1`` or ``9.1.0``;
+    None where it does not tell.
 
     CANN's installation guide says where it stands: in ``<machine>-linux/ascend_toolkit_install.info``, as
     ``version=``. Where that of this machine (or of ``machine``, as ``aarch64``) is missing, another machine's counts.
@@ -63,7 +64,9 @@ def version(root: Path, machine: str = "") -> str | None:
 
 
 def order(release: str) -> tuple[tuple[int, ...], ...]:
-    """The key that sorts releases of CANN and of torch_npu: ``8.3.RC1.alpha002 < 8.3.RC1 < 8.3 == 8.3.0 < 8.5.0``."""
+    """Return the key that sorts releases of CANN and of torch_npu: ``8.3.RC1.alpha002 < 8.3.RC1 < 8.3 == 8.3.0 <
+    8.5.0``.
+    """
     words = re.findall(r"\d+|[a-z]+", release.lower().partition("+")[0])
     length = next((index for index, word in enumerate(words) if not word.isdigit()), len(words))
     numbers = [int(word) for word in words[:length]]
@@ -79,7 +82,9 @@ def order(release: str) -> tuple[tuple[int, ...], ...]:
 
 
 def pair(torch_npu: str) -> str | None:
-    """The CANN that a ``torch_npu`` was published for, or wants at least, by PAIRS; None where these do not tell."""
+    """Return the CANN that a ``torch_npu`` was published for, or wants at least, by PAIRS; None where these do not
+    tell.
+    """
     mine = order(torch_npu)
     rows = [(order(package), cann) for package, cann in PAIRS if order(package) <= mine]
     own = [cann for package, cann in rows if package[0] == mine[0] or package == order(PAIRS[-1][0])]
@@ -87,7 +92,9 @@ def pair(torch_npu: str) -> str | None:
 
 
 def mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | None:
-    """``why`` a CANN is too old for a torch_npu, and what to ``do``; None where it is not, or where one is unknown."""
+    """Return ``why`` a CANN is too old for a torch_npu, and what to ``do``; None where it is not, or where one is
+    unknown.
+    """
     wanted = pair(torch_npu) if torch_npu else None
     if release is None or wanted is None or order(release) >= order(wanted):
         return None
@@ -98,14 +105,18 @@ def mismatch(release: str | None, torch_npu: str | None) -> dict[str, str] | Non
 
 
 def way(root: Path, release: str | None) -> str:
-    """How kernels are built with the CANN in ``root``: ``"bisheng"`` or ``"ascendc"``, by its ``release`` if known."""
+    """Return how kernels are built with the CANN in ``root``: ``"bisheng"`` or ``"ascendc"``, by its ``release`` if
+    known.
+    """
     if release is not None:
         return "bisheng" if order(release) >= order(BISHENG_SINCE) else "ascendc"
     return "ascendc" if any(root.glob("*/tikcpp/ascendc_kernel_cmake/ascendc.cmake")) else "bisheng"
 
 
 def reason(target: Path) -> Path:
-    """The file that says why there is no library ``target``: beside it, since installers hide what a build says."""
+    """Return the file that says why there is no library ``target``: beside it, since installers hide what a build
+    says.
+    """
     return target.with_suffix(".txt")
 
 
@@ -118,7 +129,7 @@ def build(
     architecture: str = ARCHITECTURE,
     processor: str = PROCESSOR,
 ) -> None:
-    """Compiles the kernels in the folder ``sources`` into the library ``target``, with the CANN in ``root``.
+    """Compile the kernels in the folder ``sources`` into the library ``target``, with the CANN in ``root``.
 
     ``variables`` are this process's environment; what CANN's scripts want of its set_env.sh is added.
 

@@ -35,7 +35,7 @@ BUILD_VARIABLE_PREFIX = "NPUZERO_BUILD_"  # read by setup.py alone, never at run
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be: its type (or one of some words beside it), a closed range or a list of choices."""
+    """Say what a value must be: its type (or one of some words beside it), a closed range or a list of choices."""
 
     kind: type
     what: str
@@ -45,7 +45,7 @@ class Rule:
     or_one_of: tuple[str, ...] = ()
 
     def check(self, subject: str, value: Any) -> Any:
-        """`value` if it keeps the rule; an int is a legal float and becomes one.
+        """Return `value` if it keeps the rule; an int is a legal float and becomes one.
 
         Raises:
             ConfigError: otherwise, with `what` as the reader's explanation.
@@ -66,7 +66,7 @@ class Rule:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
     def expectation(self) -> str:
-        """The rule in words."""
+        """Return the rule in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words = "".join(f" or {word!r}" for word in self.or_one_of)
@@ -77,13 +77,13 @@ class Rule:
 
 
 def setting(default: Any, kind: type, what: str, **rule: Any) -> Any:
-    """A dataclass field that carries its Rule."""
+    """Return a dataclass field that carries its Rule."""
     return field(default=default, metadata={"rule": Rule(kind, what, **rule)})
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """Base of the records: every field is checked, and an int given for a float field becomes a float."""
+    """Check every field of a record when it is made; an int given for a float field becomes a float."""
 
     _name: ClassVar[str] = "settings"
 
@@ -94,7 +94,7 @@ class _Checked:
 
     @classmethod
     def from_dict(cls: type[_Record], values: Mapping[str, Any]) -> _Record:
-        """The record with `values` in place of its defaults.
+        """Return the record with `values` in place of its defaults.
 
         Raises:
             ConfigError: `values` is no mapping, a key is unknown, or a value has the wrong type or range.
@@ -111,16 +111,16 @@ class _Checked:
 
     @classmethod
     def subject(cls, key: str) -> str:
-        """The name under which an error speaks of the field `key`."""
+        """Return the name under which an error speaks of the field `key`."""
         return f"{cls._name}.{key}"
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of the fields, in order."""
+        """Return the names of the fields, in order."""
         return tuple(item.name for item in fields(cls))
 
     def replace(self: _Record, **values: Any) -> _Record:
-        """A copy with some values changed, checked like any other."""
+        """Return a copy with some values changed, checked like any other."""
         check_keys(self._name, values, self.names())
         return replace(self, **values)
 
@@ -128,7 +128,7 @@ class _Checked:
 @keywords()
 @dataclass(frozen=True)
 class Settings(_Checked):
-    """How the engine works. None of these changes a bit of the result."""
+    """Describe how the engine works. None of these changes a bit of the result."""
 
     overlap: bool | Literal["gradients", "parameters"] = setting(
         True,
@@ -145,12 +145,12 @@ class Settings(_Checked):
 
     @property
     def overlaps_gradients(self) -> bool:
-        """Whether reductions run beside backward; else each ends before backward goes on."""
+        """Tell whether reductions run beside backward; else each ends before backward goes on."""
         return self.overlap in (True, "gradients")
 
     @property
     def overlaps_parameters(self) -> bool:
-        """Whether units are gathered ahead, and the gathers after the update run beside the next forward."""
+        """Tell whether units are gathered ahead, and the gathers after the update run beside the next forward."""
         return self.overlap in (True, "parameters")
 
 
@@ -160,7 +160,7 @@ SETTING_KEYWORDS = {name: f"settings=Settings({name}=...)" for name in Settings.
 
 @dataclass(frozen=True)
 class Environment(_Checked):
-    """The ``NPUZERO_*`` variables: ``NPUZERO_BACKEND`` is field ``backend``, and so on."""
+    """Hold the ``NPUZERO_*`` variables: ``NPUZERO_BACKEND`` is field ``backend``, and so on."""
 
     _name: ClassVar[str] = "environment"
 
@@ -180,7 +180,7 @@ class Environment(_Checked):
 
 @dataclass(frozen=True)
 class Launch(_Checked):
-    """What torchrun tells a process through its environment; a process started by hand is a world of one."""
+    """Hold what torchrun tells a process through its environment; a process started by hand is a world of one."""
 
     _name: ClassVar[str] = "launch"
 
@@ -206,7 +206,7 @@ class Launch(_Checked):
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Reads the ``NPUZERO_*`` variables (of this process unless given).
+    """Read the ``NPUZERO_*`` variables (of this process unless given).
 
     Raises:
         ConfigError: an unknown ``NPUZERO_*`` variable, or a text that is no such value.
@@ -227,7 +227,7 @@ def launched(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def launch(variables: Mapping[str, str] | None = None) -> Launch:
-    """Reads torchrun's variables (of this process unless given).
+    """Read torchrun's variables (of this process unless given).
 
     Raises:
         ConfigError: some are set and others are missing, or a text is no integer in range.
@@ -251,7 +251,7 @@ def launch(variables: Mapping[str, str] | None = None) -> Launch:
 
 
 def rendezvous(variables: Mapping[str, str] | None = None) -> str:
-    """``host:port`` where the ranks meet, from the launcher's MASTER_ADDR and MASTER_PORT.
+    """Return ``host:port`` where the ranks meet, from the launcher's MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ConfigError: one of them is missing.
@@ -267,7 +267,7 @@ def rendezvous(variables: Mapping[str, str] | None = None) -> str:
 
 
 def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun's agent keeps the ranks' store, not rank 0."""
+    """Tell whether torchrun's agent keeps the ranks' store, not rank 0."""
     variables = os.environ if variables is None else variables
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -281,7 +281,9 @@ _TOLD = (
 
 
 def told_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that a report may tell, sorted; no others, since it is sent around. An address is "(set)"."""
+    """Return the variables that a report may tell, sorted; no others, since it is sent around.
+    An address is "(set)".
+    """
     variables = os.environ if variables is None else variables
     patterns = (*_TOLD, VARIABLE_PREFIX + "*")
     told = sorted(name for name in variables if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
@@ -289,12 +291,12 @@ def told_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with further variables, for a process that it starts."""
+    """Return this process's environment with further variables, for a process that it starts."""
     return {**os.environ, **variables}
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in the file `path`.
+    """Return the JSON object in the file `path`.
 
     Raises:
         ConfigError: no such file, no valid JSON, or its top level is no object.
@@ -314,12 +316,12 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def field_paths() -> tuple[str, ...]:
-    """Every setting there is, as ``Record.field``; a test freezes the list."""
+    """Return every setting there is, as ``Record.field``; a test freezes the list."""
     return tuple(f"{record.__name__}.{key}" for record in (Settings, Environment, Launch) for key in record.names())
 
 
 def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError for the first key of `given` that is not among `known`, naming the nearest known one."""
+    """Raise ConfigError for the first key of `given` that is not among `known`, naming the nearest known one."""
     known = list(known)
     for key in given:
         if key not in known:
@@ -334,13 +336,13 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def describe(value: Any) -> str:
-    """A value as an error shows it: its text, cut short, and its type."""
+    """Return a value as an error shows it: its text, cut short, and its type."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
-    """Parses each text by its field's kind; a text that does not parse is handed on, so that the check names it."""
+    """Parse each text by its field's kind; hand on a text that does not parse, so that the check names it."""
     kinds = {item.name: item.metadata["rule"].kind for item in fields(record)}
     values: dict[str, Any] = {}
     for key, text in texts.items():
@@ -366,7 +368,7 @@ TOOLKITS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Path], str
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A device vendor's compiler and libraries: where they lie, and their version in the vendor's words if it tells."""
+    """Describe a device vendor's compiler and libraries: where they lie, and their version if it tells."""
 
     name: str
     root: Path
@@ -374,7 +376,7 @@ class Toolkit:
 
 
 def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolkit | None:
-    """The toolkit ``"cuda"`` or ``"cann"`` of this machine; None where there is none."""
+    """Return the toolkit ``"cuda"`` or ``"cann"`` of this machine; None where there is none."""
     variables = os.environ if variables is None else variables
     names, usual, version = TOOLKITS[name]
     said = next(((variables[key],) for key in names if variables.get(key)), usual)
@@ -383,5 +385,5 @@ def find_toolkit(name: str, variables: Mapping[str, str] | None = None) -> Toolk
 
 
 def cache_folder() -> Path:
-    """Where this user's caches of npuzero lie; not made here."""
+    """Return where this user's caches of npuzero lie; not made here."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "npuzero"

@@ -20,7 +20,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class NpuZeroError(Exception):
-    """Root of every error this package raises on purpose.
+    """Stand above every error this package raises on purpose.
 
     Args:
         subject: what the error is about, e.g. ``"flat_adam: grad"``.
@@ -50,11 +50,11 @@ def _rebuild(
 
 
 class ConfigError(NpuZeroError, ValueError):
-    """A setting, plan or model that cannot work, found before any work was done."""
+    """Refuse a setting, plan or model that cannot work, before any work was done."""
 
 
 class _Refusal(ConfigError):
-    """What a function of somebody else's refuses by an error of its ``kind``."""
+    """Refuse what a function of somebody else's refuses by an error of its ``kind``."""
 
     kind: type[Exception] = ValueError
     __str__ = Exception.__str__  # a KeyError shows its argument as repr() does
@@ -64,7 +64,9 @@ class _Refusal(ConfigError):
 
 
 def config_error_as(kind: type[Exception]) -> type[ConfigError]:
-    """A ConfigError that is also of the ``kind`` of error by which somebody else's function refuses an argument."""
+    """Return a ConfigError that is also of the ``kind`` of error by which somebody else's function refuses an
+    argument.
+    """
     if issubclass(ConfigError, kind):
         return ConfigError
     return type(ConfigError.__name__, (_Refusal, kind), {"kind": kind})
@@ -75,43 +77,43 @@ def _rebuild_as(kind: type[Exception], *parts: Any) -> NpuZeroError:
 
 
 class ContractError(NpuZeroError, ValueError):
-    """An argument of an op breaks the op's contract (dtype, device, size, overlap)."""
+    """Refuse an argument that breaks an op's contract (dtype, device, size, overlap)."""
 
 
 class KernelUnavailable(NpuZeroError, RuntimeError):
-    """The op has no kernel for this device in this build."""
+    """Say that the op has no kernel for this device in this build."""
 
 
 class CoreMissing(NpuZeroError, ImportError):
-    """The compiled core is not there: the package was not built where it is imported from."""
+    """Say that the compiled core is not there: the package was not built where it is imported from."""
 
 
 class StateError(NpuZeroError, RuntimeError):
-    """A call that does not fit the present state of a unit, model or optimizer."""
+    """Refuse a call that does not fit the present state of a unit, model or optimizer."""
 
 
 class NonFiniteError(NpuZeroError, FloatingPointError):
-    """An output, a loss or a gradient is inf or NaN; says where it began."""
+    """Stop at an output, a loss or a gradient that is inf or NaN, and say where it began."""
 
 
 class OutOfSpace(NpuZeroError, MemoryError):
-    """A memory space cannot hold what was asked of it."""
+    """Say that a memory space cannot hold what was asked of it."""
 
 
 class CollectiveError(NpuZeroError, RuntimeError):
-    """A collective failed: a rank died, timed out, or called something else."""
+    """Say that a collective failed: a rank died, timed out, or called something else."""
 
 
 class StorageError(NpuZeroError, OSError):
-    """A file or block device failed."""
+    """Say that a file or block device failed."""
 
 
 class BenchmarkError(NpuZeroError, RuntimeError):
-    """A contender gave a wrong result, failed, or was silent for too long: no figure was written."""
+    """Say that a contender gave a wrong result, failed, or was silent for too long: no figure was written."""
 
 
 class CheckpointError(NpuZeroError, RuntimeError):
-    """A checkpoint is missing, torn, or does not fit the model."""
+    """Say that a checkpoint is missing, torn, or does not fit the model."""
 
 
 # -- words that nobody knows -------------------------------------------------------------------------------------------

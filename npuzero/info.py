@@ -26,7 +26,7 @@ _REFERENCE = "NPUZERO_BACKEND=reference runs the ops there in plain torch, slowl
 
 
 def info() -> dict[str, Any]:
-    """The facts behind ``npuzero info``: plain dicts, lists and texts, ready for JSON.
+    """Return the facts behind ``npuzero info``: plain dicts, lists and texts, ready for JSON.
 
     Keys: ``versions``, ``platform``, ``devices`` (by kind), ``kernels`` (op → kind → bool), ``isa``, ``backend``,
     ``npu_kernels`` (their library), ``openmp`` (runtimes in this process),

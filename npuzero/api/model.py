@@ -139,7 +139,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     moments: int = 2,
     settings: Settings | None = None,
 ) -> Report:
-    """What one of ``world`` ranks would hold and send in one step of ``model`` under ``plan``, by arithmetic.
+    """Predict what one of ``world`` ranks holds and sends in one step of ``model`` under ``plan``, by arithmetic.
 
     Args:
         model: may be on ``meta``; nothing is computed.
@@ -164,7 +164,8 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
 
 
 def report(model: nn.Module) -> Report:
-    """What this rank held (high water, bytes) and sent (bytes) in the last step: the same shape as :func:`predict`.
+    """Report what this rank held (high water, bytes) and sent (bytes) in the last step,
+    in the shape of :func:`predict`.
 
     Raises:
         StateError: the model is not cut, or has taken no step.
@@ -174,7 +175,7 @@ def report(model: nn.Module) -> Report:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Backward passes inside the block add up on each rank alone and are reduced by the next one outside it.
+    """Let backward passes inside the block add up on each rank alone; the next one outside it reduces them.
 
     Fewer bytes are sent; a plan that cuts gradients then keeps them whole (float32) until that next pass.
     """

@@ -40,7 +40,7 @@ _TOLD = 5  # of what is wrong, by check
 
 @dataclass
 class Finding:
-    """One check: how many cases, and what was wrong in the first few of those that were."""
+    """Record one check: how many cases, and what was wrong in the first few of those that were."""
 
     name: str
     cases: int = 0
@@ -48,7 +48,7 @@ class Finding:
     first: list[str] = field(default_factory=list)
 
     def count(self, problem: str | None) -> None:
-        """One case more."""
+        """Count one case more."""
         self.cases += 1
         if problem is not None:
             self.wrong += 1
@@ -56,7 +56,7 @@ class Finding:
 
 
 class _Buffers:
-    """Tensors on the device, each between guards and `offset` elements after an aligned address."""
+    """Make tensors on the device, each between guards and `offset` elements after an aligned address."""
 
     def __init__(self, device: torch.device, offset: int) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class _Buffers:
         self._wholes: list[tuple[Tensor, Tensor]] = []
 
     def put(self, content: Tensor) -> Tensor:
-        """A copy of `content` between guards."""
+        """Copy `content` between guards."""
         guard = 7 + len(self._wholes)  # another for each: a neighbour's would not be told from its own
         around = torch.full((2 * _GUARD + self._offset + content.numel(),), guard, dtype=content.dtype)
         begin = _GUARD + self._offset
@@ -74,7 +74,7 @@ class _Buffers:
         return whole[begin : begin + content.numel()]
 
     def touched(self) -> bool:
-        """Whether a guard has changed."""
+        """Tell whether a guard has changed."""
         begin = _GUARD + self._offset
         for whole, around in self._wholes:
             guards = [torch.cat([buffer[:begin], buffer[-_GUARD:]]) for buffer in (whole.cpu(), around)]
@@ -84,7 +84,7 @@ class _Buffers:
 
 
 def check_ops(device: torch.device, quick: bool = False) -> Iterator[Finding]:
-    """Every op, size, start offset and dtype on `device` against the reference on the host."""
+    """Check every op, size, start offset and dtype on `device` against the reference on the host."""
     for name, case, sizes in cases(QUICK_SIZES if quick else SIZES):
         finding = Finding(name)
         for numel in sizes:
@@ -113,7 +113,7 @@ def _compare(case: Case, device: torch.device, numel: int, offset: int) -> str |
 
 
 def _differ(found: Tensor, expected: Tensor) -> str | None:
-    """The first difference in bits; one NaN is as good as another."""
+    """Return the first difference in bits; one NaN is as good as another."""
     pattern = _PATTERN[found.element_size()]
     same = (found.view(pattern) == expected.view(pattern)) | (found.isnan() & expected.isnan())
     if bool(same.all()):
@@ -123,7 +123,7 @@ def _differ(found: Tensor, expected: Tensor) -> str | None:
 
 
 def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[list[Finding], dict[str, float]]:
-    """Every verb between `ranks` processes of this host, and their bandwidths in GB/s (bytes that a rank sends).
+    """Check every collective between `ranks` processes of this host; return their bandwidths, GB/s that a rank sends.
 
     Raises:
         BenchmarkError: a rank died, failed, or did not answer.
@@ -139,19 +139,19 @@ def check_collectives(device: str, ranks: int, quick: bool = False) -> tuple[lis
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> Ranks:
-    """For worker.py."""
+    """Make the work for worker.py."""
     return Ranks(options["device"])
 
 
 class Ranks:
-    """One rank of ``check_collectives``."""
+    """Be one rank of ``check_collectives``."""
 
     def __init__(self, device: str) -> None:
         self.world = process_world(device, timeout_s=300.0)
         self.group = self.world.communicator(range(self.world.size), "check")
 
     def verbs(self, quick: bool) -> list[dict[str, Any]]:
-        """A finding for each verb and dtype."""
+        """Return a finding for each collective and dtype."""
         findings = []
         for dtype in (*FLOATS, torch.float64, torch.int64, torch.uint8):
             for verb in ("all_gather", "all_to_all", "broadcast", "all_reduce", "reduce_scatter"):
@@ -164,7 +164,7 @@ class Ranks:
         return findings
 
     def bandwidths(self, quick: bool) -> dict[str, float]:
-        """GB/s of what each rank sends, by verb."""
+        """Return GB/s of what each rank sends, by collective."""
         size, n = self.world.size, (1 << 16 if quick else 1 << 24)
         whole, shard = torch.ones(size * n, device=self.world.device), torch.ones(n, device=self.world.device)
         calls: dict[str, Callable[[], Any]] = {
@@ -176,7 +176,7 @@ class Ranks:
         return {verb: ring_bytes(verb, whole.nbytes, size) / time_s / 1e9 for verb, time_s in seconds.items()}
 
     def close(self) -> None:
-        """Ends the world."""
+        """End the world."""
         self.world.drain()
 
     def _brings(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -223,7 +223,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def bandwidths(device: torch.device, quick: bool = False) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Names of copies and ops on large buffers, and what measures each: GB/s, of bytes read and written."""
+    """Yield the names of copies and ops on large buffers, and what measures each: GB/s, of bytes read and written."""
     n = 1 << 16 if quick else 1 << 26
     repeats = 3 if quick else 9
     with torch.device(device):

@@ -33,12 +33,14 @@ _SEVERAL_CORES = 2**18 + 17  # elements that an npu's norm spreads over more tha
 
 
 def short(dtype: torch.dtype) -> str:
-    """``f32``, ``bf16``, ``f16``; others as torch calls them."""
+    """Return a dtype's short name: ``f32``, ``bf16``, ``f16``; others as torch calls them."""
     return {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}.get(dtype, str(dtype)[6:])
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = True) -> Tensor:
-    """Values over many magnitudes; with `specials` every seventh is zero, denormal, largest, infinite, NaN or a tie."""
+    """Make values over many magnitudes; with `specials` every seventh is zero, denormal, largest, infinite, NaN or a
+    tie.
+    """
     generator = torch.Generator().manual_seed(1000 * seed + numel)
     x = torch.randn(numel, generator=generator)
     x = (x * torch.exp2(torch.randint(-12, 9, (numel,), generator=generator).float())).to(dtype)
@@ -51,7 +53,7 @@ def values(numel: int, dtype: torch.dtype, seed: int = 0, *, specials: bool = Tr
 
 
 def cases(sizes: Sequence[int]) -> Iterator[tuple[str, Case, Sequence[int]]]:
-    """Everything that is compared: name, case, and for which sizes; those given, unless the case needs others."""
+    """Yield everything that is compared: name, case, and for which sizes; those given, unless the case needs others."""
     for name, case in itertools.chain(_grid(), _probes()):
         yield name, case, sizes
     far: dict[str, Make] = {"infinities": _infinities, "two infinities": _two, "two infinities and a NaN": _three}
@@ -151,7 +153,9 @@ _PLACES: dict[str, Callable[[int], int]] = {
 
 
 def _ties(target: torch.dtype) -> Make:
-    """Halfway between neighbours of `target` (float32: of tf32), and beside; the largest is where infinity begins."""
+    """Make values halfway between neighbours of `target` (float32: of tf32), and beside; the largest borders on
+    infinity.
+    """
     return lambda numel, dtype, seed: _spread(_tie_pool(target, dtype), numel, seed)
 
 
@@ -170,7 +174,9 @@ def _tie_pool(target: torch.dtype, dtype: torch.dtype) -> Tensor:
 
 
 def _nans(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """With one bit of payload, which is gone where a cast drops it, with all, signalling and quiet, of both signs."""
+    """Make NaNs with one bit of payload, gone where a cast drops it, and with all, signalling and quiet,
+    of both signs.
+    """
     infinity = int(storage.bits(torch.tensor([torch.inf], dtype=dtype)))
     ones = 2 ** (8 * dtype.itemsize - 1) - 1
     bits = torch.tensor([infinity + 1, infinity + (ones - infinity + 1) // 2, ones])
@@ -182,7 +188,7 @@ def _infinities(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def _two(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Finite but for the first and the last: an infinity is in the shares of two cores."""
+    """Make values finite but for the first and the last: an infinity is in the shares of two cores."""
     x = values(numel, dtype, seed, specials=False)
     x[0], x[-1] = torch.inf, -torch.inf
     return x
@@ -235,7 +241,7 @@ _finite = partial(values, specials=False)
 
 
 def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make = _finite) -> list[Tensor]:
-    """Squares are summed in another order than the reference's: what is compared is the sum as float32."""
+    """Return the sum as float32, since squares are summed in another order than the reference's."""
     x = put(make(numel, torch.float32 if added else dtype, 0))
     addend = put(make(numel, dtype, 1)) if added else None
     out = put(torch.zeros(2, dtype=torch.float64))
@@ -258,7 +264,7 @@ def _adam(  # noqa: PLR0913 - all that a case may vary, by name
     last: bool = False,
     dynamic: bool = False,
 ) -> list[Tensor]:
-    """`last`: of streams, steps and seeds. `dynamic`: what depends on lr and step lies on the device."""
+    """Run an update; `last`: of streams, steps and seeds; `dynamic`: what depends on lr and step lies on the device."""
     flags = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
     coded = moments == "int8"  # one value that is not finite spoils a block
     make = _finite if coded else values
@@ -291,7 +297,7 @@ def _adam(  # noqa: PLR0913 - all that a case may vary, by name
 
 
 def _many(put: Put, numel: int) -> list[Tensor]:
-    """As an optimizer's over plain parameters: tensors of any length and gradients of any dtype."""
+    """Update as an optimizer does over plain parameters: tensors of any length and gradients of any dtype."""
     numels = (numel, 1, 63, 0, 4097, numel // 3, 512)
     p, m, v = ([put(_finite(n, torch.float32, 10 * i + k)) for k, n in enumerate(numels)] for i in range(3))
     for tensor in v:
@@ -309,7 +315,7 @@ def _many(put: Put, numel: int) -> list[Tensor]:
 
 
 def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Tensor]:
-    """An update that moves nothing, so that masters are rounded as they are: to `low`, or (None) in two halves."""
+    """Make an update that moves nothing, so that masters are rounded as they are: to `low`, or (None) in two halves."""
     p = make(numel, torch.float32, 0)
     upper, lower = storage.split(p)
     master = put(upper if low is None else p)
@@ -322,14 +328,14 @@ def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Ten
 
 
 def _stored(values: Tensor, dtype: torch.dtype, *, signed: bool) -> Tensor:
-    """A moment as it lies in memory; one without a sign is not negative."""
+    """Return a moment as it lies in memory; one without a sign is not negative."""
     stored = torch.zeros(storage.stored_numel(values.numel(), dtype), dtype=dtype)
     storage.narrow(values if signed else values.abs(), stored, signed=signed)
     return stored
 
 
 def _coefficients(put: Put, numel: int) -> list[Tensor]:
-    """Not a kernel's: torch computes them on the device, where the steps are counted that a scaler let through."""
+    """Return what torch, no kernel, computes on the device, where the steps that a scaler let through are counted."""
     steps = put(torch.arange(1.0, 2.0 + min(numel, 5), dtype=torch.float64) ** 4)
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1, "decoupled_weight_decay": True}
     table = dynamic_rows([options] * steps.numel(), steps.unbind(), steps.device)

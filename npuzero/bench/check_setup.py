@@ -18,7 +18,7 @@ from npuzero.errors import NpuZeroError
 
 
 def kernel_library() -> dict[str, Any]:
-    """The npu kernels in use: which file, for what, and how the CANN that is here builds them."""
+    """Describe the npu kernels in use: which file, for what, and how the CANN that is here builds them."""
     path, toolkit = Path(_native.npu_library()), find_toolkit("cann")
     facts: dict[str, Any] = {"why_none": kernels.why_none()}
     if path.is_file():
@@ -30,7 +30,9 @@ def kernel_library() -> dict[str, Any]:
 
 
 def check_setup(device: torch.device) -> Iterator[Finding]:
-    """Whether the device is set up as the engine needs it, and whether its kernels run, of which all else depends."""
+    """Check whether the device is set up as the engine needs it, and whether its kernels run, of which all else
+    depends.
+    """
     settings, first_use = Finding("settings of the device"), Finding("first use of the kernels")
     try:
         devices.get(device).check([])

@@ -26,7 +26,9 @@ _LR, _MAX_NORM = 1e-2, 0.5
 
 
 def check_training(device: str, ranks: int) -> Iterator[tuple[Finding, dict[str, list[float]]]]:
-    """Each of RUNS on `ranks` processes: what was wrong, and rank 0's losses, on the device and on the CPU."""
+    """Run each of RUNS on `ranks` processes: yield what was wrong, and rank 0's losses,
+    on the device and on the CPU.
+    """
     with ExitStack() as stack:
         team = None
         for name in RUNS:
@@ -44,7 +46,7 @@ def check_training(device: str, ranks: int) -> Iterator[tuple[Finding, dict[str,
 
 
 def compare(name: str, answers: list[dict[str, list[float]]]) -> Finding:
-    """Every step of every rank."""
+    """Compare every step of every rank."""
     finding, tolerance = Finding(f"{name}, losses to {RUNS[name][2]:g} of the CPU's"), RUNS[name][2]
     for rank, answer in enumerate(answers):
         for step, (found, expected) in enumerate(zip(answer["device"], answer["cpu"], strict=True)):
@@ -54,18 +56,18 @@ def compare(name: str, answers: list[dict[str, list[float]]]) -> Finding:
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> Rank:
-    """For worker.py."""
+    """Make the work for worker.py."""
     return Rank(options["device"])
 
 
 class Rank:
-    """One rank of ``check_training``."""
+    """Be one rank of ``check_training``."""
 
     def __init__(self, device: str) -> None:
         self.world = process_world(device, timeout_s=300.0)
 
     def train(self, name: str) -> dict[str, list[float]]:
-        """This rank's losses, by npuzero on its device and by torch on the CPU."""
+        """Return this rank's losses, by npuzero on its device and by torch on the CPU."""
         stage, precision, _ = RUNS[name]
         model = api.zero(
             _model().to(self.world.device), stage=stage, precision=precision, units=nn.Linear, world=self.world
@@ -82,7 +84,7 @@ class Rank:
         return {"device": losses, "cpu": self._expected()}
 
     def _expected(self) -> list[float]:
-        """The loss of all ranks is the mean of theirs."""
+        """Return the losses of all ranks together: the mean of theirs."""
         model = _model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
         losses = []
@@ -96,7 +98,7 @@ class Rank:
         return losses
 
     def close(self) -> None:
-        """Ends the world."""
+        """End the world."""
         self.world.drain()
 
 

@@ -43,7 +43,9 @@ _MAX_NORM = 1.0
 
 
 def names(quick: bool) -> list[str]:
-    """Every benchmark of the suite: ``verb/dtype/KiB``, without the number of ranks, which all of them are run on."""
+    """Return every benchmark of the suite: ``collective/dtype/KiB``, without the ranks,
+    which all of them are run on.
+    """
     sizes = (64,) if quick else _SIZES_KIB
     middle = sizes[len(sizes) // 2]
     return [
@@ -57,12 +59,12 @@ def names(quick: bool) -> list[str]:
 
 
 def effort(quick: bool) -> Effort:
-    """How long each benchmark of the suite is measured."""
+    """Return how long each benchmark of the suite is measured."""
     return Effort.quick() if quick else Effort(most_s=2.0, error=0.01)
 
 
 def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
-    """Measures the benchmarks named, on the launcher's ranks if there are any, else on 2 and on 4 ranks of this host.
+    """Measure the benchmarks named, on the launcher's ranks if there are any, else on 2 and on 4 ranks of this host.
 
     Raises:
         BenchmarkError: a wrong result, or a rank that failed.
@@ -90,7 +92,7 @@ def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterato
 
 
 def make(rank: int, size: int, options: Mapping[str, Any]) -> Ranks:
-    """For worker.py."""
+    """Make the work for worker.py."""
     return Ranks(options["device"])
 
 
@@ -98,7 +100,7 @@ Call = Callable[[Tensor, Tensor], object]  # out, inp; an all_reduce is of inp, 
 
 
 class Ranks:
-    """One rank's part of the suite; all ranks call the same methods in the same order.
+    """Take one rank's part in the suite; all ranks call the same methods in the same order.
 
     Args:
         others: further contenders, by verb and name; each as good on plain tensors as on any.
@@ -115,11 +117,11 @@ class Ranks:
         self.others = others
 
     def measure(self, name: str, effort: Mapping[str, Any]) -> dict[str, Any]:
-        """The result as a record has it."""
+        """Return the result as a record has it."""
         return benchmark_as_dict(self.result(name, Effort(**effort)))
 
     def result(self, name: str, effort: Effort) -> Result:
-        """Checks and measures the benchmark of that name."""
+        """Check and measure the benchmark of that name."""
         verb, *rest = name.split("/")
         if verb == "barrier":
             benchmark = self._barrier(name)
@@ -129,7 +131,7 @@ class Ranks:
         return run(benchmark, effort, combine=self._slowest)
 
     def close(self) -> None:
-        """Ends the world."""
+        """End the world."""
         self.world.drain()
         self.world.close()
 
@@ -146,7 +148,7 @@ class Ranks:
         return Benchmark(f"{name}/{self.size}", f"{title}, {self.size} ranks", contenders, self.backend, check, facts)
 
     def _random(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """What ``rank`` brings; every rank knows it. So small that no dtype rounds the sum over the ranks."""
+        """Return what ``rank`` brings; every rank knows it. So small that no dtype rounds the sum over the ranks."""
         most = max(1, 128 // self.size)
         drawn = torch.randint(-most, most, (numel,), generator=torch.Generator().manual_seed(rank), dtype=torch.int8)
         return (drawn if dtype == torch.int8 else drawn.to(dtype) / 16).to(self.device)
@@ -214,7 +216,9 @@ class Ranks:
         return torch.cat(own) if verb == "all_to_all" else torch.stack(own).float().sum(0).to(dtype)
 
     def _update(self, name: str, dtype: torch.dtype, kib: int) -> Benchmark:
-        """Gradients to new parameters: reduce-scatter, norm, clip, AdamW on this rank's shard, all-gather."""
+        """Compare ways from gradients to new parameters: reduce-scatter, norm, clip, AdamW on this rank's shard, all-
+        gather.
+        """
         n = kib * 1024 // 4
         shard = slice(self.rank * n // self.size, (self.rank + 1) * n // self.size)
         begin = self._random(self.size, n, torch.float32)  # a rank there is not: the same values on all
@@ -242,7 +246,7 @@ class Ranks:
 
 
 class OwnUpdate:
-    """The engine's way: sums in float32, the norm in one pass, the clip within the update, the rounded copy out of it.
+    """Update the engine's way: sums in float32, the norm in one pass, the clip and the rounded copy within the update.
 
     Args:
         begin: this rank's shard of the parameters.
@@ -271,7 +275,7 @@ class OwnUpdate:
 
 
 class TorchUpdate:
-    """torch's collectives and passes."""
+    """Update by torch's collectives and passes."""
 
     def __init__(self, begin: Tensor, gradient: Tensor) -> None:
         self.gradient, self.parameters = gradient, torch.empty_like(gradient)

@@ -27,7 +27,7 @@ _MOST_CALLS = 10_000  # in a visit
 
 @dataclass(frozen=True)
 class Effort:
-    """How long is measured.
+    """Say how long is measured.
 
     Rounds end when every contender's ratio to the baseline has a median with a standard error below ``error`` of it,
     but not before ``least_rounds``; and in any case after ``most_rounds`` or ``most_s`` seconds.
@@ -42,13 +42,13 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """A smoke run: that everything works, not how fast it is."""
+        """Return the effort of a smoke run: that everything works, not how fast it is."""
         return cls(least_rounds=3, most_rounds=5, most_s=0.5, error=0.05, visit_s=0.002, warm_up=1)
 
 
 @dataclass
 class Contender:
-    """One way of doing the work.
+    """Do the work in one way.
 
     Attributes:
         visit: does the work so many times; returns seconds per call (over several ranks: the slowest rank's).
@@ -71,7 +71,7 @@ def local(
     prepare: Callable[[], object] | None = None,
     clock: Clock = time.perf_counter,
 ) -> Contender:
-    """A contender of this process: ``call`` under the clock, with the device's work done at both ends.
+    """Make a contender of this process: ``call`` under the clock, with the device's work done at both ends.
 
     Args:
         prepare: called before each visit, outside the time: a barrier, where ranks do it together.
@@ -93,7 +93,7 @@ def local(
 
 @dataclass
 class Benchmark:
-    """Contenders that do the same work.
+    """Gather contenders that do the same work.
 
     Attributes:
         name: unique in its suite, such as ``"pack/400"``; what figures refer to.
@@ -115,7 +115,7 @@ class Benchmark:
 
 @dataclass
 class Result:
-    """What a benchmark has measured: seconds per call, a value a round, by contender."""
+    """Hold what a benchmark has measured: seconds per call, a value a round, by contender."""
 
     name: str
     title: str
@@ -129,15 +129,15 @@ class Result:
     values: dict[str, dict[str, Any]]
 
     def speedup(self, contender: str, baseline: str | None = None) -> Summary:
-        """How many times faster ``contender`` is than ``baseline`` (default: the benchmark's), by rounds."""
+        """Return how many times faster ``contender`` is than ``baseline`` (default: the benchmark's), by rounds."""
         return summarize(per_round(self.seconds[baseline or self.baseline], self.seconds[contender]))
 
     def slowdown(self, contender: str, baseline: str | None = None) -> Summary:
-        """How many times as long as ``baseline`` it takes, by rounds."""
+        """Return how many times as long as ``baseline`` it takes, by rounds."""
         return summarize(per_round(self.seconds[contender], self.seconds[baseline or self.baseline]))
 
     def share(self, contender: str, probe: str) -> Summary:
-        """Bytes per second as a share of those of ``probe``, by rounds.
+        """Return bytes per second as a share of those of ``probe``, by rounds.
 
         Raises:
             BenchmarkError: one of them has no bytes.
@@ -152,7 +152,7 @@ class Result:
         return summarize([ratio * own / other for ratio in ratios])
 
     def gb_per_s(self, contender: str) -> float | None:
-        """1e9 bytes per second at the median."""
+        """Return 1e9 bytes per second at the median."""
         nbytes = self.nbytes[contender]
         return None if nbytes is None else nbytes / median(self.seconds[contender]) / 1e9
 
@@ -165,7 +165,7 @@ def run(
     clock: Clock = time.perf_counter,
     seed: int = 0,
 ) -> Result:
-    """Checks, then measures.
+    """Check, then measure.
 
     Args:
         combine: over ranks that run this side by side: the greatest of each value, the same on every rank. So all
@@ -209,7 +209,7 @@ def run(
 
 
 def _warm_up(contenders: Sequence[Contender], effort: Effort, combine: Combine) -> dict[str, int]:
-    """How many calls a visit of each contender makes: one, where nothing is warmed up."""
+    """Return how many calls a visit of each contender makes: one, where nothing is warmed up."""
     times = [effort.visit_s] * len(contenders)
     for _ in range(effort.warm_up):
         times = combine([contender.visit(1) for contender in contenders])
@@ -220,7 +220,7 @@ def _warm_up(contenders: Sequence[Contender], effort: Effort, combine: Combine) 
 
 
 def reason_to_end(seconds: Mapping[str, list[float]], baseline: str, passed_s: float, effort: Effort) -> str:
-    """Why no further round is needed: ``"spread"``, ``"rounds"`` or ``"time"``; ``""`` where one is."""
+    """Return why no further round is needed: ``"spread"``, ``"rounds"`` or ``"time"``; ``""`` where one is."""
     rounds = len(seconds[baseline])
     if rounds >= effort.least_rounds:
         errors = [
@@ -236,12 +236,12 @@ def reason_to_end(seconds: Mapping[str, list[float]], baseline: str, passed_s: f
 
 
 def check_equal(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raises BenchmarkError unless both have the same values."""
+    """Raise BenchmarkError unless both have the same values."""
     check_close(what, got, want, tolerance=0.0)
 
 
 def check_close(what: str, got: torch.Tensor, want: torch.Tensor, *, tolerance: float) -> None:
-    """Raises BenchmarkError where they differ by more than ``tolerance`` times the largest magnitude of ``want``."""
+    """Raise BenchmarkError where they differ by more than ``tolerance`` times the largest magnitude of ``want``."""
     if got.shape != want.shape:
         raise BenchmarkError(
             f"check of {what}", expected=f"shape {tuple(want.shape)}", got=f"{tuple(got.shape)}", do=_NO_FIGURE

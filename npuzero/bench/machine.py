@@ -18,7 +18,7 @@ _SOURCES = Path(__file__).resolve().parents[2]
 
 
 def fingerprint(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Facts of machine and software that figures depend on, ready for JSON. Names no path and no host."""
+    """Return the facts of machine and software that figures depend on, ready for JSON. Names no path and no host."""
     cpu = devices.get("cpu")
     return {
         "cpu": cpu.capability().partition(",")[0],
@@ -46,14 +46,14 @@ def _version() -> str | None:
 
 
 def _last_cache_bytes() -> int | None:
-    """Of the last level of cache, where Linux tells."""
+    """Return the bytes of the last level of cache, where Linux tells."""
     found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [int(path.read_text().strip().removesuffix("K")) * 1024 for path in found]
     return max(sizes, default=None)
 
 
 def _commit() -> str | None:
-    """The sources' commit, with ``+`` where they have changed since; None where npuzero is not run from a checkout.
+    """Return the sources' commit, with ``+`` if they changed since; None where npuzero is not run from a checkout.
 
     Records of benchmarks and what is drawn from them are no sources: taking a figure changes them.
     """

@@ -28,7 +28,7 @@ _WORLD = 8  # gradients are scaled by one over so many ranks as they are packed
 
 
 def _wire(setting: Setting) -> tuple[list[Tensor], list[int], list[Tensor], Tensor]:
-    """Tensors of a GPT, their offsets in a flat bf16 buffer, their places in it, and it."""
+    """Return tensors of a GPT, their offsets in a flat bf16 buffer, their places in it, and it."""
     tensors = [setting.random(*shape) for shape in gpt_shapes(setting.elements)]
     ends = torch.tensor([tensor.numel() for tensor in tensors]).cumsum(0).tolist()
     offsets = [0, *ends[:-1]]
@@ -38,7 +38,7 @@ def _wire(setting: Setting) -> tuple[list[Tensor], list[int], list[Tensor], Tens
 
 
 def pack(setting: Setting) -> Benchmark:
-    """Many fp32 tensors to one flat bf16 buffer, times a scale."""
+    """Compare ways to write many fp32 tensors to one flat bf16 buffer, times a scale."""
     tensors, offsets, places, wire = _wire(setting)
     scale = 1 / _WORLD  # a power of two: torch's two roundings are one then
 
@@ -78,7 +78,7 @@ def pack(setting: Setting) -> Benchmark:
 
 
 def unpack(setting: Setting) -> Benchmark:
-    """One flat bf16 buffer to many fp32 tensors, times a scale."""
+    """Compare ways to write one flat bf16 buffer to many fp32 tensors, times a scale."""
     tensors, offsets, places, wire = _wire(setting)
     wire.copy_(setting.random(wire.numel()))
     scale = 1 / _WORLD
@@ -115,7 +115,7 @@ def unpack(setting: Setting) -> Benchmark:
 
 
 def cast_nearest(setting: Setting) -> Benchmark:
-    """fp32 to bf16, to nearest even."""
+    """Compare casts of fp32 to bf16, to nearest even."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src, dtype=torch.bfloat16)
 
@@ -128,7 +128,7 @@ def cast_nearest(setting: Setting) -> Benchmark:
 
 
 def cast_stochastic(setting: Setting) -> Benchmark:
-    """fp32 to bf16, rounded up or down with the probability that keeps the mean."""
+    """Compare casts of fp32 to bf16, rounded up or down with the probability that keeps the mean."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src, dtype=torch.bfloat16)
     bits = torch.empty_like(src, dtype=torch.int32)
@@ -154,7 +154,7 @@ def cast_stochastic(setting: Setting) -> Benchmark:
 
 
 def cast_tf32(setting: Setting) -> Benchmark:
-    """fp32 to fp32 with 10 bits of mantissa, out of place."""
+    """Compare casts of fp32 to fp32 with 10 bits of mantissa, out of place."""
     src = setting.random(setting.elements)
     out = torch.empty_like(src)
 
@@ -202,7 +202,7 @@ def _cast(
 
 
 def norm(setting: Setting) -> Benchmark:
-    """The sum of squares and the number of elements that are not finite, of fp32."""
+    """Compare ways to the sum of squares and the number of elements that are not finite, of fp32."""
     n = setting.elements
     x = setting.random(n)
     found = torch.zeros(2, dtype=torch.float64, device=setting.device)
@@ -236,7 +236,7 @@ def norm(setting: Setting) -> Benchmark:
 
 
 def norm_of_sum(setting: Setting) -> Benchmark:
-    """A micro-batch's bf16 gradients added to the accumulated fp32 ones, and the norm of the sum, in one pass."""
+    """Compare ways to add a micro-batch's bf16 gradients to the accumulated fp32 ones and take the norm of the sum."""
     n = setting.elements
     # The addend is all zeros in the rounds, so that sums stay in range however many there are.
     total, addend = setting.random(n), setting.random(n, dtype=torch.bfloat16)
@@ -293,17 +293,17 @@ CASES: dict[str, Callable[[Setting], Benchmark]] = {
 
 
 def names(quick: bool) -> list[str]:
-    """Every benchmark of the suite."""
+    """Return every benchmark of the suite."""
     return list(CASES)
 
 
 def effort(quick: bool) -> Effort:
-    """How long each benchmark of the suite is measured."""
+    """Return how long each benchmark of the suite is measured."""
     return Effort.quick() if quick else Effort(most_s=5.0)
 
 
 def results(wanted: Sequence[str], device: torch.device, quick: bool) -> Iterator[Result]:
-    """Measures the benchmarks named, in this process.
+    """Measure the benchmarks named, in this process.
 
     Raises:
         BenchmarkError: a wrong result.

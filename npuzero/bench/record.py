@@ -20,7 +20,7 @@ SCHEMA = 1
 
 @dataclass
 class Record:
-    """The results of one suite in one run.
+    """Hold the results of one suite in one run.
 
     Attributes:
         suite: ``"ops"``, ``"comm"``, ``"step"``, ``"peers"``, ``"install"``.
@@ -39,12 +39,12 @@ class Record:
 
     @classmethod
     def begin(cls, suite: str, command: str, machine: dict[str, Any], *, quick: bool = False) -> Record:
-        """An empty record of now."""
+        """Begin an empty record of now."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return cls(suite, command, machine, now, quick, [])
 
     def result(self, name: str) -> Result:
-        """The result of that name.
+        """Return the result of that name.
 
         Raises:
             ConfigError: there is none.
@@ -56,7 +56,7 @@ class Record:
         raise ConfigError(f"record {self.suite}", expected=f"one of {known}", got=repr(name), do="Name one of these.")
 
     def as_dict(self) -> dict[str, Any]:
-        """The file's content: what was measured, and the summaries that follow from it."""
+        """Return the file's content: what was measured, and the summaries that follow from it."""
         return {
             "schema": SCHEMA,
             "suite": self.suite,
@@ -69,7 +69,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any], subject: str = "record") -> Record:
-        """The record of a file's content; summaries are derived anew.
+        """Return the record of a file's content; summaries are derived anew.
 
         Raises:
             ConfigError: another schema, or keys that are missing or not known.
@@ -91,7 +91,7 @@ class Record:
             ) from error  # fmt: skip
 
     def write(self, path: Path) -> None:
-        """Leaves the file whole, or not at all.
+        """Leave the file whole, or not at all.
 
         Raises:
             StorageError: it cannot be written.
@@ -108,12 +108,14 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Raises ConfigError where there is no such file, or it is no record of this schema."""
+        """Read a record; raises ConfigError where there is no such file, or it is no record of this schema."""
         return cls.from_dict(read_json(path), f"record {path.name}")
 
 
 def benchmark_as_dict(result: Result) -> dict[str, Any]:
-    """One benchmark's part of the file: the raw times, and what follows from them for who reads the file itself."""
+    """Return one benchmark's part of the file: the raw times, and what follows from them for who reads the file
+    itself.
+    """
     contenders = {
         name: {
             "seconds": [_rounded(value) for value in seconds],
@@ -138,7 +140,7 @@ def benchmark_as_dict(result: Result) -> dict[str, Any]:
 
 
 def benchmark_from_dict(entry: dict[str, Any]) -> Result:
-    """The Result behind one benchmark's part; raises KeyError or TypeError where it is none."""
+    """Return the Result behind one benchmark's part; raises KeyError or TypeError where it is none."""
     contenders: dict[str, dict[str, Any]] = entry["contenders"]
     told = {key: entry[key] for key in ("name", "title", "baseline", "checked", "parameters", "ended_by")}
     return Result(
@@ -151,10 +153,10 @@ def benchmark_from_dict(entry: dict[str, Any]) -> Result:
 
 
 def _one_line_a_list(text: str) -> str:
-    """JSON with each list of plain values on one line."""
+    """Return JSON with each list of plain values on one line."""
     return re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found.group().split()), text)
 
 
 def _rounded(value: float | None) -> float | None:
-    """Six digits; None also for what JSON has no number for."""
+    """Round to six digits; None also for what JSON has no number for."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -19,23 +19,23 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Setting:
-    """How much of what, where."""
+    """Say how much of what is measured, where."""
 
     elements: int = ELEMENTS
     device: torch.device = _CPU
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal values; the same for the same shape."""
+        """Draw normal values; the same for the same shape."""
         drawn = torch.empty(*shape, dtype=dtype, device=self.device)
         return drawn.normal_(generator=torch.Generator(self.device).manual_seed(SEED))
 
     def contender(self, name: str, call: Callable[[], object], bytes_per_element: int | None, count: int) -> Contender:
-        """A contender of this device that moves so many bytes for each of ``count`` elements."""
+        """Make a contender of this device that moves so many bytes for each of ``count`` elements."""
         nbytes = None if bytes_per_element is None else bytes_per_element * count
         return local(name, call, device=self.device, nbytes=nbytes)
 
     def probes(self, *names: str) -> list[Contender]:
-        """What the machine can do, on buffers of their own."""
+        """Probe what the machine can do, on buffers of their own."""
         n = self.elements
         a, b, c = (self.random(n) for _ in range(3))
         known: dict[str, tuple[Callable[[], object], int]] = {

@@ -11,7 +11,7 @@ _STEP = 8  # widths are multiples of it
 
 
 def gpt_shapes(elements: int) -> list[tuple[int, ...]]:
-    """Shapes of the 400 tensors of a GPT-2 of 33 blocks, biases and all, of at most ``elements`` in sum.
+    """Return the shapes of the 400 tensors of a GPT-2 of 33 blocks, biases and all, of at most ``elements`` in sum.
 
     The width follows from the sum, as near to it as multiples of eight go.
 

@@ -14,24 +14,24 @@ _ERROR_OF_MAD = 1.4826 * math.sqrt(math.pi / 2)
 
 @dataclass(frozen=True)
 class Summary:
-    """Median, median absolute deviation, and the median's standard error as a share of it."""
+    """Hold median, median absolute deviation, and the median's standard error as a share of it."""
 
     median: float
     mad: float
     error: float
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; of an even number the mean of the two in the middle."""
+    """Return the middle value; of an even number the mean of the two in the middle."""
     return float(statistics.median(values))
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """The Summary of at least one value; one value alone says nothing of its error, which is infinite then."""
+    """Return the Summary of at least one value; one value alone says nothing of its error, which is infinite then."""
     middle = median(values)
     mad = median([abs(value - middle) for value in values])
     sure = len(values) > 1 and middle != 0
@@ -39,5 +39,5 @@ def summarize(values: Sequence[float]) -> Summary:
 
 
 def per_round(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """The ratio within each round: what survives a machine whose speed changes between rounds."""
+    """Return the ratio within each round: what survives a machine whose speed changes between rounds."""
     return [one / other for one, other in zip(above, below, strict=True)]

@@ -30,7 +30,7 @@ _QUIT_S = 10.0
 
 
 def python_worker(source: str | Path, python: str | Path = sys.executable) -> list[str]:
-    """The command line of a worker whose work ``source`` makes (a file, or a module's name), run by ``python``.
+    """Return the command line of a worker whose work ``source`` makes (a file, or a module's name), run by ``python``.
 
     The environment of ``python`` need not have npuzero.
     """
@@ -38,7 +38,7 @@ def python_worker(source: str | Path, python: str | Path = sys.executable) -> li
 
 
 class Team:
-    """The ranks of one contender; use it as a context manager.
+    """Run the ranks of one contender; use it as a context manager.
 
     They find torch.distributed's variables (RANK, WORLD_SIZE, MASTER_ADDR...) in their environment.
 
@@ -91,23 +91,23 @@ class Team:
         self.close(orderly=kind is None)
 
     def run(self, count: int) -> list[float]:
-        """Seconds per call of each rank, over ``count`` calls."""
+        """Return the seconds per call of each rank, over ``count`` calls."""
         return [float(value) for value in self._tell({"do": "run", "count": count})]
 
     def ask(self, what: str, **arguments: Any) -> list[Any]:
-        """What the method ``what`` of each rank's work answers."""
+        """Return what the method ``what`` of each rank's work answers."""
         return self._tell({"do": what, "arguments": arguments})
 
     def memory(self) -> list[dict[str, Any]]:
-        """Bytes resident of each rank, before the work was made, now and at the most; see worker.memory."""
+        """Return the bytes resident of each rank, before the work was made, now and at the most; see worker.memory."""
         return self._tell({"do": "memory"})
 
     def contender(self, nbytes: int | None = None) -> Contender:
-        """This team in a benchmark: the slowest rank's time counts."""
+        """Make this team a contender of a benchmark: the slowest rank's time counts."""
         return Contender(self.name, lambda count: max(self.run(count)), nbytes)
 
     def close(self, *, orderly: bool = True) -> None:
-        """Ends the ranks; those that do not go by themselves are killed. Idempotent."""
+        """End the ranks; those that do not go by themselves are killed. Idempotent."""
         try:
             if orderly and self._workers:
                 self._tell({"do": "quit"}, _QUIT_S)
@@ -141,7 +141,7 @@ class Team:
         self._hear(self._start_s)
 
     def _tell(self, line: dict[str, Any], timeout_s: float | None = None) -> list[Any]:
-        """Says one line to every rank and waits for their answers; an error ends the team."""
+        """Say one line to every rank and wait for their answers; an error ends the team."""
         try:
             self._say([line] * self.ranks)
             return self._hear(timeout_s or self._timeout_s)
@@ -159,7 +159,7 @@ class Team:
                 raise self._ended(rank) from None
 
     def _hear(self, timeout_s: float) -> list[Any]:
-        """One answer of every rank."""
+        """Read one answer of every rank."""
         answers: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
@@ -180,7 +180,7 @@ class Team:
         return [answers[rank] for rank in range(self.ranks)]
 
     def _read_line(self, rank: int) -> bytes | None:
-        """The line that is there now, if it is whole."""
+        """Return the line that is there now, if it is whole."""
         stream = self._workers[rank].stdout
         assert stream is not None
         piece = os.read(stream.fileno(), 1 << 16)

@@ -26,7 +26,7 @@ _LOSS_SCALE, _MAX_NORM = 1024.0, 1.0
 
 
 class Adam:
-    """Adam's state on one flat buffer, and one call of npuzero's update of it."""
+    """Hold Adam's state on one flat buffer, and make one call of npuzero's update of it."""
 
     def __init__(self, start: Tensor, gradient: Tensor, low: Tensor | None = None) -> None:
         self.start, self.gradient, self.low = start, gradient, low
@@ -34,7 +34,7 @@ class Adam:
         self.step = 0
 
     def begin(self) -> None:
-        """Makes the next step the first."""
+        """Make the next step the first."""
         self.master.copy_(self.start)
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
@@ -45,7 +45,7 @@ class Adam:
         self._update(slice(0, self.master.numel()), scale)
 
     def update_parts(self, numel: int) -> None:
-        """The same by a call for each ``numel`` elements."""
+        """Update by a call for each ``numel`` elements."""
         self.step += 1
         for start in range(0, self.master.numel(), numel):
             self._update(slice(start, start + numel), None)
@@ -59,13 +59,15 @@ class Adam:
         ops.flat_adam(master, *moments, self.gradient[part], [whole], low=low, grad_scale=scale)
 
     def expected(self, scale: Tensor | None = None) -> Tensor:
-        """The master after the first step, in float64, by the formula of the paper (Loshchilov & Hutter, 2019)."""
+        """Return the master after the first step, in float64, by the formula of the paper (Loshchilov & Hutter,
+        2019).
+        """
         gradient = self.gradient.double() * (1.0 if scale is None else scale.double())
         decayed = self.start.double() * (1 - _LR * _DECAY)
         return decayed.sub_(gradient.div(gradient.abs().add_(_EPS)).mul_(_LR))
 
     def lend(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        """Gives an optimizer that has taken its first step these moments for its own.
+        """Give an optimizer that has taken its first step these moments for its own.
 
         Contenders then work in the same memory: where the pages of a buffer lie makes one faster or slower than its
         copy by a tenth.
@@ -85,7 +87,7 @@ MakeAdam = Callable[[Sequence[Tensor], Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def adam_of(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> MakeAdam:
-    """Makes optimizers of this kind, of the benchmarks' hyper-parameters, over leaves whose gradients are given."""
+    """Make optimizers of this kind, of the benchmarks' hyper-parameters, over leaves whose gradients are given."""
 
     def make(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> torch.optim.Optimizer:
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -102,7 +104,7 @@ ADAM_TOLERANCE = 1e-6
 
 
 def flat_adam_flat(setting: Setting) -> Benchmark:
-    """AdamW on one flat tensor."""
+    """Compare AdamW on one flat tensor."""
     n = setting.elements
     own = Adam(setting.random(n), setting.random(n).mul_(0.01))
     parameter = nn.Parameter(own.master)
@@ -133,7 +135,7 @@ def flat_adam_flat(setting: Setting) -> Benchmark:
 
 
 class StoredAdam:
-    """One call of npuzero's update of bf16 parameters and what is kept beside them, on one flat buffer.
+    """Make one call of npuzero's update of bf16 parameters and what is kept beside them, on one flat buffer.
 
     Args:
         masters, moments: as a Precision has them.
@@ -160,12 +162,12 @@ class StoredAdam:
         self.line.update(self.gradient, [whole])
 
     def value(self) -> Tensor:
-        """The masters in float32."""
+        """Return the masters in float32."""
         return self.master.float() if self.remainder is None else storage.join(self.master, self.remainder)
 
 
 def flat_adam_stored(setting: Setting) -> Benchmark:
-    """AdamW on bf16 parameters, with what is kept beside them in fewer and fewer bits."""
+    """Compare AdamW on bf16 parameters, with what is kept beside them in fewer and fewer bits."""
     n = setting.elements
     start, gradient = setting.random(n), setting.random(n, dtype=torch.bfloat16).mul_(0.01)
     kinds = {
@@ -203,7 +205,9 @@ def flat_adam_stored(setting: Setting) -> Benchmark:
 
 
 def flat_adam_tensors(setting: Setting) -> Benchmark:
-    """AdamW on the tensors of a GPT: as they are, and in flats, as npuzero.zero() lays a model's parameters out."""
+    """Compare AdamW on the tensors of a GPT: as they are, and in flats, as npuzero.zero() lays a model's parameters
+    out.
+    """
     shapes = gpt_shapes(setting.elements)
     sizes = [math.prod(shape) for shape in shapes]
     n = sum(sizes)
@@ -245,7 +249,8 @@ def flat_adam_tensors(setting: Setting) -> Benchmark:
 
 
 class Passes:
-    """The mixed step by an optimizer that knows of float32 alone: a pass over the gradients for each thing besides.
+    """Take the mixed step by an optimizer that knows of float32 alone: a pass over the gradients for each thing
+    besides.
 
     Args:
         own: whose memory it works in.
@@ -265,13 +270,13 @@ class Passes:
         self.low.copy_(self.master.detach())
 
     def clip(self) -> None:
-        """Unscales and clips in one pass."""
+        """Unscale and clip in one pass."""
         total = torch.linalg.vector_norm(self.wide) / _LOSS_SCALE
         self.wide.mul_((_MAX_NORM / (total + 1e-6)).clamp_(max=1.0) / _LOSS_SCALE)
 
 
 class PlainPasses(Passes):
-    """The same with torch's function for clipping, and unscaling before it."""
+    """Take the same passes with torch's function for clipping, and unscaling before it."""
 
     def clip(self) -> None:
         self.wide.mul_(1 / _LOSS_SCALE)
@@ -279,7 +284,7 @@ class PlainPasses(Passes):
 
 
 def mixed_step(setting: Setting, others: Mapping[str, MakeAdam] = MappingProxyType({})) -> Benchmark:
-    """bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters.
+    """Compare bf16 gradients, times the loss scale -> norm, clip, unscale, AdamW on fp32 masters -> bf16 parameters.
 
     Args:
         others: optimizers that take part as torch's lean passes do, by the name of the contender.

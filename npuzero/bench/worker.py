@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def serve(source: str, channel: TextIO) -> None:
-    """Answers one line per line until told to quit, or until the Team is gone."""
+    """Answer one line per line until told to quit, or until the Team is gone."""
     start = json.loads(sys.stdin.readline())
     make = load(source).make
     reset = reset_peak()
@@ -64,13 +64,13 @@ def serve(source: str, channel: TextIO) -> None:
 
 
 def say(channel: TextIO, **words: Any) -> None:
-    """One line to the Team."""
+    """Say one line to the Team."""
     channel.write(json.dumps(words) + "\n")
     channel.flush()
 
 
 def load(source: str) -> Any:
-    """The module of a file's path, or of that name."""
+    """Load the module of a file's path, or of that name."""
     if not source.endswith(".py"):
         return importlib.import_module(source)
     path = Path(source).resolve()
@@ -85,7 +85,7 @@ def load(source: str) -> Any:
 
 
 def visit(work: Any, count: int) -> float:
-    """Seconds per call."""
+    """Return the seconds per call."""
     getattr(work, "prepare", lambda: None)()
     synchronize = getattr(work, "synchronize", lambda: None)
     synchronize()
@@ -97,7 +97,7 @@ def visit(work: Any, count: int) -> float:
 
 
 def memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
-    """Bytes resident: when the work's file was imported and nothing made yet, now, and at the most since then.
+    """Return bytes resident: when the work's file was imported and nothing made yet, now, and at the most since then.
 
     ``peak_is_since_baseline`` is False where the system does not let a process start its peak anew: then the peak may
     be one of importing.
@@ -113,13 +113,13 @@ def memory(baseline_bytes: int, reset: bool) -> dict[str, Any]:
 
 
 def status_bytes() -> dict[str, int]:
-    """The sizes in /proc/self/status, by its names."""
+    """Return the sizes in /proc/self/status, by its names."""
     lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
 def reset_peak() -> bool:
-    """Starts VmHWM anew, where the system allows it; see proc(5)."""
+    """Start VmHWM anew, where the system allows it; see proc(5)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

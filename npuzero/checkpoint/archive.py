@@ -29,12 +29,12 @@ _DATA = b"archive/data/0"
 
 
 def item_bytes(nbytes: int) -> int:
-    """Length of the item of a tensor of ``nbytes``."""
+    """Return the length of the item of a tensor of ``nbytes``."""
     return HEAD + nbytes + TAIL
 
 
 def head_and_tail(dtype: torch.dtype, sizes: Sequence[int], crc: int) -> tuple[bytes, bytes]:
-    """What stands around the elements of a contiguous tensor whose bytes have the CRC-32 ``crc``."""
+    """Return what stands around the elements of a contiguous tensor whose bytes have the CRC-32 ``crc``."""
     head, tail, places = _template(dtype, tuple(sizes))
     summed = struct.pack("<I", crc)
     head, tail = (part[:place] + summed + part[place + 4 :] for part, place in zip((head, tail), places, strict=True))
@@ -43,7 +43,7 @@ def head_and_tail(dtype: torch.dtype, sizes: Sequence[int], crc: int) -> tuple[b
 
 @lru_cache(maxsize=4096)
 def _template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, tuple[int, int]]:
-    """Head, tail, and where in each the checksum of the elements goes."""
+    """Return head, tail, and where in each the checksum of the elements goes."""
     nbytes = math.prod(sizes) * dtype.itemsize
     pickled = _pickled(dtype, sizes)
     first = _local(b"archive/data.pkl", pickled) + pickled
@@ -71,7 +71,7 @@ def _template(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes,
 
 
 def _fields(name: bytes, crc: int, nbytes: int, extra: int = 0) -> tuple[int, ...]:
-    """Fields that a local and a central record share: stored, no date, checksum, sizes, lengths of name and extra."""
+    """Return what a local and a central record share: stored, no date, checksum, sizes, lengths of name and extra."""
     return 20, 0, 0, 0, 33, crc, nbytes, nbytes, len(name), extra
 
 
@@ -84,14 +84,14 @@ def _central(name: bytes, fields: tuple[int, ...], start: int) -> bytes:
 
 
 class _Storage:
-    """Stands in the pickle for the elements, which lie in a record of their own."""
+    """Stand in the pickle for the elements, which lie in a record of their own."""
 
     def __init__(self, nbytes: int) -> None:
         self.key = ("storage", torch.UntypedStorage, "0", "cpu", nbytes)
 
 
 class _Tensor:
-    """Pickles as a contiguous tensor does in torch.save."""
+    """Pickle as a contiguous tensor does in torch.save."""
 
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         strides = [math.prod(max(1, size) for size in sizes[i + 1 :]) for i in range(len(sizes))]
@@ -120,7 +120,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def chain(crc: int, crc_after: int, nbytes_after: int) -> int:
-    """The CRC-32 of ``a + b`` from that of ``a``, and that and the length of ``b``."""
+    """Return the CRC-32 of ``a + b`` from that of ``a``, and that and the length of ``b``."""
     return _times(_power(nbytes_after), crc) ^ crc_after
 
 
@@ -135,7 +135,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power(nbytes: int) -> int:
-    """x to the number of bits."""
+    """Return x to the number of bits."""
     power = 1 << 31
     for square in _squares(nbytes):
         power = _times(square, power)

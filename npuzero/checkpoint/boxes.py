@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned part of a tensor: its offset and its size in each dimension."""
+    """Describe an axis-aligned part of a tensor: its offset and its size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -20,7 +20,7 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], begin: int, end: int, limit: int | None = None) -> list[Box]:
-    """The elements ``[begin, end)`` of a contiguous tensor of ``shape``, as boxes in the order of the elements.
+    """Return the elements ``[begin, end)`` of a contiguous tensor of ``shape``, as boxes in the order of the elements.
 
     Each box is itself a contiguous range. There are at most ``2 * dimensions - 1`` of them, one more for each time
     that a box is cut further to keep within ``limit`` elements.
@@ -47,7 +47,7 @@ def _cover(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
 
 
 def _row(shape: tuple[int, ...], index: int, begin: int, end: int) -> Iterator[Box]:
-    """The elements ``[begin, end)`` of row ``index``; a whole row is left to the caller."""
+    """Yield the elements ``[begin, end)`` of row ``index``; a whole row is left to the caller."""
     if 0 < end - begin < math.prod(shape[1:]):
         for box in _cover(shape[1:], begin, end):
             yield Box((index, *box.offsets), (1, *box.sizes))

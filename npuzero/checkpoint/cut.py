@@ -21,7 +21,8 @@ from npuzero.shard.ownership import engine_of
 
 
 class CutTensor(torch.Tensor):
-    """A tensor of which this rank has some boxes: DCP saves and loads those. It has a shape and dtype, but no data.
+    """Stand for a tensor of which this rank has some boxes: DCP saves and loads those.
+    It has a shape and dtype, but no data.
 
     Attributes:
         boxes: what this rank has, in the order of the elements: each box and a tensor of its sizes.
@@ -66,7 +67,7 @@ class CutTensor(torch.Tensor):
 
 @torch.no_grad()
 def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The state of a cut model and its optimizer, cut, for ``torch.distributed.checkpoint``. Collective.
+    """Return the state of a sharded model and its optimizer, sharded, for ``torch.distributed.checkpoint``. Collective.
 
     Returns:
         ``{"model": ..., "optim": ...}`` as torch's ``get_state_dict`` shapes it: parameters and optimizer states are
@@ -139,7 +140,7 @@ def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
 
 
 def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
-    """The states that an optimizer will have: a step of 0, and moments of zeros."""
+    """Return the states that an optimizer will have: a step of 0, and moments of zeros."""
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():

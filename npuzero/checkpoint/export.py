@@ -46,7 +46,7 @@ Rename = Callable[[str], str | None]
 
 
 class Writer:
-    """Safetensors files of ``tensors``, whose elements come in this order; used in a ``with`` block.
+    """Write safetensors files of ``tensors``, whose elements come in this order; used in a ``with`` block.
 
     Args:
         path: a ``.safetensors`` file; or a folder, which gets ``model.safetensors``, or several files and an index
@@ -76,7 +76,7 @@ class Writer:
         return self
 
     def put(self, piece: Tensor, dtype: torch.dtype) -> None:
-        """The next elements, within one of ``tensors``, whose dtype is given."""
+        """Write the next elements, within one of ``tensors``, whose dtype is given."""
         piece = settled(piece.to("cpu", dtype))
         if piece.numel():
             while not self._missing:
@@ -150,7 +150,7 @@ class Writer:
         return self._folder / f".{name}.partial"
 
     def _old_files(self) -> set[str]:
-        """The data files of the index that lies in the folder."""
+        """Return the data files of the index that lies in the folder."""
         try:
             return set(read_index(self._folder / INDEX).values())
         except CheckpointError:  # none there, or not one of ours to tidy up
@@ -184,7 +184,7 @@ def _nbytes(facts: Facts) -> int:
 
 
 class _storage:
-    """Turns the system's errors into StorageError, naming the file."""
+    """Turn the system's errors into StorageError, naming the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -320,7 +320,7 @@ def _dtype(dtype: object) -> torch.dtype | None:
 
 
 def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:
-    """What goes wrong with ``work``: the other ranks go on sending meanwhile, and must be heard out."""
+    """Return what goes wrong with ``work``: the other ranks go on sending meanwhile, and must be heard out."""
     try:
         work(*arguments)
     except Exception as error:
@@ -329,7 +329,7 @@ def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:
 
 
 class _Nobody(Writer):
-    """The writer of a rank that writes nothing."""
+    """Stand for the writer on a rank that writes nothing."""
 
     def __init__(self) -> None:
         return
@@ -348,7 +348,9 @@ class _Nobody(Writer):
 
 
 def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
-    """The tensors of the model's state dict by their names in the files, each once, under the first that is wanted."""
+    """Return the tensors of the model's state dict by their names in the files, each once, under the first that is
+    wanted.
+    """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         theirs = rename(name)
@@ -375,7 +377,7 @@ def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
 
 
 def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The elements of ``tensor`` in order, on rank 0. Collective."""
+    """Yield the elements of ``tensor`` in order, on rank 0. Collective."""
     if place is None:  # a buffer: every rank has it
         for begin in range(0, tensor.numel(), PIECE):
             yield tensor.detach().reshape(-1)[begin : begin + PIECE]
@@ -389,7 +391,7 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
 
 
 def _slot_pieces(engine: Engine, flat: Flat, i: int, rest: Rest, read: Callable[[slice], Tensor]) -> Iterator[Tensor]:
-    """Slot ``i`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
+    """Yield slot ``i`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
     communicator = rest.group.communicator("control")
     if engine.world.ranks[0] not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
         return

@@ -37,24 +37,24 @@ Buffer = bytes | memoryview
 
 @dataclass(frozen=True)
 class Facts:
-    """What the manifest says of a file."""
+    """Hold what the manifest says of a file."""
 
     nbytes: int
     crc: int
 
 
 def data_name(rank: int) -> str:
-    """The file that ``rank`` writes; named as DCP names it."""
+    """Return the file that ``rank`` writes; named as DCP names it."""
     return f"__{rank}_0.distcp"
 
 
 def table_name(data: str) -> str:
-    """The file with the checksums of the items of ``data``."""
+    """Return the file with the checksums of the items of ``data``."""
     return str(Path(data).with_suffix(".crc32"))
 
 
 class DataFile:
-    """A file of items in the making, in a ``with`` block; at its end it is durable, with its table of checksums.
+    """Write a file of items in a ``with`` block; at its end it is durable, with its table of checksums.
 
     Attributes:
         path: of the file.
@@ -117,7 +117,7 @@ class DataFile:
 
 
 def write(path: Path, raw: bytes) -> Facts:
-    """A small file, durably."""
+    """Write a small file, durably."""
     with open(path, "xb") as file:
         file.write(raw)
         file.flush()
@@ -133,7 +133,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], files: Mapping[str,
 
 
 class Manifest:
-    """What a checkpoint's manifest says, and the checks that follow from it.
+    """Read what a checkpoint's manifest says, and make the checks that follow from it.
 
     Attributes:
         folder: of the checkpoint.
@@ -168,7 +168,7 @@ class Manifest:
                 raise damaged(folder / name, f"{facts.nbytes:,} bytes", f"{nbytes:,}")
 
     def read(self, name: str) -> bytes:
-        """A small file, its checksum verified."""
+        """Read a small file, its checksum verified."""
         if name not in self.files:
             raise damaged(self.folder / MANIFEST, f"the length and CRC-32 of {name}", "none")
         raw = read(self.folder / name)
@@ -178,7 +178,7 @@ class Manifest:
         return raw
 
     def checksums(self, data: str) -> list[int]:
-        """Of the items of a data file, in order."""
+        """Return those of the items of a data file, in order."""
         raw = self.read(table_name(data))
         table: list[int] = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<u4").tolist()
         return table
@@ -199,7 +199,7 @@ def _parsed(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def _listed(content: Mapping[str, Any], path: Path) -> dict[str, Facts]:
-    """The files in a manifest; what it says besides is of the types that it should be."""
+    """Return the files in a manifest; what it says besides is of the types that it should be."""
     for fact, kind in _FACTS.items():
         if type(content.get(fact)) is not kind:
             raise damaged(path, f"{fact}: {kind.__name__}", str(content.get(fact))[:80])
@@ -217,12 +217,12 @@ def _listed(content: Mapping[str, Any], path: Path) -> dict[str, Facts]:
 
 
 def is_plain(name: object) -> bool:
-    """Whether it names a file in the folder where the name is read."""
+    """Tell whether it names a file in the folder where the name is read."""
     return isinstance(name, str) and re.fullmatch(r"[^/\0]+", name) is not None and name not in (".", "..")
 
 
 def read(path: Path) -> bytes:
-    """A whole file, which lies where it is named.
+    """Read all of a file, which lies where it is named.
 
     Raises:
         CheckpointError: it cannot be read, or is something else.
@@ -235,7 +235,7 @@ def read(path: Path) -> bytes:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file, which lies where it is named.
+    """Return the bytes in a file, which lies where it is named.
 
     Raises:
         CheckpointError: it is not there, or no file, or a link to one in another folder.
@@ -257,14 +257,14 @@ def size_of(path: Path) -> int:
 
 
 def missing(path: Path, error: Exception) -> CheckpointError:
-    """A file that cannot be read."""
+    """Make the error of a file that cannot be read."""
     return CheckpointError(
         str(path), expected="a readable file", got=str(error), do="Choose a complete checkpoint.", file=path.name
     )
 
 
 def damaged(path: Path, expected: str, got: str, item: str | None = None) -> CheckpointError:
-    """A file, or an item in it, that is not what was written."""
+    """Make the error of a file, or an item in it, that is not what was written."""
     return CheckpointError(
         f"{path}, item {item}" if item else str(path),
         expected=expected,
@@ -276,12 +276,12 @@ def damaged(path: Path, expected: str, got: str, item: str | None = None) -> Che
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor."""
+    """Return the memory of a contiguous host tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def encode(name: str, value: object) -> bytes:
-    """``value`` as torch.save writes it, if torch.load takes it back without running anybody's code.
+    """Encode ``value`` as torch.save writes it, if torch.load takes it back without running anybody's code.
 
     Raises:
         CheckpointError: it does not.
@@ -309,7 +309,7 @@ def _encode_tensor(tensor: Tensor) -> bytes:
 
 
 def decode(raw: bytes) -> Any:
-    """What :func:`encode` wrote. Its checksum was verified.
+    """Decode what :func:`encode` wrote. Its checksum was verified.
 
     Raises:
         ValueError: it has a bytearray; torch lets a pickle ask for one of any length.

@@ -25,12 +25,12 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after ``step`` steps."""
+    """Return the name of the checkpoint after ``step`` steps."""
     return f"step-{step:08d}"
 
 
 def survey(folder: Path) -> tuple[list[Path], list[str]]:
-    """The complete checkpoints in ``folder``, oldest first; and what is called so without being one, described.
+    """Return the complete checkpoints in ``folder``, oldest first; and what is called so without being one, described.
 
     Raises:
         CheckpointError: it is there, and cannot be looked into.
@@ -57,7 +57,7 @@ def survey(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _lack(path: Path) -> str | None:
-    """What keeps ``path`` from being a complete checkpoint; None where it is one."""
+    """Return what keeps ``path`` from being a complete checkpoint; None where it is one."""
     mode = _mode(path)
     if mode is None:
         return "a link to nothing"
@@ -68,7 +68,7 @@ def _lack(path: Path) -> str | None:
 
 
 def _mode(path: Path) -> int | None:
-    """What ``path`` leads to; None: to nothing."""
+    """Return what ``path`` leads to; None: to nothing."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ def _mode(path: Path) -> int | None:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The last complete checkpoint in ``folder``; None where there is none.
+    """Return the last complete checkpoint in ``folder``; None where there is none.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -90,7 +90,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 class Partial:
-    """A checkpoint in the making, which this process has claimed.
+    """Hold a checkpoint in the making, which this process has claimed.
 
     Attributes:
         path: where it is written.
@@ -146,7 +146,7 @@ class Partial:
 
 
 def _make(folder: Path) -> None:
-    """The folder and those above it, so that they outlast a power failure."""
+    """Make the folder and those above it, so that they outlast a power failure."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in new:
@@ -179,7 +179,7 @@ def _tidy(folder: Path, target: Path) -> None:
 
 
 def _is_bare(claim: Path, written: Path) -> bool:
-    """Whether a claim is empty and there is nothing that it is for: its process was killed as it made it.
+    """Tell whether a claim is empty and there is nothing that it is for: its process was killed as it made it.
 
     Or is making it at this moment: then it makes another.
     """
@@ -213,7 +213,7 @@ def keep_last(folder: Path, count: int, newest: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Names in ``folder`` outlast a power failure."""
+    """Have names in ``folder`` outlast a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -25,7 +25,7 @@ _DO = "Load a checkpoint of the same model, with the same kind of optimizer and 
 
 
 class Names:
-    """Which keys of a checkpoint are whose, whatever they begin with: torch's users choose that.
+    """Find which keys of a checkpoint are whose, whatever they begin with: torch's users choose that.
 
     Attributes:
         parameters: key by name, for parameters and buffers.
@@ -96,7 +96,7 @@ class Names:
             self.states[name] = found.get(saved, {})
 
     def _find_groups(self, prefix: str, own: Sequence[Sequence[str]]) -> dict[str, str]:
-        """Options of each group; and by which name or number each parameter was saved."""
+        """Return the options of each group; and by which name or number each parameter was saved."""
         options: dict[str, dict[str, str]] = defaultdict(dict)
         for key in self._source.tensors:
             if key.startswith(prefix):
@@ -130,14 +130,14 @@ class Names:
 
 
 def _same(saved: Sequence[object], names: Sequence[str]) -> bool:
-    """Whether a saved group, of names or (by plain torch) of numbers, is the group of ``names``."""
+    """Tell whether a saved group, of names or (by plain torch) of numbers, is the group of ``names``."""
     if all(isinstance(one, str) for one in saved):
         return set(saved) == set(names)
     return len(saved) == len(names)
 
 
 class Loader:
-    """One load, as one rank does it."""
+    """Load once, as one rank does it."""
 
     def __init__(self, source: Source, model: nn.Module, engine: Engine, optimizer: CutOptimizer | None) -> None:
         self._source = source
@@ -151,7 +151,7 @@ class Loader:
                 self._check(self._names.parameters[str(cut.paths[0][1])], cut.slot.shape)
 
     def load(self) -> None:
-        """Masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
+        """Load masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
         for part in parts.model_parts(self._model, self._engine):
             self._load_parameters(part)
         for entry in parts.model_entries(self._model):
@@ -175,7 +175,7 @@ class Loader:
         parts.write(part, values)
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] on the host, undefined; the same memory for every flat, since fresh pages take long."""
+        """Return [numel] on the host, undefined; the same memory for every flat, since fresh pages take long."""
         nbytes = numel * dtype.itemsize
         if name not in self._buffers or self._buffers[name].numel() < nbytes:
             self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
@@ -231,7 +231,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load gives beside what it writes into.
+    """Hold what a load gives beside what it writes into.
 
     Attributes:
         path: the checkpoint.
@@ -245,7 +245,7 @@ class Loaded:
 
 
 def shared_state(source: Source, name: str) -> Any:
-    """What was saved as ``name`` for all ranks.
+    """Return what was saved as ``name`` for all ranks.
 
     Raises:
         CheckpointError: nothing was.
@@ -272,7 +272,8 @@ def _lacks(source: Source, name: str) -> CheckpointError:
 
 
 def own_states(source: Source, name: str, rank: int, world: int) -> list[Any]:
-    """What ranks saved of ``name`` for themselves: this one's, where there were as many or all are alike; else all.
+    """Return what ranks saved of ``name`` for themselves: this one's, where there were as many or all are alike;
+    else all.
 
     Raises:
         CheckpointError: there are none.
@@ -287,7 +288,7 @@ def own_states(source: Source, name: str, rank: int, world: int) -> list[Any]:
 
 
 def restore_rng(source: Source, rank: int, world: int, device: torch.device) -> None:
-    """Random numbers go on where they were; ranks beyond those saved get numbers of their own."""
+    """Let random numbers go on where they were; ranks beyond those saved get numbers of their own."""
     states = own_states(source, "rng", rank, world)
     turn, mine = divmod(rank if len(states) > 1 else 0, len(states))
     if turn:
@@ -297,7 +298,7 @@ def restore_rng(source: Source, rank: int, world: int, device: torch.device) -> 
 
 
 def restore_data(source: Source, data: Any, rank: int, world: int) -> None:
-    """A data position goes on where it was.
+    """Let a data position go on where it was.
 
     Raises:
         CheckpointError: other ranks had other positions, and ``data`` cannot take those of all.

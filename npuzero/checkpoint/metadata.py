@@ -71,19 +71,19 @@ def _memory_format(value: Any) -> Any:
 
 
 def _member(function: Any, name: Any) -> Any:
-    """Stands for ``getattr``, with which some Pythons name a member of an enum."""
+    """Stand for ``getattr``, with which some Pythons name a member of an enum."""
     if function is not ALLOWED[dcp.__name__, "_MEM_FORMAT_ENCODING"] or type(name) is not str:
         raise Refused("getattr of what is no enum")
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
 def ordered_dict() -> dict[Any, Any]:
-    """Stands for ``OrderedDict``; its items come later."""
+    """Stand for ``OrderedDict``; its items come later."""
     return {}
 
 
 def _nowhere(*_: object) -> None:
-    """Stands for paths: where a checkpoint was when it was written does not matter."""
+    """Stand for paths: where a checkpoint was when it was written does not matter."""
 
 
 _PATHS = (("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"))
@@ -102,31 +102,31 @@ ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def properties(dtype: torch.dtype) -> Any:
-    """What DCP says of a tensor beside its shape."""
+    """Return what DCP says of a tensor beside its shape."""
     return dcp.TensorProperties(dtype)
 
 
 @dataclass
 class Draft:
-    """A ``.metadata`` in the making."""
+    """Draw up a ``.metadata``."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, StatePath] = field(default_factory=dict)
     stored: dict[Any, _StorageInfo] = field(default_factory=dict)
 
     def add_cut(self, cut: Cut) -> None:
-        """A tensor whose boxes are to come."""
+        """Add a tensor whose boxes are to come."""
         for path in cut.paths:
             self._add_tensor(path, cut.dtype, cut.slot.shape)
 
     def add_box(self, cut: Cut, box: Box, file: str, offset: int, nbytes: int) -> None:
-        """Where a box of it lies; all its names share it."""
+        """Add where a box of it lies; all its names share it."""
         chunk = Chunk(torch.Size(box.offsets), torch.Size(box.sizes))
         for key in cut.keys:
             self._add_chunk(key, chunk, _StorageInfo(file, offset, nbytes))
 
     def add_object(self, path: StatePath, value: object, file: str, offset: int, nbytes: int) -> None:
-        """Where anything else lies; a tensor is one box."""
+        """Add where anything else lies; a tensor is one box."""
         key = key_of(path)
         if isinstance(value, torch.Tensor):
             self._add_tensor(path, value.dtype, value.shape)
@@ -138,7 +138,7 @@ class Draft:
             self.stored[Index(key)] = _StorageInfo(file, offset, nbytes)
 
     def dump(self) -> bytes:
-        """The content of the file."""
+        """Return the content of the file."""
         made = dcp.Metadata(self.tensors, self.paths, self.stored, dcp.StorageMeta(), CURRENT_DCP_VERSION)
         return pickle.dumps(made, protocol=4)
 
@@ -153,7 +153,7 @@ class Draft:
 
 
 def load(raw: bytes, path: Path) -> Any:
-    """The ``Metadata`` in ``raw``, known to be one: types, shapes, boxes, and where they lie.
+    """Return the ``Metadata`` in ``raw``, known to be one: types, shapes, boxes, and where they lie.
 
     Args:
         path: where ``raw`` is from.
@@ -186,7 +186,7 @@ def _check(found: Any, path: Path) -> None:
 
 
 def _check_described(described_by_name: Mapping[Any, Any], where: Mapping[Any, Any], path: Path) -> None:
-    """Every item is a tensor, whose parts lie somewhere and cover it, or bytes that do."""
+    """Check that every item is a tensor, whose parts lie somewhere and cover it, or bytes that do."""
     parts = 0
     for key, described in described_by_name.items():
         if type(key) is not str:
@@ -203,7 +203,7 @@ def _check_described(described_by_name: Mapping[Any, Any], where: Mapping[Any, A
 
 
 def _check_places(where: Mapping[Any, Any], path: Path) -> None:
-    """Every part lies within a file beside the index."""
+    """Check that every part lies within a file beside the index."""
     sizes: dict[str, int] = {}  # one stat a file, not one a part
     for index, info in where.items():
         name = info.relative_path

@@ -22,7 +22,7 @@ _WORDS_BYTES = 4096
 
 @dataclass(frozen=True)
 class Owner:
-    """A process.
+    """Identify a process.
 
     Attributes:
         host: its name, for people.
@@ -41,7 +41,7 @@ class Owner:
 
     @staticmethod
     def here() -> Owner:
-        """This process."""
+        """Return this process."""
         boot = _read("/proc/sys/kernel/random/boot_id") or f"unknown-{socket.gethostname()}"
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         return Owner(socket.gethostname(), boot, _namespace(), os.getpid(), _started(os.getpid()), since)
@@ -50,7 +50,9 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def is_gone(self) -> bool:
-        """Whether this is known to have ended: it was a process of this kernel, and there is no such one any more."""
+        """Tell whether this is known to have ended: it was a process of this kernel,
+        and there is no such one any more.
+        """
         here = Owner.here()
         if (self.boot, self.namespace) != (here.boot, here.namespace) or not here.started:
             return False
@@ -58,7 +60,7 @@ class Owner:
 
 
 class Fate(enum.Enum):
-    """What is known of an owner."""
+    """Say what is known of an owner."""
 
     ALIVE = enum.auto()
     DEAD = enum.auto()
@@ -66,7 +68,7 @@ class Fate(enum.Enum):
 
 
 class Claim:
-    """A file that names this process, locked until :meth:`release`.
+    """Hold a file that names this process, locked until :meth:`release`.
 
     Raises:
         OSError: there is such a file, or it cannot be written.
@@ -114,7 +116,7 @@ _held: set[str] = set()
 
 
 def look(path: Path) -> tuple[Fate, Owner | None]:
-    """What became of whoever made the claim ``path``; and its name, where that can be read."""
+    """Return what became of whoever made the claim ``path``; and its name, where that can be read."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -152,7 +154,7 @@ _KINDS = tuple(Owner.__annotations__.values())
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the lock was free, and is this descriptor's now; None where the file system has no locks."""
+    """Tell whether the lock was free, and is this descriptor's now; None where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -170,7 +172,9 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """Field 22 of proc(5)'s stat; empty where there is no such process, or it has ended and nobody has asked how."""
+    """Return field 22 of proc(5)'s stat; empty if there is no such process, or it has ended and nobody has asked
+    how.
+    """
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 

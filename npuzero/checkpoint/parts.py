@@ -34,28 +34,28 @@ SlotStates = list[dict[str, "float | None"]]
 
 
 class CutOptimizer(Protocol):
-    """What is needed of an npuzero optimizer."""
+    """Name what is needed of an npuzero optimizer."""
 
     param_groups: list[dict[str, Any]]
 
     def cut_state(self, flat: Flat) -> SlotStates:
-        """What each slot has: numbers, and None for what is in the buffer of that name."""
+        """Return what each slot has: numbers, and None for what is in the buffer of that name."""
 
     def cut_buffer(self, flat: Flat, name: str) -> Tensor:
-        """[n/S] float32 of this rank."""
+        """Return [n/S] float32 of this rank."""
 
     def state_names(self) -> tuple[str, ...]:
-        """What the state of every parameter will consist of, as far as the class says it beforehand."""
+        """Return what the state of every parameter will consist of, as far as the class says it beforehand."""
 
     def load_cut_state(
         self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: list[dict[str, float | None]]
     ) -> None:
-        """The way back."""
+        """Load what the others have given."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of a checkpoint that is no cut tensor: its path in the nested state, and itself."""
+    """Hold one value of a checkpoint that is no sharded tensor: its path in the nested state, and itself."""
 
     path: Path
     value: Any
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor that is cut: one slot of a flat, or one of the optimizer's states for it."""
+    """Describe a sharded tensor: one slot of a flat, or one of the optimizer's states for it."""
 
     paths: tuple[Path, ...]  # several for a parameter that has several names
     slot: Slot
@@ -80,7 +80,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """One buffer of a flat: the tensors in it, and how this rank reads a range of its shard (a slice of it)."""
+    """Describe one buffer of a flat: the tensors in it, and how this rank reads a range of its shard (a slice of
+    it).
+    """
 
     flat: Flat
     rest: Rest  # as which part of the flat it is cut
@@ -92,12 +94,12 @@ class Part:
         return self.cuts[0].dtype
 
     def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
-        """The range of the flat that ``rank`` writes."""
+        """Return the range of the flat that ``rank`` writes."""
         axes = self.rest.group.axes
         return self.flat.layout.shard(shape.index(axes + axes_beyond(axes), rank), shape.world)
 
     def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
-        """What ``rank`` writes of it, in order."""
+        """Yield what ``rank`` writes of it, in order."""
         written = self.written_by(rank, shape)
         for cut in self.cuts:
             begin, end = overlap((cut.slot.begin, cut.slot.end), written)
@@ -110,7 +112,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Item:
-    """A box of a cut tensor: the elements from ``begin`` of its flat."""
+    """Describe a box of a sharded tensor: the elements from ``begin`` of its flat."""
 
     cut: Cut
     box: Box
@@ -122,7 +124,7 @@ class Item:
 
 
 def key_of(path: Path) -> str:
-    """The flat name of a value in a nested state, as DCP makes it."""
+    """Return the flat name of a value in a nested state, as DCP makes it."""
     return ".".join(map(str, path))
 
 
@@ -135,7 +137,7 @@ def write(part: Part, values: Tensor) -> None:
 
 
 def own_boxes(slot: Slot, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
-    """The boxes of ``slot`` in a shard of its flat that begins at ``begin``, each with its elements."""
+    """Return the boxes of ``slot`` in a shard of its flat that begins at ``begin``, each with its elements."""
     first, last = overlap((slot.begin, slot.end), (begin, begin + shard.numel()))
     found = []
     for box in boxes_of(slot.shape, first - slot.begin, last - slot.begin):
@@ -145,7 +147,7 @@ def own_boxes(slot: Slot, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]
 
 
 def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
-    """The parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
+    """Return the parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -165,13 +167,13 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
 
 
 def model_entries(model: nn.Module) -> list[Entry]:
-    """Buffers, and whatever modules give as their extra state."""
+    """Return buffers, and whatever modules give as their extra state."""
     named = model.state_dict(keep_vars=True)
     return [Entry((MODEL, name), value) for name, value in named.items() if not isinstance(value, nn.Parameter)]
 
 
 def optimizer_parts(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
-    """The states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
+    """Return the states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
     parts, entries = [], []
     for flat in engine.flats():
         slots = optimizer.cut_state(flat)
@@ -194,7 +196,7 @@ def _read_state(optimizer: CutOptimizer, flat: Flat, name: str, own: slice) -> T
 
 
 def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:
-    """The optimizer's groups, their parameters by name."""
+    """Return the optimizer's groups, their parameters by name."""
     return [
         Entry((OPTIMIZER, "param_groups", g, key), names if key == "params" else group[key])
         for g, (group, names) in enumerate(zip(optimizer.param_groups, group_names(model, optimizer), strict=True))
@@ -203,13 +205,13 @@ def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:
 
 
 def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:
-    """Names of the parameters of each group."""
+    """Return the names of the parameters of each group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CutOptimizer | None:
-    """``optimizer``, if it is one of npuzero's over parameters of ``model``.
+    """Return ``optimizer``, if it is one of npuzero's over parameters of ``model``.
 
     Raises:
         ConfigError: it is not.

@@ -25,13 +25,13 @@ PathLike = str | os.PathLike[str]
 
 
 class Stateful(Protocol):
-    """A scheduler, loss scaler or data loader: anything that gives and takes its state."""
+    """Stand for a scheduler, loss scaler or data loader: anything that gives and takes its state."""
 
     def state_dict(self) -> Any:
-        """Tensors, numbers, texts, and containers of them."""
+        """Return tensors, numbers, texts, and containers of them."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """The way back."""
+        """Take what ``state_dict`` gave."""
 
 
 @keywords(async_save="asynchronous")
@@ -161,7 +161,7 @@ def load(
 
 
 def latest(folder: PathLike) -> Path | None:
-    """The last complete checkpoint in the folder of a run; None where there is none."""
+    """Return the last complete checkpoint in the folder of a run; None where there is none."""
     return folders.latest(folder)
 
 
@@ -175,7 +175,7 @@ def verify(folder: PathLike) -> None:
 
 
 class Checkpointer:
-    """Saves every so many steps, and resumes from the last save.
+    """Save every so many steps, and resume from the last save.
 
     Args:
         folder: of the run.
@@ -246,7 +246,9 @@ class Checkpointer:
 
 
 def _agreed_path(folder: Path, engine: Engine) -> Path:
-    """The checkpoint that rank 0 finds: others may see another one that is just becoming complete. Collective."""
+    """Return the checkpoint that rank 0 finds: others may see another one that is just becoming complete.
+    Collective.
+    """
     problem: Exception | None = None
     name = ""
     try:
@@ -258,7 +260,7 @@ def _agreed_path(folder: Path, engine: Engine) -> Path:
 
 
 def resolved(folder: Path) -> Path:
-    """``folder`` itself if it is a checkpoint, else its last complete one.
+    """Return ``folder`` itself if it is a checkpoint, else its last complete one.
 
     Raises:
         CheckpointError: it is neither, or cannot be read.

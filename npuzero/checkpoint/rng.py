@@ -12,7 +12,7 @@ State = dict[str, Any]
 
 
 def state_of(device: torch.device) -> State:
-    """What they are in, in forms that load safely: tensors and numbers."""
+    """Return what they are in, in forms that load safely: tensors and numbers."""
     kind, keys, *rest = np.random.get_state()
     state: State = {
         "torch": torch.get_rng_state(),

@@ -16,18 +16,18 @@ from typing import Any
 
 
 class Refused(pickle.UnpicklingError):
-    """The pickle wants something that is not let in."""
+    """Say that the pickle wants something that is not let in."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """What a pickle may call: it checks what it is given, and gives nothing much larger than that."""
+    """Name what a pickle may call: it checks what it is given, and gives nothing much larger than that."""
 
     call: Callable[..., Any]
 
 
 class Kind:
-    """A dataclass that a pickle may make instances of.
+    """Name a dataclass that a pickle may make instances of.
 
     Args:
         made: the class; an instance is made without calling anything of it.
@@ -79,7 +79,7 @@ _MARKS = _ARGUMENTS = 256
 
 
 class _Machine:
-    """One pickle being read: its bytes, the stack, the memo, and the loop over opcodes, a function each (below)."""
+    """Read one pickle: its bytes, the stack, the memo, and the loop over opcodes, a function each (below)."""
 
     def __init__(
         self, raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None
@@ -95,7 +95,7 @@ class _Machine:
         self.memo: list[Any] = []
 
     def run(self) -> Any:
-        """The object."""
+        """Return the object."""
         raw, memo, steps = self._raw, self.memo, _STEPS
         while True:
             code = raw[self._at]
@@ -128,7 +128,7 @@ class _Machine:
         return items
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         begin = self._at
         self._at = end = begin + count
         if end > len(self._raw):
@@ -136,7 +136,7 @@ class _Machine:
         return self._raw[begin:end]
 
     def count(self, width: int) -> int:
-        """The next number; at the end of the bytes a smaller one, and whatever comes next finds nothing."""
+        """Return the next number; at the end of the bytes a smaller one, and whatever comes next finds nothing."""
         begin = self._at
         self._at = end = begin + width
         return int.from_bytes(self._raw[begin:end], "little")
@@ -193,7 +193,7 @@ def _frame(machine: _Machine) -> None:
 
 
 def _put(width: int) -> _Step:
-    """Into the memo, under numbers that come in order, as picklers give them: none is an allocation."""
+    """Put into the memo, under numbers that come in order, as picklers give them: none is an allocation."""
 
     def step(machine: _Machine) -> None:
         if machine.count(width) != len(machine.memo):
@@ -340,7 +340,7 @@ _STEPS = {getattr(pickle, name)[0]: step for name, step in _NAMED.items()}
 
 
 def loads(raw: bytes, allowed: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The object that ``raw`` pickles, built of nothing but containers, numbers, texts and what ``allowed`` names.
+    """Load the object that ``raw`` pickles, built of nothing but containers, numbers, texts and what ``allowed`` names.
 
     Args:
         allowed: what stands for each (module, name) that the pickle may ask for: a :class:`Function`, a

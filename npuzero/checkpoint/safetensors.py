@@ -46,7 +46,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies.
+    """Say where a tensor lies.
 
     Attributes:
         begin: of its data, in bytes from the file's beginning.
@@ -68,7 +68,7 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, by name.
+    """Return the tensors of a file, by name.
 
     Raises:
         CheckpointError: it is no such file, or a torn one.
@@ -110,7 +110,7 @@ def _entries(path: Path, header: Mapping[str, Any], data: int, size: int) -> dic
 
 
 def _entry(path: Path, name: str, facts: Any, data: int) -> tuple[Entry, int, int]:
-    """The tensor, and where its bytes begin and end behind the header."""
+    """Return the tensor, and where its bytes begin and end behind the header."""
     known = isinstance(facts, dict) and isinstance(facts.get("dtype"), str) and facts["dtype"] in DTYPES
     if not known or not _are_sizes(facts.get("shape")) or not _are_sizes(facts.get("data_offsets"), 2):
         raise _torn(path, f"{str(facts)[:200]}, which is no dtype, shape and range", name)
@@ -137,7 +137,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """What a file of these tensors (name, dtype, shape), in this order, begins with."""
+    """Return what a file of these tensors (name, dtype, shape), in this order, begins with."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, dtype, shape in tensors:
@@ -149,7 +149,7 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], me
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, without a copy."""
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 

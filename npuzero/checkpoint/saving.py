@@ -46,7 +46,7 @@ CHANNEL = "checkpoint"
 
 @dataclass(frozen=True)
 class Job:
-    """One save, as one rank knows it.
+    """Describe one save, as one rank knows it.
 
     Attributes:
         parts: the cut tensors.
@@ -69,7 +69,7 @@ class Job:
         return self.folder / folders.name_of(self.step)
 
     def outline(self) -> dict[str, str]:
-        """By the name of each part that all ranks give, a digest of what it consists of; no values."""
+        """Return, by the name of each part that all ranks give, a digest of what it consists of; no values."""
         found: dict[str, list[object]] = defaultdict(list)
         for part in self.parts:
             layout = part.flat.layout.numel, part.rest.group.axes, str(part.dtype)
@@ -86,7 +86,7 @@ class Job:
 
 
 class Saving:
-    """A save that may still be under way.
+    """Follow a save that may still be under way.
 
     Attributes:
         path: the checkpoint, once it is complete.
@@ -98,11 +98,11 @@ class Saving:
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Tell whether it has ended, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Until the checkpoint is complete; its path.
+        """Wait until the checkpoint is complete; return its path.
 
         Raises:
             CheckpointError: some rank could not write its part; there is no such checkpoint then.
@@ -141,13 +141,13 @@ os.register_at_fork(after_in_child=_unheard.clear)  # their threads are the pare
 
 @atexit.register
 def _hear() -> None:
-    """The interpreter has waited for their threads: what went wrong and was raised nowhere is shown here."""
+    """Show what went wrong and was raised nowhere; the interpreter has waited for the threads."""
     for saving in list(_unheard):
         saving.wait()
 
 
 class Saver:
-    """What saves of one model share, among it the save that is under way.
+    """Hold what saves of one model share, among it the save that is under way.
 
     Attributes:
         snapshot: host memory that what is saved is copied into, kept from save to save.
@@ -166,7 +166,7 @@ class Saver:
             last.wait()
 
     def save(self, job: Job, *, asynchronous: bool) -> Saving:
-        """Collective. Asynchronous: returns as soon as nothing that training changes is needed any more."""
+        """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective."""
         place = begin(self._world, job)
         items = self._items(job.parts)
         if asynchronous:
@@ -180,7 +180,7 @@ class Saver:
         return saving
 
     def _items(self, parts: Sequence[Part]) -> Iterator[tuple[Item, Tensor]]:
-        """What this rank writes, and its elements."""
+        """Yield what this rank writes, and its elements."""
         for part in parts:
             begin, end = part.written_by(self._world.rank, self._shape)
             shard = part.rest.begin
@@ -189,7 +189,7 @@ class Saver:
                 yield item, values[item.begin - begin : item.begin - begin + item.box.numel]
 
     def _copied(self, items: Iterator[tuple[Item, Tensor]], parts: Sequence[Part]) -> list[tuple[Item, Tensor]]:
-        """The same, in host memory that is kept from save to save."""
+        """Copy what this rank writes into host memory that is kept from save to save."""
         needed = sum(_aligned(item.nbytes) for part in parts for item in part.items(self._world.rank, self._shape))
         if self.snapshot.numel() < needed:
             pinned = self._world.device.type != "cpu"
@@ -203,18 +203,18 @@ class Saver:
 
 
 def _failing(error: Exception) -> Iterator[tuple[Item, Tensor]]:
-    """Items that there are none of."""
+    """Fail at the first item."""
     yield from ()
     raise error
 
 
 def _aligned(nbytes: int) -> int:
-    """So many bytes and up to 63 more, so that what follows may be of any dtype."""
+    """Return so many bytes and up to 63 more, so that what follows may be of any dtype."""
     return -(-nbytes // 64) * 64
 
 
 def saver_of(engine: Engine) -> Saver:
-    """The saver of a model, made at its first save."""
+    """Return the saver of a model, made at its first save."""
     return _savers.setdefault(engine, Saver(engine))
 
 
@@ -222,7 +222,7 @@ _savers: weakref.WeakKeyDictionary[Engine, Saver] = weakref.WeakKeyDictionary()
 
 
 def agree(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
-    """What every rank says, if none has a problem. Collective.
+    """Exchange what every rank says, if none has a problem. Collective.
 
     Raises:
         CheckpointError: on every rank, if one has; on that one the problem itself, if it is one of ours.
@@ -243,7 +243,7 @@ def agree(world: World, subject: str, problem: Exception | None, value: object =
 
 
 def begin(world: World, job: Job) -> Place:
-    """A fresh folder that every rank sees, for parts that every rank has. Collective.
+    """Begin a fresh folder that every rank sees, for parts that every rank has. Collective.
 
     Raises:
         CheckpointError: on every rank: another job is saving into the run's folder; it has this step; it is another
@@ -272,7 +272,7 @@ def begin(world: World, job: Job) -> Place:
 def _misfit(
     subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path
 ) -> CheckpointError | None:
-    """What keeps the ranks from saving together."""
+    """Return what keeps the ranks from saving together."""
     if any(step != steps[0] for step in steps):
         do = "Save at the same time on every rank."
         return CheckpointError(subject, expected="one step", got=f"steps {steps}, by rank", do=do)
@@ -292,7 +292,7 @@ def _misfit(
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of what it wrote.
+    """Hold what a rank says of what it wrote.
 
     Attributes:
         data, table: length and CRC-32 of its files.
@@ -309,13 +309,13 @@ class Report:
 
 
 def _signed(item: Item, signature: int) -> int:
-    """``signature`` of the items before, with ``item``."""
+    """Extend ``signature`` of the items before by ``item``."""
     return zlib.crc32(repr((item.cut.paths, item.box)).encode(), signature)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it."""
+    """Say where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it."""
 
     path: Path
     partial: Partial | None

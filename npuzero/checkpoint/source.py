@@ -29,7 +29,7 @@ from npuzero.ops.storage.lazy import lazy
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box of a tensor, and where its elements go: contiguous, of the box's sizes, any dtype."""
+    """Describe a box of a tensor, and where its elements go: contiguous, of the box's sizes, any dtype."""
 
     key: str
     box: Box
@@ -38,7 +38,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Copy:
-    """What one stored item gives to one target."""
+    """Describe what one stored item gives to one target."""
 
     item: Any  # DCP's index: name and offset
     sizes: torch.Size
@@ -47,7 +47,7 @@ class _Copy:
 
 
 class Source:
-    """An open checkpoint.
+    """Read an open checkpoint.
 
     Attributes:
         path: its folder.
@@ -70,7 +70,7 @@ class Source:
         self._objects: dict[tuple[str, int], Any] = {}
 
     def read_object(self, key: str) -> Any:
-        """What is stored as ``key`` whole: anything but a cut tensor."""
+        """Return what is stored as ``key`` in one piece: anything but a sharded tensor."""
         described = self.tensors[key]
         if type(described) is Tensors:
             whole = torch.empty(described.size, dtype=described.properties.dtype)
@@ -110,7 +110,7 @@ class Source:
                 file.close()
 
     def places(self, key: str) -> tuple[tuple[str, int], ...]:
-        """Where the boxes of a tensor lie: file and offset. Names of one tensor share them."""
+        """Return where the boxes of a tensor lie: file and offset. Names of one tensor share them."""
         found = (self._stored[Index(key, chunk.offsets)] for chunk in self.tensors[key].chunks)
         return tuple((info.relative_path, info.offset) for info in found)
 
@@ -170,7 +170,7 @@ class Source:
             copy.target.copy_(tensor[copy.source])
 
     def _read_ours(self, file: BinaryIO, index: Any, tensor: Tensor) -> None:
-        """An item of ours into ``tensor``, whose length says where its elements begin and end."""
+        """Read an item of ours into ``tensor``, whose length says where its elements begin and end."""
         info = self._stored[index]
         if info.length != HEAD + tensor.nbytes + TAIL:
             raise self._damaged(index, f"{HEAD + tensor.nbytes + TAIL} bytes", str(info.length))
@@ -179,7 +179,7 @@ class Source:
         self._check(index, zlib.crc32(tail, zlib.crc32(elements, zlib.crc32(head))))
 
     def _raw(self, file: BinaryIO, index: Any) -> bytes:
-        """All bytes of an item."""
+        """Return all bytes of an item."""
         raw = bytearray(self._stored[index].length)
         self._read_into(file, index, [raw])
         if self.manifest is not None:
@@ -219,14 +219,14 @@ class Source:
             raise self._damaged(index, f"CRC-32 {expected:08x}", f"{crc:08x}")
 
     def _offsets(self) -> dict[str, set[int]]:
-        """Where items begin, by file."""
+        """Return where items begin, by file."""
         if not self._begins:
             for info in self._stored.values():
                 self._begins[info.relative_path].add(info.offset)
         return self._begins
 
     def _check_archive(self, index: Any, raw: bytes | bytearray) -> zipfile.ZipFile:
-        """What an item says of itself must hold; of ours the bytes were compared already."""
+        """Check that what an item says of itself holds; of ours the bytes were compared already."""
         try:
             archive = zipfile.ZipFile(io.BytesIO(raw))
             records = archive.infolist()
@@ -242,7 +242,7 @@ class Source:
         return archive
 
     def _foreign(self, file: BinaryIO, index: Any, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
-        """A tensor as torch.save wrote it."""
+        """Return a tensor as torch.save wrote it."""
         archive = self._check_archive(index, self._raw(file, index))
         records = {name.partition("/")[2]: name for name in archive.namelist()}
 
@@ -279,7 +279,7 @@ class Source:
 
 
 def _tensor_globals(dtype: torch.dtype) -> dict[tuple[str, str], Any]:
-    """What the pickle of a tensor of ``dtype`` may ask for; it makes a tensor over the bytes that are there."""
+    """Return what the pickle of a tensor of ``dtype`` may ask for; it makes a tensor over the bytes that are there."""
 
     def rebuild(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
         if type(storage) is not Tensor or any(type(sizes) is not tuple or len(sizes) > 64 for sizes in (size, stride)):

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 @keywords()
 @dataclass(frozen=True)
 class Weights:
-    """Files with a model's values, for ``npuzero.zero(..., weights=)``.
+    """Name the files with a model's values, for ``npuzero.zero(..., weights=)``.
 
     Attributes:
         path: a ``.safetensors`` file, an index (``.json``), or a folder with ``model.safetensors`` or its index.
@@ -40,7 +40,7 @@ class Weights:
 
 
 class StoredWeights:
-    """The values that :class:`Weights` names, seen by the names of a model."""
+    """Give the values that :class:`Weights` names, by the names of a model."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -74,11 +74,11 @@ class StoredWeights:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def has(self, name: str) -> bool:
-        """Whether there are values of the model's tensor ``name``."""
+        """Tell whether there are values of the model's tensor ``name``."""
         return name in self._found
 
     def read(self, name: str, begin: int, end: int) -> Tensor:
-        """Elements ``[begin, end)`` of the model's tensor ``name``, as they are stored: 1-D, on the CPU."""
+        """Read elements ``[begin, end)`` of the model's tensor ``name``, as they are stored: 1-D, on the CPU."""
         entry = self._found[name]
         if entry.file not in self._files:
             self._files[entry.file] = os.open(entry.file, os.O_RDONLY)
@@ -99,7 +99,7 @@ class StoredWeights:
 
 
 def tensors_at(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, of the files of an index, or of a folder with either.
+    """Return the tensors of a file, of the files of an index, or of a folder with either.
 
     Raises:
         CheckpointError: something is missing or torn, or the index and the files disagree.
@@ -122,7 +122,7 @@ def tensors_at(path: Path) -> dict[str, Entry]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor.
+    """Read the file of each tensor.
 
     Raises:
         CheckpointError: it is no index, or names files elsewhere.
@@ -149,7 +149,7 @@ def _no_index(path: Path, got: str) -> CheckpointError:
 
 
 def read_range(descriptor: int, entry: Entry, begin: int, end: int) -> Tensor:
-    """Elements ``[begin, end)`` of ``entry`` from its open file.
+    """Read elements ``[begin, end)`` of ``entry`` from its open file.
 
     Raises:
         CheckpointError: the file has become shorter, or cannot be read.
@@ -176,7 +176,7 @@ def _unreadable(entry: Entry, got: str) -> CheckpointError:
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """What a state dict of ``model`` holds: each tensor once, with all its names."""
+    """Return what a state dict of ``model`` holds: each tensor once, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not is_extra(name):
@@ -196,7 +196,7 @@ def _check_fits(name: str, tensor: Tensor, entry: Entry) -> None:
 
 
 def stored(weights: object) -> StoredWeights:
-    """The values that the argument of ``npuzero.zero(weights=)`` names.
+    """Return the values that the argument of ``npuzero.zero(weights=)`` names.
 
     Raises:
         ConfigError: it is none of those.

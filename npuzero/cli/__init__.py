@@ -13,7 +13,7 @@ EXIT_ERROR = 2  # argparse's own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status. A known error is one line on stderr, not a traceback."""
+    """Run one command; return the exit status. A known error is one line on stderr, not a traceback."""
     options = build_parser().parse_args(arguments)
     try:
         text = options.run(options)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of every command."""
+    """Return the options of every command."""
     parser = argparse.ArgumentParser(prog="npuzero", description="A ZeRO training engine for Ascend NPU, CUDA and CPU.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in (info, plan, export, bench, check, build_npu):

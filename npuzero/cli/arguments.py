@@ -17,7 +17,7 @@ _BYTES = {"": 1, "b": 1} | {
 
 
 def number(text: str) -> int:
-    """A positive whole number: ``64``, ``7e9``, ``7_000_000_000``, ``7B``, ``1.5B``, ``350M``."""
+    """Parse a positive whole number: ``64``, ``7e9``, ``7_000_000_000``, ``7B``, ``1.5B``, ``350M``."""
     value = _parsed(text, _COUNTS)
     if value is None or not 1 <= value <= 10**18 or value != int(value):
         raise argparse.ArgumentTypeError(f"expected a positive whole number such as 64, 7e9, 7B or 350M; got {text!r}")
@@ -25,7 +25,9 @@ def number(text: str) -> int:
 
 
 def memory(text: str) -> int:
-    """Bytes, a MiB at least: ``64GiB``, ``64g`` (the same), ``80GB`` (of 10^9 bytes), ``512MiB``, ``68719476736``."""
+    """Parse bytes, a MiB at least: ``64GiB``, ``64g`` (the same), ``80GB`` (of 10^9 bytes), ``512MiB``,
+    ``68719476736``.
+    """
     value = _parsed(text, _BYTES)
     if value is None or not 2**20 <= value <= 10**18:
         raise argparse.ArgumentTypeError(f"expected a memory's size such as 64GiB, 80GB or 512MiB; got {text!r}")
@@ -33,7 +35,7 @@ def memory(text: str) -> int:
 
 
 def _parsed(text: str, units: dict[str, int]) -> Decimal | None:
-    """A number and its unit, in any case of letters; None where it is none."""
+    """Return a number and its unit, in any case of letters; None where it is none."""
     found = re.fullmatch(rf"\s*{_NUMBER}\s*([a-z]*)\s*", text, re.IGNORECASE)
     if found is None or found[2].lower() not in units:
         return None

@@ -33,7 +33,7 @@ PROBES = ("in place", "copy", "triad")
 
 
 class Suite(Protocol):
-    """What a module with benchmarks offers."""
+    """Name what a module with benchmarks offers."""
 
     def names(self, quick: bool) -> list[str]: ...
 
@@ -44,7 +44,7 @@ _SUITES: dict[str, Suite] = {ops.SUITE: ops, comm.SUITE: comm}
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command."""
     parser = commands.add_parser(
         "bench",
         help="time the ops and the collectives against torch's ways",
@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command's output. Ranks of a launcher take part; the first one writes and tells."""
+    """Return the command's output. Ranks of a launcher take part; the first one writes and tells."""
     device = devices.get(options.device).device
     leads = launch().rank == 0
     chosen = {name: _SUITES[name] for name in ([options.suite] if options.suite else _SUITES)}
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def render(record: Record) -> str:
-    """The record as a table: a block of rows for each benchmark."""
+    """Return the record as a table: a block of rows for each benchmark."""
     rows = []
     for result in record.results:
         rows.append([result.title, *[""] * 5])
@@ -113,7 +113,7 @@ def _cells(result: Result, name: str) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """With three digits, in the unit that suits."""
+    """Format seconds with three digits, in the unit that suits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size or unit == "µs":
             return f"{seconds / size:.3g} {unit}"
@@ -131,6 +131,6 @@ def _wanted(names: Sequence[str], only: Sequence[str] | None) -> list[str]:
 
 
 def _command(suite: str, options: argparse.Namespace) -> str:
-    """What repeats the suite."""
+    """Return what repeats the suite."""
     words = ["npuzero", "bench", suite, *["--quick"] * options.quick, "--device", options.device]
     return shlex.join([*words, *(["--only", *options.only] if options.only else [])])

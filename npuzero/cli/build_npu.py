@@ -30,7 +30,7 @@ _LOAD = "import ctypes, os, sys; ctypes.CDLL(sys.argv[1], mode=os.RTLD_NOW | os.
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command."""
     parser = commands.add_parser(
         "build-npu",
         help="compile the npu kernels with this machine's CANN",
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command's output."""
+    """Return the command's output."""
     toolkit = find_toolkit("cann")
     if toolkit is None:
         raise ConfigError(
@@ -95,7 +95,7 @@ def _build(toolkit: Toolkit, target: Path, architecture: str, processor: str) ->
 
 
 def _quote(text: str) -> str:
-    """The reason, and what was said from the first error on."""
+    """Return the reason, and what was said from the first error on."""
     head, *lines = text.splitlines()
     first = next((number for number, line in enumerate(lines) if "error" in line.lower()), -_QUOTED_LINES)
     return "\n".join([head, *lines[first:][:_QUOTED_LINES]])

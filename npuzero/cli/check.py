@@ -37,7 +37,7 @@ PARTS = ("setup", "ops", "collectives", "training")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command."""
     parser = commands.add_parser(
         "check",
         help="ops, collectives, training and bandwidths of a device against their references: a report to send back",
@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command's output; the report is written in any case.
+    """Run the command and return its output; the report is written in any case.
 
     Raises:
         BenchmarkError: something was wrong.
@@ -114,7 +114,7 @@ def _check(report: Report, device: torch.device, options: argparse.Namespace) ->
 
 
 class Report:
-    """The report of one run, in the folder `out`: written anew with each finding, so that a crash leaves it."""
+    """Write the report of one run into the folder `out`: anew with each finding, so that a crash leaves it."""
 
     def __init__(self, out: Path, arguments: str) -> None:
         self.path = out / "report.json"
@@ -135,21 +135,21 @@ class Report:
         }
 
     def add(self, part: str, finding: check.Finding) -> None:
-        """Tells of it, and writes what there is so far."""
+        """Tell of it, and write what there is so far."""
         _say(f"{finding.name}: {finding.cases - finding.wrong} of {finding.cases} right")
         self.facts[part].append(vars(finding))
         self._write()
 
     @contextmanager
     def part(self, part: str, name: str) -> Iterator[None]:
-        """What cannot be done at all is a finding of `part`, and the report goes on."""
+        """Make a finding of `part` out of what cannot be done at all, and let the report go on."""
         try:
             yield
         except Exception as error:
             self.add(part, check.Finding(name, 1, 1, [f"{type(error).__name__}: {error}"]))
 
     def finish(self) -> str:
-        """Writes all of it; returns it as text."""
+        """Write all of it; return it as text."""
         self.facts["complete"] = True
         self._write()
         return render(self.facts)
@@ -160,7 +160,7 @@ class Report:
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text."""
+    """Return the report as text."""
     machine = report["machine"]
     parts = [
         f"npuzero check, {report['date']}{', quick: the bandwidths mean nothing' * report['quick']}",
@@ -202,7 +202,7 @@ def _pairs(facts: dict[str, Any]) -> str:
 
 
 def _device(kind: str) -> torch.device:
-    """The first device of the kind, made current."""
+    """Return the first device of the kind, made current."""
     if kind == "cpu":
         return devices.get(kind).device
     device = devices.get(f"{kind}:0").device

@@ -36,7 +36,7 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedia
 
 
 def library() -> Any:
-    """The package transformers; None where it is not installed."""
+    """Return the package transformers; None where it is not installed."""
     try:
         return importlib.import_module("transformers")
     except ImportError:
@@ -44,7 +44,7 @@ def library() -> Any:
 
 
 def count(transformers: Any, values: Mapping[str, Any], name: str) -> tuple[str, list[list[ParameterFacts]]]:
-    """The class of the model that a JSON describes, and its parameters by unit, the root unit first.
+    """Return the class of the model that a JSON describes, and its parameters by unit, the root unit first.
 
     Raises:
         ConfigError: a class that transformers has not, or sizes that are missing, mistyped or impossible.
@@ -78,7 +78,7 @@ def _shapes_only(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_depth(values: Mapping[str, Any], name: str) -> None:
-    """A model of a million blocks would be built for hours, and one of none is a slip."""
+    """Refuse a model of a million blocks, which would be built for hours, and one of none, which is a slip."""
     for key, value in values.items():
         if isinstance(value, dict):
             _check_depth(value, f"{name}: {key}")
@@ -87,7 +87,7 @@ def _check_depth(values: Mapping[str, Any], name: str) -> None:
 
 
 def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
-    """Sizes that the file does not say are not made up, neither by a default nor where a key is misspelt.
+    """Refuse to make up sizes that the file does not say, by a default or where a key is misspelt.
 
     The parts of a composed model (text, vision) are another matter: transformers leaves defaults out where it writes
     them.
@@ -111,7 +111,7 @@ def _check_sizes(values: Mapping[str, Any], config: Any, name: str) -> None:
 
 
 def _defaults(config: Any) -> Any:
-    """The config of a file that says nothing; None where such a file would be refused."""
+    """Return the config of a file that says nothing; None where such a file would be refused."""
     try:
         return type(config)()
     except Exception:
@@ -119,7 +119,7 @@ def _defaults(config: Any) -> Any:
 
 
 def _class_of(transformers: Any, values: Mapping[str, Any], config: Any, name: str) -> Any:
-    """The class that the file names, else the one that transformers has for the kind of model."""
+    """Return the class that the file names, else the one that transformers has for the kind of model."""
     named = values.get("architectures")
     kinds = [getattr(transformers, str(each), None) for each in named or _usual(values["model_type"])]
     for kind in kinds:
@@ -135,7 +135,7 @@ def _class_of(transformers: Any, values: Mapping[str, Any], config: Any, name: s
 
 
 def _usual(model_type: str) -> list[str]:
-    """Names of the classes that the kind of model has for the tasks."""
+    """Return the names of the classes that the kind of model has for the tasks."""
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     mappings = [getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _TASKS]
     found = [mapping.get(model_type, ()) for mapping in (*mappings, auto.MODEL_MAPPING_NAMES)]
@@ -143,7 +143,7 @@ def _usual(model_type: str) -> list[str]:
 
 
 def _load_nothing(config: Any) -> None:
-    """Some models fetch a backbone's weights when they are built, even on meta."""
+    """Keep models from fetching a backbone's weights when they are built, as some do even on meta."""
     for part in (config, *(getattr(config, part, None) for part in config.sub_configs)):
         if hasattr(part, "use_pretrained_backbone"):
             part.use_pretrained_backbone = False

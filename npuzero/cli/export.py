@@ -20,7 +20,7 @@ Reads a tensor at a time. The files are those that transformers loads: model.saf
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command."""
     parser = commands.add_parser(
         "export",
         help="the weights in a checkpoint as safetensors files",
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command's output."""
+    """Return the command's output."""
     facts = export_checkpoint(options.checkpoint, options.out, DTYPES.get(options.dtype), options.file_bytes)
     numel = sum(math.prod(shape) for _, _, shape in facts)
     return f"{options.out}: {len(facts)} tensors, {numel:,} elements"

@@ -18,34 +18,34 @@ Decoder = tuple[Shapes, Shapes]
 
 
 class Sizes:
-    """Reads sizes and switches of a model's JSON, and remembers which keys it was asked for."""
+    """Read sizes and switches of a model's JSON, and remember which keys it was asked for."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self.config, self.name = config, name
         self.known = {"model_type", "architectures"}
 
     def size(self, key: str, rule: Rule = SIZE) -> int:
-        """The value of ``key``, which the file must have."""
+        """Return the value of ``key``, which the file must have."""
         self.known.add(key)
         if self.config.get(key) is None:
             raise missing(self.name, key, [other for other in self.config if other not in self.known])
         return int(rule.check(f"{self.name}: {key}", self.config[key]))
 
     def optional(self, key: str, default: int, null: bool = True) -> int:
-        """The value of ``key``, or ``default`` where the file does not have it; ``null``: or has None."""
+        """Return the value of ``key``, or ``default`` where the file does not have it; ``null``: or has None."""
         self.known.add(key)
         value = self.config.get(key)
         absent = value is None if null else key not in self.config
         return default if absent else int(SIZE.check(f"{self.name}: {key}", value))
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or False, as the file or else ``default`` says."""
+        """Return True or False, as the file or else ``default`` says."""
         self.known.add(key)
         value = self.config.get(key)
         return default if value is None else bool(FLAG.check(f"{self.name}: {key}", value))
 
     def only(self, key: str, value: object) -> None:
-        """The file says ``value`` or nothing; what else there may be is not counted here.
+        """Refuse any other value than ``value`` or nothing; what else there may be is not counted here.
 
         Raises:
             ConfigError: otherwise.
@@ -62,7 +62,7 @@ class Sizes:
 
 
 def count(config: Mapping[str, Any], name: str) -> tuple[str, list[list[ParameterFacts]]]:
-    """The class of a model of :data:`KINDS`, and its parameters by unit, the root unit first.
+    """Return the class of a model of :data:`KINDS`, and its parameters by unit, the root unit first.
 
     Raises:
         ConfigError: a size is missing, mistyped or impossible, or the class is not the kind's language model.
@@ -101,7 +101,7 @@ def _head(sizes: Sizes, tied: bool, width: int, vocabulary: int) -> Shapes:
 
 
 def _attention(sizes: Sizes, kv_heads: int | None, head: int | None, biased: tuple[bool, bool]) -> Shapes:
-    """Grouped attention; defaults where the file says nothing; which have a bias: query, key and value; output."""
+    """Return the shapes of grouped attention; which have a bias: query, key and value; output."""
     width, heads = sizes.size("hidden_size"), sizes.size("num_attention_heads")
     kv_heads = sizes.optional("num_key_value_heads", kv_heads or heads, null=kv_heads is None)
     null = head is None
@@ -137,7 +137,7 @@ def _gated(sizes: Sizes, biased: bool = False) -> Shapes:
 
 
 def _decoder(sizes: Sizes, layers: Shapes) -> Decoder:
-    """Of Llama's plan: root mean square norms, a head apart."""
+    """Return a decoder of Llama's plan: root mean square norms, a head apart."""
     width, vocabulary = sizes.size("hidden_size"), sizes.size("vocab_size")
     norms = [*_norm("input_layernorm", width, False), *_norm("post_attention_layernorm", width, False)]
     root = [*_embedding("embed_tokens", vocabulary, width), *_norm("norm", width, False)]

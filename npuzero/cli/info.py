@@ -11,20 +11,20 @@ from npuzero.info import info
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command."""
     parser = commands.add_parser("info", help="devices, kernels, backends, versions, and why something is missing")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command's output."""
+    """Return the command's output."""
     facts = info()
     return json.dumps(facts, indent=2) if options.json else render(facts)
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The facts as a page of text."""
+    """Return the facts as a page of text."""
     devices, isa = facts["devices"], facts["isa"]
     named = {
         "Versions": {**facts["versions"], "platform": facts["platform"]},

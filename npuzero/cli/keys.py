@@ -16,7 +16,7 @@ DEPTH = Rule(int, "blocks of the model", least=1, most=4096)
 
 
 def missing(name: str, key: str, others: Collection[str], default: object = None) -> ConfigError:
-    """A size that the file does not say; ``default``: what its absence would be taken for."""
+    """Make the error of a size that the file does not say; ``default``: what its absence would be taken for."""
     assumed = "" if default is None else f", of which transformers makes {default}"
     add = f"Add it: {default}, if that is meant." if default is not None else "Add it, or give --parameters instead."
     return ConfigError(
@@ -28,7 +28,7 @@ def missing(name: str, key: str, others: Collection[str], default: object = None
 
 
 def refuse_strangers(config: Mapping[str, Any], known: Collection[str], name: str, sizes: Collection[str] = ()) -> None:
-    """Raises where a key would be passed over that was meant to count: almost a known one's name, or about experts.
+    """Refuse a key that would be passed over but was meant to count: almost a known one's name, or about experts.
 
     Args:
         known: keys that are counted, or are known not to count.

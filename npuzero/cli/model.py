@@ -28,28 +28,28 @@ _LEAST_BLOCK = 16
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters by unit; the root unit, with what no block owns, comes first."""
+    """Hold parameters by unit; the root unit, with what no block owns, comes first."""
 
     name: str
     units: Sequence[Sequence[ParameterFacts]]
 
     @property
     def parameters(self) -> int:
-        """Elements in all, without padding."""
+        """Return the elements in all, without padding."""
         return sum(parameter.shape.numel() for unit in self.units for parameter in unit)
 
     @property
     def frozen(self) -> int:
-        """Those of them that the model itself does not train."""
+        """Return those of them that the model itself does not train."""
         return sum(p.shape.numel() for unit in self.units for p in unit if not p.trainable)
 
     def predict(self, plan: Plan, world: int, settings: Settings, **facts: Any) -> Report:
-        """What npuzero.predict gives for a module of these shapes; ``facts`` as there."""
+        """Return what npuzero.predict gives for a module of these shapes; ``facts`` as there."""
         return predict_units(self.units, plan, plan.mesh_shape(world), settings, **facts)
 
 
 def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None = None) -> ModelShape:
-    """A decoder of the Llama family with as many parameters, to the element.
+    """Return a decoder of the Llama family with as many parameters, to the element.
 
     Depth: the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep; at least 24, and
     12 below 250 million parameters. Vocabulary: 32,000; below two billion parameters 50,000 and tied to the head. At
@@ -99,7 +99,7 @@ def _too_few(parameters: int, expected: str) -> ConfigError:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The model that a ``config.json`` of transformers describes, to the element, frozen parameters included.
+    """Return the model that a ``config.json`` of transformers describes, to the element, frozen parameters included.
 
     Where transformers is installed and has the model's class, that is built on meta: shapes, no data, no network, and
     none of the code that a model's repository may have. Otherwise the sizes are counted here, for the few kinds of
@@ -131,7 +131,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _kind_of(transformers: Any, architectures: Any) -> Any:
-    """The model_type of a file that only names the class."""
+    """Return the model_type of a file that only names the class."""
     for kind, (architecture, *_) in families.KINDS.items():
         if architectures == [architecture]:
             return kind

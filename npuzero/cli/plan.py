@@ -49,7 +49,7 @@ Sent: all_gather, reduce_scatter and all_reduce carry parameters and gradients; 
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command."""
+    """Add the command."""
     defaults = Settings()
     parser = commands.add_parser(
         "plan",
@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The command's output."""
+    """Return the command's output."""
     model = _model(options)
     reports = predictions(model, options)
     title = _title(model, options)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
-    """A Report for each preset."""
+    """Return a Report for each preset."""
     settings = Settings(prefetch=options.prefetch)
     precision = replace(PRECISIONS[options.precision], sums=options.sums)
     reports = {}
@@ -112,7 +112,9 @@ def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Rep
 
 
 def as_dict(reports: dict[str, Report], memory_bytes: int | None) -> dict[str, Any]:
-    """The reports in bytes, by preset; ``bytes_left`` of a rank's memory is negative where a preset does not fit."""
+    """Return the reports in bytes, by preset; ``bytes_left`` of a rank's memory is negative where a preset does not
+    fit.
+    """
     return {
         name: {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
         | ({"bytes_left": memory_bytes - _held(report)} if memory_bytes else {})
@@ -121,7 +123,7 @@ def as_dict(reports: dict[str, Report], memory_bytes: int | None) -> dict[str, A
 
 
 def first_fit(reports: dict[str, Report], memory_bytes: int) -> str | None:
-    """The first preset, in the table's order, that a rank has the memory for; None where none is."""
+    """Return the first preset, in the table's order, that a rank has the memory for; None where none is."""
     return next((name for name, report in reports.items() if _held(report) <= memory_bytes), None)
 
 
@@ -143,7 +145,9 @@ def distinct(reports: dict[str, Report]) -> dict[str, Report]:
 
 
 def render(title: str, reports: dict[str, Report], memory_bytes: int | None = None) -> str:
-    """Two tables: memory by part, traffic by verb; each with its total. With a rank's memory, which presets fit."""
+    """Render two tables: memory by part, traffic by collective, each with its total; with ``memory_bytes``,
+    which fit.
+    """
     rows = distinct(reports)
     held = {name: report.bytes_held for name, report in rows.items()}
     sent = {name: report.bytes_sent for name, report in rows.items()}
@@ -162,7 +166,7 @@ _Texts = Mapping[str, Mapping[str, str]]
 def _table(
     what: str, rows: dict[str, dict[str, int]], before: _Texts | None = None, after: _Texts | None = None
 ) -> str:
-    """Bytes by preset and column, between further columns of text."""
+    """Return a table of bytes by preset and column, between further columns of text."""
     before, after = before or {}, after or {}
     columns = list(dict.fromkeys(column for values in rows.values() for column in values))
     body = [
@@ -178,7 +182,7 @@ def _table(
 
 
 def _cuts(report: Report) -> str:
-    """Into how many shards the parts of the state are cut: those with equally many together."""
+    """Return into how many shards the parts of the state are divided: those with equally many together."""
     mesh = report.plan.mesh_shape(report.world)
     shards = {part: mesh.size(placement.axes) for part, placement in report.plan.parts.items()}
     after_forward = shards.pop("after_forward")

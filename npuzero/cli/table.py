@@ -8,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned on their width: the first to the left, the others to the right."""
+    """Align columns on their width: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -22,7 +22,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def unit_for(nbytes: int) -> tuple[str, int]:
-    """The largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole picture."""
+    """Return the largest unit of which `nbytes` is at least ten, and its bytes: one unit for a whole picture."""
     power = 0
     while power + 1 < len(_UNITS) and nbytes >= 10 * 1024 ** (power + 1):
         power += 1
@@ -30,7 +30,7 @@ def unit_for(nbytes: int) -> tuple[str, int]:
 
 
 def quantity(nbytes: int) -> str:
-    """`nbytes` with its own unit and four digits, such as ``13.04 GiB``; nothing is a dash."""
+    """Format `nbytes` with its own unit and four digits, such as ``13.04 GiB``; nothing is a dash."""
     if nbytes == 0:
         return "-"
     power = min((nbytes.bit_length() - 1) // 10, len(_UNITS) - 1)

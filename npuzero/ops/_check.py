@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tensor(op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
-    """A dense, contiguous tensor in memory, of one of `dtypes`, on `device` where given."""
+    """Check for a dense, contiguous tensor in memory, of one of `dtypes`, on `device` where given."""
     if not _fine(value, dtypes, device):
         _refuse_tensor(f"{op}: {name}", value, dtypes, device)
 
@@ -32,7 +32,7 @@ def line(
     counts: Sequence[int] | None = None,
     optional: bool = False,
 ) -> Sequence[Any]:
-    """A tensor, or a sequence of tensors, as `tensor` wants them, on one device, each of `counts[i]` elements.
+    """Check a tensor, or a sequence of tensors, as `tensor` does, on one device, each of `counts[i]` elements.
 
     Returns the sequence, of one where a tensor came. Where `optional`, any may be None; None alone stands for all.
     """
@@ -59,7 +59,7 @@ def line(
 
 
 def _all_fine(values: Sequence[Any], dtypes: tuple[torch.dtype, ...], device: torch.device | None) -> bool:
-    """`_fine` for each, all on one device; a question at a time for all of them takes a quarter of the time."""
+    """Ask `_fine` of each, all on one device; a question at a time for all takes a quarter of the time."""
     if not {isinstance(value, torch.Tensor) for value in values} <= {True}:
         return False
     devices = {value.device for value in values}
@@ -90,7 +90,9 @@ def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | No
 
 
 def released(value: torch.Tensor) -> bool:
-    """Whether the storage was resized to nothing under the tensor, as a cut unit's is: its base address is then 0."""
+    """Tell whether the storage was resized to nothing under the tensor, as a cut unit's is:
+    its base address is then 0.
+    """
     return value.data_ptr() == value.storage_offset() * value.element_size() and value.numel() > 0
 
 
@@ -137,7 +139,7 @@ def flat(
     device: torch.device | None = None,
     count: int | None = None,
 ) -> None:
-    """`tensor`, and one-dimensional, of `count` elements where given."""
+    """Check as `tensor` does, and for one dimension, of `count` elements where given."""
     tensor(op, name, value, dtypes, device)
     if value.dim() != 1:
         raise ContractError(
@@ -150,7 +152,7 @@ def flat(
 def table(
     op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | None, columns: int
 ) -> None:
-    """`tensor`, and rows of `columns` elements."""
+    """Check as `tensor` does, and for rows of `columns` elements."""
     tensor(op, name, value, dtypes, device)
     if value.dim() != 2 or value.shape[1] != columns:
         raise ContractError(
@@ -171,7 +173,7 @@ def _refuse_count(subject: str, count: int, value: torch.Tensor) -> NoReturn:
 
 
 def disjoint(op: str, written: Sequence[tuple[str, torch.Tensor]], read: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """No written tensor shares memory with any other tensor of the call; read ones may with each other."""
+    """Check that no written tensor shares memory with any other of the call; read ones may with each other."""
     named = [*written, *read]
     begins = [tensor.data_ptr() for _, tensor in named]
     sizes = [tensor.nbytes for _, tensor in named]
@@ -179,7 +181,7 @@ def disjoint(op: str, written: Sequence[tuple[str, torch.Tensor]], read: Sequenc
 
 
 def apart(op: str, begins: Sequence[int], sizes: Sequence[int], written: int, name: Callable[[int], str]) -> None:
-    """`disjoint` for the addresses and bytes of many, the written first; `name(i)` is for where something is wrong."""
+    """Check as `disjoint` does, by addresses and bytes of many, the written first; `name(i)` names what is wrong."""
     found = _native.overlap(begins, sizes, written)
     if found is not None:
         below, above = found
@@ -192,7 +194,7 @@ def apart(op: str, begins: Sequence[int], sizes: Sequence[int], written: int, na
 
 
 def integer(op: str, name: str, value: Any, least: int, most: int) -> None:
-    """An int in [least, most]."""
+    """Check for an int in [least, most]."""
     if type(value) is not int or not least <= value <= most:
         raise ContractError(
             f"{op}: {name}",
@@ -203,5 +205,5 @@ def integer(op: str, name: str, value: Any, least: int, most: int) -> None:
 
 
 def short(dtype: torch.dtype) -> str:
-    """``float32`` instead of ``torch.float32``."""
+    """Return a dtype's name: ``float32`` instead of ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

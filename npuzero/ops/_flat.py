@@ -34,7 +34,7 @@ _MASTERS, _MOMENTS = (torch.float32, torch.bfloat16), (torch.float32, torch.bflo
 
 
 class Segment(Protocol):
-    """What every update's segments have; the rest is an op's own."""
+    """Hold what every update's segments have; the rest is an op's own."""
 
     @property
     def begin(self) -> int: ...
@@ -66,7 +66,7 @@ _RANGE = attrgetter("begin", "end", "stream", "place")
 
 
 class Line(ABC, Generic[S]):
-    """The buffers that launch after launch writes, checked once; arguments and errors are its op's."""
+    """Hold the buffers that launch after launch writes, checked once; arguments and errors are its op's."""
 
     op: ClassVar[str]
     moments: ClassVar[tuple[str, ...]]
@@ -108,14 +108,16 @@ class Line(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def coefficients(segment: S) -> Any:
-        """The float32 constants of one update, in the order of the op's group in C++."""
+        """Return the float32 constants of one update, in the order of the op's group in C++."""
 
     def _rules(self, segment: S) -> Sequence[Rule]:
-        """What must hold of a segment's options beside :func:`_common_rules`."""
+        """Return what must hold of a segment's options beside :func:`_common_rules`."""
         return ()
 
     def _all_moments(self, segment: S) -> str:
-        """The option by which a segment wants all moments, where not every tensor must have them; else nothing."""
+        """Return the option by which a segment wants all moments, where not every tensor must have them;
+        else nothing.
+        """
         return ""
 
     @staticmethod
@@ -127,7 +129,7 @@ class Line(ABC, Generic[S]):
     def _run_reference(*arguments: Any) -> None: ...
 
     def _is_of(self, line: Sequence[Sequence[torch.Tensor | None]]) -> bool:
-        """Whether these are its tensors, and lie where and as they lay: then it need not be made anew.
+        """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew.
 
         Args:
             line: masters, moments, low, remainder, of each as many.
@@ -148,7 +150,7 @@ class Line(ABC, Generic[S]):
         skip: torch.Tensor | None = None,
         dynamic: torch.Tensor | None = None,
     ) -> None:
-        """One launch."""
+        """Launch the update once."""
         grads = _check.line(self.op, "grad", grad, _check.FLOATS, self._device, self._counts)
         named = (("grad_scale", grad_scale), ("skip", skip), ("dynamic", dynamic))
         scalars = [(name, value) for name, value in named if value is not None]
@@ -189,7 +191,7 @@ class Line(ABC, Generic[S]):
         )
 
     def _prepare(self, segments: Iterable[S], rows: int) -> tuple[list[Range], list[Any]]:
-        """Checked ranges, like neighbours joined; the coefficients that they index.
+        """Check ranges and join like neighbours; return them and the coefficients that they index.
 
         Args:
             rows: that dynamic has.
@@ -249,7 +251,7 @@ class Line(ABC, Generic[S]):
         )
 
     def _check_dtypes(self) -> None:
-        """Moments of one tensor are stored alike, and beside a master lies what goes with it."""
+        """Check that moments of one tensor are stored alike, and that beside a master lies what goes with it."""
         masters, *moments, lows, remainders = self._written
         for i, (p, rounded, rest, m, *others) in enumerate(zip(masters, lows, remainders, *moments, strict=True)):
             for name, other in zip(self.moments[1:], others, strict=True):
@@ -273,7 +275,7 @@ class Line(ABC, Generic[S]):
     def _check_apart(
         self, grads: Sequence[torch.Tensor], at: list[list[int]], scalars: list[tuple[str, torch.Tensor]]
     ) -> None:
-        """No buffer shares memory with another; gradients and scalars, which are only read, may with each other."""
+        """Check that no buffer shares memory with another; gradients and scalars, only read, may with each other."""
         n, line = len(grads), [*self._written, grads]
         names = ("master", *self.moments, "low", "remainder", "grad")
 
@@ -289,7 +291,7 @@ class Line(ABC, Generic[S]):
 
 
 def float32(value: float) -> float:
-    """`value` rounded to float32."""
+    """Round `value` to float32."""
     return ctypes.c_float(value).value
 
 
@@ -310,7 +312,7 @@ def _dtypes(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def _stored_counts(moments: SomeTensors, counts: Sequence[int]) -> Sequence[int]:
-    """Of how many elements a moment's tensors must be."""
+    """Return of how many elements a moment's tensors must be."""
     tensors = (moments,) if isinstance(moments, torch.Tensor) else moments
     if tensors is None or len(tensors) != len(counts):
         return counts  # which is what will be refused

@@ -19,7 +19,7 @@ _TARGETS = {
 
 
 def cast(src: torch.Tensor, dst: torch.Tensor, *, rounding: str = "nearest", seed: int = 0, offset: int = 0) -> None:
-    """Writes `src` into `dst`, rounded to `dst`'s dtype.
+    """Write `src` into `dst`, rounded to `dst`'s dtype.
 
     NaN stays NaN and infinity infinity; denormals are values like any other. Beyond the largest finite value of the
     target a number becomes infinity.

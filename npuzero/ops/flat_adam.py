@@ -20,7 +20,7 @@ from npuzero.ops.reference import flat_adam as reference
 
 @dataclass(frozen=True)
 class Segment:
-    """A range [begin, end) of the line, in elements, and how it is updated; names as in torch.optim.Adam.
+    """Describe a range [begin, end) of the line, in elements, and its update; names as in torch.optim.Adam.
 
     `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's. `row`:
     the row of `dynamic` that has the coefficients of lr and step, which are then not looked at.
@@ -46,7 +46,7 @@ class Segment:
 
 
 class Coefficients(NamedTuple):
-    """What kernel and reference are handed: computed in float64, rounded once to float32. Order: FlatAdamGroup's."""
+    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatAdamGroup's."""
 
     beta1: float
     one_minus_beta1: float
@@ -83,7 +83,7 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
     dynamic: torch.Tensor | None = None,
     seed: int = 0,
 ) -> None:
-    """Updates the covered ranges of master and moments in place; the rest is neither read nor written.
+    """Update the covered ranges of master and moments in place; the rest is neither read nor written.
 
     Each buffer is one tensor, such as a flat shard's, or a sequence of tensors, one for each of `master`'s and of as
     many elements. The segments are ranges of the line: of the tensors laid end to end.
@@ -116,7 +116,7 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
 
 
 def coefficients(segment: Segment) -> Coefficients:
-    """The float32 constants of one update."""
+    """Return the float32 constants of one update."""
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
     decays = segment.weight_decay != 0
@@ -136,7 +136,7 @@ def coefficients(segment: Segment) -> Coefficients:
 
 
 class Line(_flat.Line[Segment]):
-    """The buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_adam`'s."""
+    """Hold the buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_adam`'s."""
 
     op = "flat_adam"
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -168,7 +168,7 @@ class Line(_flat.Line[Segment]):
         low: Sequence[torch.Tensor | None],
         remainder: Sequence[torch.Tensor | None] | None = None,
     ) -> bool:
-        """Whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
+        """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
         return self._is_of((master, exp_avg, exp_avg_sq, max_exp_avg_sq, low, remainder or (None,) * len(low)))
 
     def _rules(self, segment: Segment) -> Sequence[Rule]:

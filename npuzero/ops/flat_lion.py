@@ -19,7 +19,7 @@ from npuzero.ops.reference import flat_lion as reference
 
 @dataclass(frozen=True)
 class Segment:
-    """A range [begin, end) of the line, in elements, and how it is updated.
+    """Describe a range [begin, end) of the line, in elements, and how it is updated.
 
     `step` counts from 1 and already includes this update; random bits depend on it, and nothing else. `row`: the row of
     `dynamic` that has the coefficients of lr and step, which are then not looked at. `stream` and `place` are those of
@@ -40,7 +40,7 @@ class Segment:
 
 
 class Coefficients(NamedTuple):
-    """What kernel and reference are handed: computed in float64, rounded once to float32. Order: FlatLionGroup's."""
+    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatLionGroup's."""
 
     beta1: float
     one_minus_beta1: float
@@ -70,7 +70,7 @@ def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
     dynamic: torch.Tensor | None = None,
     seed: int = 0,
 ) -> None:
-    """Updates the covered ranges of master and moment in place; the rest is neither read nor written.
+    """Update the covered ranges of master and moment in place; the rest is neither read nor written.
 
     Buffers, the line, and what is stored how are as :func:`npuzero.ops.flat_adam` has them.
 
@@ -95,7 +95,7 @@ def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
 
 
 def coefficients(segment: Segment) -> Coefficients:
-    """The float32 constants of one update."""
+    """Return the float32 constants of one update."""
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
     return Coefficients(
@@ -109,7 +109,7 @@ def coefficients(segment: Segment) -> Coefficients:
 
 
 class Line(_flat.Line[Segment]):
-    """The buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_lion`'s."""
+    """Hold the buffers that launch after launch writes, checked once; arguments and errors are :func:`flat_lion`'s."""
 
     op = "flat_lion"
     moments = ("exp_avg",)
@@ -137,7 +137,7 @@ class Line(_flat.Line[Segment]):
         low: Sequence[torch.Tensor | None],
         remainder: Sequence[torch.Tensor | None] | None = None,
     ) -> bool:
-        """Whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
+        """Tell whether these are its tensors, and lie where and as they lay: then it need not be made anew."""
         return self._is_of((master, exp_avg, low, remainder or (None,) * len(low)))
 
     @staticmethod

@@ -14,7 +14,7 @@ from npuzero.ops.reference import norm as reference
 
 
 def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
-    """Writes {sum of squares, number of infinite or NaN elements} of `x` in one pass, after adding `addend` to it.
+    """Write {sum of squares, number of infinite or NaN elements} of `x` in one pass, after adding `addend` to it.
 
     Every element takes part in the sum: it is infinite or NaN where the count is not zero. The result depends on the
     values and the length alone, not on the number of threads or the instruction set.
@@ -44,7 +44,7 @@ def norm(x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = No
 def norm_unchecked(
     x: torch.Tensor, out: torch.Tensor, *, addend: torch.Tensor | None = None, scale: float = 1.0
 ) -> None:
-    """`norm` for arguments that keep its contract by construction, as an engine's do in every step."""
+    """Do as `norm` does, for arguments that keep its contract by construction, as an engine's do in every step."""
     if _native.backend() == "reference":
         reference.norm(x, out, addend, scale)
         return

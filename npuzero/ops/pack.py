@@ -26,7 +26,7 @@ def pack(
     scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
-    """wire[offsets[i] : offsets[i] + tensors[i].numel()] = tensors[i] * scale, in float32, rounded once.
+    """Compute wire[offsets[i] : offsets[i] + tensors[i].numel()] = tensors[i] * scale, in float32, rounded once.
 
     Where dtypes agree and there is neither scale nor accumulation, bits are copied. What no tensor covers is untouched.
 
@@ -57,7 +57,7 @@ def pack_unchecked(
     scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
-    """`pack` for arguments that keep its contract by construction, as an engine's do in every step."""
+    """Do as `pack` does, for arguments that keep its contract by construction, as an engine's do in every step."""
     if _native.backend() == "reference":
         reference.pack(tensors, _ranges(tensors, offsets, wire), scale, accumulate)
         return
@@ -78,7 +78,8 @@ def unpack(
     scale: _Scale = None,
     accumulate: bool = False,
 ) -> None:
-    """tensors[i] = wire[offsets[i] : offsets[i] + tensors[i].numel()] * scale: `pack` the other way, same contract.
+    """Compute tensors[i] = wire[offsets[i] : offsets[i] + tensors[i].numel()] * scale: `pack` the other way,
+    same contract.
 
     The tensors are written and share no memory; the ranges of the wire are read and may overlap.
     """
@@ -100,7 +101,7 @@ def unpack(
 def _spans(
     op: str, tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch.Tensor
 ) -> list[tuple[int, int, int]]:
-    """For each tensor its address, the address of its range in the wire, and its elements; all of it checked."""
+    """Return for each tensor its address, the address of its range in the wire, and its elements; all of it checked."""
     _check.flat(op, "wire", wire, _check.FLOATS)
     if len(tensors) != len(offsets):
         raise ContractError(
@@ -145,7 +146,7 @@ def _ranges(tensors: Sequence[torch.Tensor], offsets: Sequence[int], wire: torch
 
 
 def _run(parts: list[tuple[int, int, int, int, int]], device: torch.device, scale: _Scale, accumulate: bool) -> None:
-    """parts: source address, target address, elements, source dtype, target dtype."""
+    """Launch for parts of: source address, target address, elements, source dtype, target dtype."""
     scale_at = scale if isinstance(scale, torch.Tensor) else None
     factor = float(scale) if isinstance(scale, (int, float)) else 1.0
     _native.pack(

@@ -22,7 +22,7 @@ _ADAM, _ADAMW = torch.optim.Adam, torch.optim.AdamW
 
 @final
 class AdamRule(Rule):
-    """Adam's update, by ``ops.flat_adam``.
+    """Update as Adam does, by ``ops.flat_adam``.
 
     Args:
         optimizer_class: torch's, which checks options.
@@ -75,7 +75,8 @@ class AdamRule(Rule):
 
 
 def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """[rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's wait.
+    """Return [rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's
+    wait.
 
     Args:
         options: of each row: lr (a number or a tensor of one element), betas, weight_decay, decoupled_weight_decay.
@@ -90,7 +91,9 @@ def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | T
 
 @keywords()
 class Adam(ZeroOptimizer):
-    """``torch.optim.Adam`` with one fused launch for a model's shards or all plain parameters; see :class:`AdamW`."""
+    """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
+    :class:`AdamW`.
+    """
 
     def __init__(  # noqa: PLR0913 - torch's signature, and three more
         self,
@@ -129,7 +132,7 @@ class Adam(ZeroOptimizer):
 
 @keywords()
 class AdamW(Adam):
-    """``torch.optim.AdamW``, fused: one launch for all shards of a model does unscaling, update and the rounded copy.
+    """Replace ``torch.optim.AdamW``: one launch for all shards of a model does unscaling, update and the rounded copy.
 
     Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
     it is a drop-in whose ``state_dict`` is torch's (with a ``master`` of each parameter in 16 bits), and all of them

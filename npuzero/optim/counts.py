@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TakenSteps:
-    """How often each of some parameters was updated, where that is counted on the device.
+    """Count on the device how often each of some parameters was updated.
 
     Those that were updated together all along share one count, which stays where it is and is added to in place, so
     that a captured graph goes on counting.
@@ -25,7 +25,7 @@ class TakenSteps:
         self._new: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}  # counts that nothing was added to yet
 
     def begin(self, key: Hashable, step: float, device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
-        """From now on a parameter that was updated ``step`` times is counted here; its count."""
+        """Count here from now on a parameter that was updated ``step`` times; return its count."""
         self.forget(key)
         new = (float(step), device, dtype)
         if new not in self._new:
@@ -34,13 +34,13 @@ class TakenSteps:
         return self.counts[key]
 
     def forget(self, key: Hashable) -> None:
-        """A parameter, if it is counted here, is counted elsewhere."""
+        """Stop counting a parameter, if it is counted here."""
         count = self.counts.pop(key, None)
         if count is not None:
             self._sharing[id(count)] -= 1
 
     def part(self, used: Sequence[Hashable]) -> None:
-        """Those in ``used`` are about to be updated, and share counts with no others any more."""
+        """Give those in ``used``, which are about to be updated, counts that they share with no others."""
         here = Counter(id(self.counts[key]) for key in used)
         parting = {count for count, members in here.items() if members < self._sharing[count]}
         parted: dict[int, Tensor] = {}
@@ -51,7 +51,7 @@ class TakenSteps:
                 self._set(key, parted.setdefault(id(count), count.clone()))
 
     def take(self, used: Iterable[Hashable], skip: Tensor | None) -> None:
-        """Those in ``used`` were updated, unless there is a ``skip`` ([1] float32) that is not zero."""
+        """Count an update of those in ``used``, unless there is a ``skip`` ([1] float32) that is not zero."""
         for count in {id(self.counts[key]): self.counts[key] for key in used}.values():
             count.add_(1 if skip is None else skip[0].to(count.device) == 0)
         self._new.clear()

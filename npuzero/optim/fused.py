@@ -24,7 +24,7 @@ from npuzero.shard.ownership import owners
 
 
 class Fused(Worker):
-    """Has a fused rule update.
+    """Have a fused rule update.
 
     Args:
         masters, moments, seed: as for :class:`npuzero.AdamW`.
@@ -47,12 +47,12 @@ class Fused(Worker):
         self._begin()
 
     def _begin(self) -> None:
-        """What is counted, kept and remembered from step to step: nothing yet."""
+        """Forget what is counted, kept and remembered from step to step."""
         self._shards = Shards(self._rule, self._chosen, self.constants["seed"])
         self._plain = Plain(self._rule, **self._chosen, seed=self.constants["seed"])
 
     def __getstate__(self) -> Options:
-        """States of plain parameters are the optimizer's, and there are no copies of cut ones."""
+        """Leave states out: those of plain parameters are the optimizer's, and there are no copies of sharded ones."""
         return {k: v for k, v in self.__dict__.items() if k not in ("_shards", "_plain")}
 
     def __setstate__(self, state: Options) -> None:

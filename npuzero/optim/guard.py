@@ -11,7 +11,7 @@ from npuzero.shard.ownership import engine_of
 
 
 class FiniteGuard:
-    """Stops where an output, a loss or a gradient is inf or NaN, and says in which unit and parameter it began.
+    """Stop where an output, a loss or a gradient is inf or NaN, and say in which unit and parameter it began.
 
     ::
 
@@ -41,7 +41,7 @@ class FiniteGuard:
         self._engine.finite.watch(True)
 
     def check(self, loss: Tensor | None = None) -> None:
-        """After the step's backward passes, and before the optimizer. Collective.
+        """Check the gradients, after the step's backward passes and before the optimizer. Collective.
 
         Args:
             loss: this rank's, not scaled; of several micro-batches any sum.
@@ -52,7 +52,7 @@ class FiniteGuard:
         self._engine.finite.check(loss, None if self._scaler is None else self._scaler.at_floor())
 
     def look(self) -> None:
-        """Waits for the verdict on the last step checked. Collective.
+        """Wait for the verdict on the last step checked. Collective.
 
         Raises:
             NonFiniteError: inf or NaN on any rank; ``facts`` has ``unit``, ``parameter`` and ``rank`` as far as known.
@@ -60,7 +60,7 @@ class FiniteGuard:
         self._engine.finite.look()
 
     def remove(self) -> None:
-        """Watches no longer."""
+        """Stop watching."""
         self._engine.finite.watch(False)
 
     def __enter__(self) -> FiniteGuard:

@@ -19,7 +19,7 @@ from npuzero.optim.segments import column
 
 @final
 class LionRule(Rule):
-    """Lion's update, by ``ops.flat_lion``."""
+    """Update as Lion does, by ``ops.flat_lion``."""
 
     alike = "an optimizer for them"  # torch has no Lion
     moments: ClassVar = {"exp_avg": True}
@@ -76,7 +76,7 @@ class LionRule(Rule):
 
 @keywords()
 class Lion(ZeroOptimizer):
-    """Lion, fused: one launch for a model's shards or all plain parameters; half of AdamW's optimizer states.
+    """Update as Lion does: one launch for a model's shards or all plain parameters; half of AdamW's optimizer states.
 
     Each element moves by lr, whatever the gradient's size, so the paper (section 5) advises an lr 3 to 10 times smaller
     than AdamW's, and a weight_decay as much larger. Over a model made by :func:`npuzero.zero` as over plain parameters

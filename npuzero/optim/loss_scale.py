@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LossScale:
-    """A loss scale that follows what it finds: down where a step overflowed, up after a window without.
+    """Scale the loss by what it finds: down where a step overflowed, up after a window without.
 
     The rule is torch's (``torch.amp.GradScaler``), with Megatron-LM's hysteresis and a floor: an overflow ends the
     window; from the ``hysteresis``-th on, counted since the scale last grew, each multiplies the scale by
@@ -43,12 +43,12 @@ class LossScale:
         self.floor = floor
 
     def inverse(self) -> Tensor:
-        """() float32: what a scaled gradient is multiplied by."""
+        """Return () float32: what a scaled gradient is multiplied by."""
         return self.scale.double().reciprocal().float()
 
     @torch.no_grad()
     def update(self, found: Tensor) -> None:
-        """Takes in one step; ``found``: () float32, not zero where it overflowed."""
+        """Take in one step; ``found``: () float32, not zero where it overflowed."""
         overflow = found != 0
         wide = self.scale.double()
         window = torch.where(overflow, 0, self.window + 1)
@@ -65,7 +65,7 @@ class LossScale:
 
 
 class KeptScale:
-    """A loss scale from before the first loss, whose device nobody knows, through pickles, which keep no tensors.
+    """Keep a loss scale from before the first loss, whose device nobody knows, through pickles without tensors.
 
     Attributes:
         settings: what follows ``scale`` in :class:`LossScale`.
@@ -79,13 +79,13 @@ class KeptScale:
         self.state: LossScale | None = None
 
     def on(self, device: torch.device) -> LossScale:
-        """The scale, made there if there is none yet."""
+        """Return the scale, made on the device if there is none yet."""
         if self.state is None:
             self.state = self._made(device)
         return self.state
 
     def now(self) -> dict[str, Any]:
-        """Numbers by name; waits for the device."""
+        """Return numbers by name; waits for the device."""
         if self.state is None:
             return self.begins
         return {name: getattr(self.state, name).item() for name in self.begins}

@@ -14,7 +14,7 @@ MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.ui
 
 
 class Moments:
-    """The moments of ``numel`` elements: zeros at first.
+    """Hold the moments of ``numel`` elements: zeros at first.
 
     Args:
         signs: by name of a moment, whether it can be negative.
@@ -32,7 +32,7 @@ class Moments:
         self.stored = {name: allocate(storage.stored_numel(numel, dtype), dtype) for name in signs}
 
     def read(self, name: str) -> Tensor:
-        """[numel] float32: a moment; maybe a copy."""
+        """Return [numel] float32: a moment; maybe a copy."""
         stored = self.stored[name]
         return stored if stored.dtype == torch.float32 else storage.widen(stored, self._numel, signed=self._signs[name])
 

@@ -27,7 +27,7 @@ from npuzero.shard.ownership import engine_behind, owners, uncopied
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Any element-wise torch optimizer over a cut model: each rank updates its shard of the masters.
+    """Run any element-wise torch optimizer over a sharded model: each rank updates its shard of the masters.
 
     Parameters that no ``npuzero.zero()`` has seen are handed to the optimizer as they are. It may be built before or
     after ``zero()``; param_groups, LR schedulers, closures and hooks work as in torch.
@@ -53,7 +53,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._open(Wrapped(optimizer_class, defaults), params, defaults)
 
     def _open(self, worker: Worker, params: Any, options: Options) -> None:
-        """What every constructor ends with: ``worker`` has the parameters from now on."""
+        """End a constructor: ``worker`` has the parameters from now on."""
         self._worker = worker
         self._terms: weakref.WeakKeyDictionary[Engine, Terms] = weakref.WeakKeyDictionary()
         with _as_config_error(f"{type(self).__name__}({options})", f"what {worker.alike} takes"):
@@ -63,12 +63,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def kind(self) -> str:
-        """The class, as errors name it."""
+        """Return the class, as errors name it."""
         return self._worker.kind(type(self).__name__)
 
     @property
     def constants(self) -> Words:
-        """What random bits depend on, beside the groups."""
+        """Return what random bits depend on, beside the groups."""
         return self._worker.constants
 
     def _terms_for(self, engine: Engine) -> Terms:
@@ -77,7 +77,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._terms[engine]
 
     def __getstate__(self) -> Options:
-        """What a copy or pickle takes along; torch's has neither worker nor hooks.
+        """Return what a copy or pickle takes along; torch's has neither worker nor hooks.
 
         Raises:
             StateError: the parameters are of a cut model, of which each rank holds a part.
@@ -92,7 +92,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def add_param_group(self, param_group: Options) -> None:
-        """As torch's; options are checked by the optimizer class.
+        """Add a group, as torch's does; options are checked by the optimizer class.
 
         Raises:
             ConfigError: parameters or options that torch refuses, or ``differentiable``.
@@ -107,7 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. Collective where the model is cut: call it on every rank.
+        """Update the parameters once. Collective where the model is sharded: call it on every rank.
 
         Raises:
             StateError: parameters of a deleted model, or of a cut and an uncut model mixed up; or a graph is being
@@ -128,7 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def _engines(self) -> list[Engine]:
-        """The engines of the models whose parameters these are, each once, in order.
+        """Return the engines of the models whose parameters these are, each once, in order.
 
         Raises:
             StateError: beside cut parameters there are plain ones, whose gradients nobody reduces.
@@ -148,7 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """torch.amp.GradScaler asks for it."""
+        """Tell torch.amp.GradScaler, which asks for it, what may stay on the device."""
         return self._worker.decides_on_device(self.param_groups)
 
     @_disable_dynamo
@@ -171,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def state_dict(self) -> Options:
-        """What the torch optimizer of a plain model would give: whole tensors by parameter number.
+        """Return what the torch optimizer of a plain model would: unsharded tensors by parameter number.
 
         Tensors of cut parameters are on the CPU. Collective where the model is cut: call it on every rank.
         """
@@ -217,14 +217,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     self._worker.restore(self, engine, *place, states.cut(*place, state))
 
     def cut_state(self, flat: Flat) -> list[dict[str, float | None]]:
-        """Per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
+        """Return per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
 
         The same on all ranks.
         """
         return [states.describe(self._worker, flat, i) for i in flat.slots]
 
     def cut_buffer(self, flat: Flat, name: str) -> Tensor:
-        """[n/S] float32: this rank's part of the tensors ``name`` of all slots, however they are kept; maybe a copy."""
+        """Return [n/S] float32: this rank's part of the tensors ``name`` of all slots, however they are kept; maybe a
+        copy.
+        """
         buffer = self._worker.buffer(flat, name)
         assert buffer is not None, name
         return buffer
@@ -245,12 +247,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._worker.restore(self, engine, flat, i, mine)
 
     def state_names(self) -> tuple[str, ...]:
-        """Names that a parameter's state must have; the others are the class's own business."""
+        """Return the names that a parameter's state must have; the others are the class's own business."""
         return self._worker.state_names(self.param_groups)
 
 
 def _check_capture(name: str, groups: list[Options], alike: str) -> None:
-    """Raises StateError where a graph is being captured that could not be replayed."""
+    """Raise StateError where a graph is being captured that could not be replayed."""
     of = next((parameter.device for _, parameter in states.members(groups)), torch.device("cpu"))
     if of.type not in devices.KINDS:
         return
@@ -275,7 +277,7 @@ def _check_capture(name: str, groups: list[Options], alike: str) -> None:
 
 @contextlib.contextmanager
 def _as_config_error(subject: str, expected: str) -> Iterator[None]:
-    """torch's own complaint about an argument, in this package's form, and still what torch's was."""
+    """Raise torch's own complaint about an argument in this package's form, as what torch's was, too."""
     try:
         yield
     except NpuZeroError:

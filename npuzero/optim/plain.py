@@ -22,7 +22,7 @@ States = dict[Tensor, Options]
 
 
 class Member(NamedTuple):
-    """A parameter, its number in the optimizer, of which random bits depend, and its group."""
+    """Name a parameter, its number in the optimizer, of which random bits depend, and its group."""
 
     number: int
     group: Options
@@ -30,7 +30,7 @@ class Member(NamedTuple):
 
 
 class Plain:
-    """What an optimizer knows of plain parameters beside its ``state``.
+    """Hold what an optimizer knows of plain parameters beside its ``state``.
 
     That has torch's names. A parameter that is not float32 and contiguous has a float32 ``master`` there, unless
     ``masters`` says otherwise of bfloat16 (then maybe a ``remainder``): torch would update it in place with every
@@ -57,7 +57,7 @@ class Plain:
         self._loaded: dict[int, Tensor] = {}
 
     def update(self, all_states: States, members: Sequence[Member], scale: Tensor | None, skip: Tensor | None) -> None:
-        """One step of those that have a gradient.
+        """Take one step of those that have a gradient.
 
         Args:
             all_states: the optimizer's; what begins here gets one.
@@ -110,7 +110,7 @@ class Plain:
                 self._marks[id(parameter)] = _mark(parameter)
 
     def _ranges(self, members: list[Member], numbers: list[tuple[int, int | None]]) -> list[Range]:
-        """Of parameters laid end to end: one for each run of those with one group, and one step count or row.
+        """Lay parameters end to end: a range for each run of those with one group, and one step count or row.
 
         What is rounded stochastically has one for each parameter.
         """
@@ -126,7 +126,7 @@ class Plain:
         return ranges
 
     def _line_of(self, device: torch.device, **buffers: Sequence[Tensor | None]) -> Line:
-        """The last step's line where it is still theirs: to ask takes less than to make one."""
+        """Return the last step's line where it is still theirs: to ask takes less than to make one."""
         line = self._lines.get(device)
         if line is None or not line.is_of(**buffers):
             line = self._lines[device] = self._rule.line(**buffers, seed=self._seed)
@@ -137,7 +137,7 @@ class Plain:
     def _count(
         self, device: torch.device, members: list[Member], states: list[Options], counted: list[bool]
     ) -> list[int | Tensor]:
-        """Of each parameter the number of this update; where the device counts, its count of those before."""
+        """Return for each parameter the number of this update; where the device counts, its count of those before."""
         known = [state for state, there in zip(states, counted, strict=True) if not there]
         steps: Iterator[int] = iter(self._count_here(device, known) if known else ())
         there = [(m.parameter, state) for m, state, on in zip(members, states, counted, strict=True) if on]
@@ -149,13 +149,13 @@ class Plain:
         return [state["step"] if on else next(steps) for state, on in zip(states, counted, strict=True)]
 
     def count_on_device(self, parameter: nn.Parameter, state: Options) -> None:
-        """Has the device count the steps of ``parameter``, if it does not."""
+        """Have the device count the steps of ``parameter``, if it does not."""
         if self._taken.counts.get(id(parameter)) is not state["step"]:
             step = float(state["step"])
             state["step"] = self._taken.begin(id(parameter), step, parameter.device, torch.float32)
 
     def _count_here(self, device: torch.device, states: list[Options]) -> list[int]:
-        """Adds this update to each state's step, on the host; what they are now.
+        """Add this update to each state's step, on the host; return what they are now.
 
         They are made views of one tensor, which is counted up as long as the same states are updated.
         """
@@ -184,7 +184,9 @@ class Plain:
         return state
 
     def _master_of(self, parameter: nn.Parameter) -> str:
-        """How a parameter's master is kept: ``"own"`` where it is the float32 parameter, else as ``masters`` says."""
+        """Return how a parameter's master is kept: ``"own"`` where it is the float32 parameter, else as ``masters``
+        says.
+        """
         if parameter.dtype == torch.float32 and parameter.is_contiguous():
             return "own"
         return self._masters if parameter.dtype == torch.bfloat16 and parameter.is_contiguous() else "fp32"
@@ -208,7 +210,7 @@ class Plain:
 
     @torch.no_grad()
     def _follow(self, parameter: nn.Parameter, state: Options) -> None:
-        """What somebody has written into a parameter, or put in its place, its master has from now on.
+        """Take into its master what somebody has written into a parameter, or put in its place.
 
         It keeps its bits where its rounded copy is unchanged. A remainder belonged to the values of before.
         """
@@ -228,7 +230,7 @@ class Plain:
             storage.follow(state["master"], settled(parameter.detach()))
 
     def read(self, parameter: nn.Parameter, state: Options) -> Options:
-        """``state`` as torch would have it: a whole master, float32 moments, a step of its own.
+        """Return ``state`` as torch would have it: an unsharded master, float32 moments, a step of its own.
 
         The master only where it is more than the parameter. Tensors lie as the parameter does, as torch's updates want.
         """
@@ -251,7 +253,7 @@ class Plain:
         return state
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> Options:
-        """The state that :meth:`read` gave, as it is kept here."""
+        """Return the state that :meth:`read` gave, as it is kept here."""
         self._lines.clear()  # else the moments of before stay until the next step
         if not state:
             return {}
@@ -287,7 +289,7 @@ def _mark(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _on(value: Tensor | None, device: torch.device) -> Tensor | None:
-    """[1] float32 on ``device``."""
+    """Return [1] float32 on ``device``."""
     return None if value is None else value.to(device, torch.float32).view(1)
 
 
@@ -303,5 +305,5 @@ def _check_dense(member: Member) -> None:
 
 
 def _lies_flat(parameter: nn.Parameter) -> bool:
-    """Whether the update can write the parameter's own memory as the rounded copy of its master."""
+    """Tell whether the update can write the parameter's own memory as the rounded copy of its master."""
     return parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_contiguous()

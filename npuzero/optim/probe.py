@@ -73,7 +73,7 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer], options: Opt
 
 
 def _difference(make: Make, device: torch.device) -> str | None:
-    """What tells the optimizer from an element-wise one; None where nothing does."""
+    """Return what tells the optimizer from an element-wise one; None where nothing does."""
     wholes = _tensors(device)
     together = make(wholes)
     if problem := _unusable(together):
@@ -109,7 +109,7 @@ def _unusable(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step without the hooks that a program may have put around the steps of all optimizers."""
+    """Take a step without the hooks that a program may have put around the steps of all optimizers."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -125,14 +125,14 @@ def _compared(begin: Tensor, together: Tensor, apart: Tensor) -> str | None:
 
 
 def _tensors(device: torch.device) -> list[Tensor]:
-    """Values from a hundredth to two, larger from range to range."""
+    """Make values from a hundredth to two, larger from range to range."""
     numbers = torch.arange(1, 30, dtype=torch.float32)
     values = torch.sin(numbers * 1.7) * torch.logspace(-2, 0.3, 29)
     return _shaped(values.to(device))
 
 
 def _gradients(step: int, device: torch.device) -> list[Tensor]:
-    """From a thousandth to ten, smaller from range to range; of either sign, and never near zero."""
+    """Make gradients from a thousandth to ten, smaller from range to range; of either sign, never near zero."""
     numbers = torch.arange(1, 30, dtype=torch.float32)
     signs = torch.where(torch.sin(numbers * 2.3 + step) > 0, 1.0, -1.0)
     sizes = torch.logspace(1, -3, 29) * (1.5 + torch.cos(numbers + 3.0 * step))

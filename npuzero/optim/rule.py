@@ -26,7 +26,7 @@ Options = dict[str, Any]
 
 
 class Range(NamedTuple):
-    """A parameter's part of the line, ``[begin, end)`` in elements: its group's options and its own step count.
+    """Describe a parameter's part of the line, ``[begin, end)`` in elements: its group's options, its own step count.
 
     ``row``: the row of :class:`~npuzero.optim.segments.Rows` that knows lr and step instead. ``stream`` and ``place``:
     as :class:`npuzero.ops.Segment` has them, where something is rounded stochastically.
@@ -42,10 +42,10 @@ class Range(NamedTuple):
 
 
 class Line(Protocol):
-    """The buffers that launch after launch of an op writes, such as :class:`npuzero.ops.Line`."""
+    """Hold the buffers that launch after launch of an op writes, such as :class:`npuzero.ops.Line`."""
 
     def is_of(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether these arguments, as it was made with them but for the seed, are its buffers still."""
+        """Tell whether these arguments, as it was made with them but for the seed, are its buffers still."""
 
     def update(
         self,
@@ -59,7 +59,7 @@ class Line(Protocol):
 
 
 class Rule(ABC):
-    """An element-wise update, fused.
+    """Describe an element-wise update, fused.
 
     Attributes:
         alike: who does the same in plain torch, or whoever else errors shall name.
@@ -84,7 +84,7 @@ class Rule(ABC):
 
     @abstractmethod
     def kept(self, options: Mapping[str, Any]) -> Sequence[str]:
-        """Which of the moments parameters of a group have."""
+        """Return which of the moments parameters of a group have."""
 
     @abstractmethod
     def segment(self, first: Range, last: Range) -> Any:
@@ -92,13 +92,13 @@ class Rule(ABC):
 
     @abstractmethod
     def keeps_zeros(self, options: Mapping[str, Any]) -> bool:
-        """Whether elements that are zero in every buffer stay so, as the padding between parameters must."""
+        """Tell whether elements that are zero in every buffer stay so, as the padding between parameters must."""
 
     @abstractmethod
     def rows(
         self, options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device
     ) -> Tensor:
-        """[rows, columns of the op] float32 on ``device``: what lr and step come to, without the host waiting.
+        """Return [rows, columns of the op] float32 on ``device``: what lr and step come to, without the host waiting.
 
         Args:
             options: of each row; lr may be a tensor of one element.

@@ -23,7 +23,7 @@ class _Stage(enum.Enum):
 
 
 class LossScaler:
-    """Multiplies the loss, so that small float16 gradients do not vanish, and skips steps that overflow.
+    """Multiply the loss, so that small float16 gradients do not vanish, and skip steps that overflow.
 
     In the place of ``torch.amp.GradScaler``, which cannot read cut gradients::
 
@@ -93,7 +93,7 @@ class LossScaler:
     # -- a training step -------------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor, or an iterable of tensors, multiplied by the scale."""
+        """Multiply a tensor, or an iterable of tensors, by the scale."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
@@ -107,7 +107,7 @@ class LossScaler:
 
     @_disable_dynamo
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the optimizer's gradients by the scale. Collective over a cut model; once a step.
+        """Divide the optimizer's gradients by the scale. Collective over a cut model; once a step.
 
         Raises:
             StateError: called out of turn, or there is no gradient.
@@ -135,7 +135,7 @@ class LossScaler:
 
     @_disable_dynamo
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()`` on unscaled gradients, without effect where they overflowed; collective as that is.
+        """Call ``optimizer.step()`` on unscaled gradients, without effect where they overflowed; collective as that is.
 
         Raises:
             StateError: called out of turn, or with a closure.
@@ -165,7 +165,7 @@ class LossScaler:
 
     @_disable_dynamo
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale by what the steps since the last call found, or sets it.
+        """Move the scale by what the steps since the last call found, or set it.
 
         Raises:
             StateError: no step since.
@@ -188,16 +188,16 @@ class LossScaler:
         return self._enabled
 
     def get_scale(self) -> float:
-        """The scale now, 1 where disabled; waits for the device."""
+        """Return the scale now, 1 where disabled; waits for the device."""
         return float(self._kept.now()["scale"]) if self._enabled else 1.0
 
     @property
     def skipped(self) -> int:
-        """Steps skipped so far; waits for the device."""
+        """Return the steps skipped so far; waits for the device."""
         return int(self._kept.now()["skipped"])
 
     def at_floor(self) -> Tensor | None:
-        """() bool on the device: the scale cannot go down any further; None before the first loss."""
+        """Return () bool on the device: the scale cannot go down any further; None before the first loss."""
         state = self._kept.state
         return None if state is None else state.scale <= state.floor
 
@@ -220,7 +220,9 @@ class LossScaler:
         self._kept.set("growth_interval", new_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's shape, with what torch's has not beside it; ``{}`` where disabled. Waits for the device."""
+        """Return the state in torch's shape, with what torch's has not beside it; ``{}`` where disabled. Waits for the
+        device.
+        """
         if not self._enabled:
             return {}
         now = self._kept.now()
@@ -233,7 +235,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave, or that of torch's scaler; nothing where disabled.
+        """Take what :meth:`state_dict` gave, or that of torch's scaler; nothing where disabled.
 
         Raises:
             CheckpointError: no such state.
@@ -268,7 +270,7 @@ class LossScaler:
             raise _out_of_turn(call, "once per optimizer between updates", f"gradients that are {done.value}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """As ``torch.amp.GradScaler``: between steps, and without tensors."""
+        """Return the state as ``torch.amp.GradScaler`` does: between steps, and without tensors."""
         if self._stages:
             raise _out_of_turn("pickle", "no step under way", "gradients that update() has not seen")
         return self.__dict__
@@ -280,7 +282,7 @@ def _out_of_turn(call: str, expected: str, got: str) -> StateError:
 
 
 def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
-    """The engines of the optimizer's cut parameters, and the gradients of its plain ones."""
+    """Return the engines of the optimizer's cut parameters, and the gradients of its plain ones."""
     engines: dict[int, Engine] = {}
     plain = []
     for group in optimizer.param_groups:
@@ -294,7 +296,7 @@ def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]
 
 
 def _step_unless(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -> Any:
-    """A step of an optimizer that decides on the device, as torch's scaler has it decide."""
+    """Take a step of an optimizer that decides on the device, as torch's scaler has it decide."""
     optimizer.found_inf = overflow
     try:
         return optimizer.step(**options)
@@ -303,6 +305,6 @@ def _step_unless(overflow: Tensor, optimizer: Any, options: Mapping[str, Any]) -
 
 
 def _unscale(gradient: Tensor, inverse: Tensor) -> Tensor:
-    """Unscales a plain gradient in place; () float32, not zero where an element is inf or NaN."""
+    """Unscale a plain gradient in place; return () float32, not zero where an element is inf or NaN."""
     gradient.mul_(inverse.to(gradient.device))
     return (~gradient.isfinite()).any().float()

@@ -17,7 +17,7 @@ _BEGIN, _END = attrgetter("begin"), attrgetter("end")
 
 
 class Rows:
-    """The table of what lr and step come to, for launches of which the device alone knows one of the two.
+    """Collect what lr and step come to, for launches of which the device alone knows one of the two.
 
     Args:
         device: where it is needed.
@@ -31,7 +31,7 @@ class Rows:
         self._steps: list[float | Tensor] = []
 
     def row(self, options: Mapping[str, Any], step: int | Tensor) -> tuple[int, int | None]:
-        """The number of an update and its row: the one if the host knows both step and lr, else the other.
+        """Return the number of an update and its row: the one if the host knows both step and lr, else the other.
 
         Args:
             options: its group's.
@@ -47,17 +47,19 @@ class Rows:
         return 0, row
 
     def table(self) -> Tensor | None:
-        """[rows, columns] float32; None where nobody has a row."""
+        """Return [rows, columns] float32; None where nobody has a row."""
         return self._rule.rows(self._options, self._steps, self._device) if self._options else None
 
 
 def lies_there(value: float | Tensor, device: torch.device) -> bool:
-    """Whether a number is to be read on ``device``. One in the host's memory is read by the host, without a wait."""
+    """Tell whether a number is to be read on ``device``. One in the host's memory is read by the host,
+    without a wait.
+    """
     return isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu")
 
 
 def column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """[n] float64 on ``device``: one number of each row."""
+    """Return [n] float64 on ``device``: one number of each row."""
     wide: dict[str, Any] = {"dtype": torch.float64, "device": device}
     return torch.stack(
         [
@@ -71,7 +73,7 @@ def column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
 
 
 def within(ranges: list[Range], begin: int, end: int) -> list[Range]:
-    """What lies in ``[begin, end)`` of ranges that ascend."""
+    """Return what lies in ``[begin, end)`` of ranges that ascend."""
     chosen = ranges[bisect_right(ranges, begin, key=_END) : bisect_left(ranges, end, key=_BEGIN)]
     if chosen and chosen[0].begin < begin:
         first = chosen[0]
@@ -83,7 +85,7 @@ def within(ranges: list[Range], begin: int, end: int) -> list[Range]:
 
 
 def segments(rule: Rule, ranges: Iterable[Range]) -> list[Any]:
-    """What the line of ``rule`` is told of ``ranges``, which ascend.
+    """Return what the line of ``rule`` is told of ``ranges``, which ascend.
 
     Neighbours that share options and step count become one segment across the padding between them, which is zero in
     every buffer: only a rule under which it would not stay so keeps them apart, or random bits of their own.
@@ -98,7 +100,7 @@ def segments(rule: Rule, ranges: Iterable[Range]) -> list[Any]:
 
 
 def _continues(rule: Rule, last: Range, part: Range) -> bool:
-    """Whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
+    """Tell whether nothing but padding lies between: a parameter left out would take START_ELEMENTS or more."""
     if last.options is not part.options or (last.step, last.row) != (part.step, part.row) or part.place is not None:
         return False
     gap = part.begin - last.end

@@ -26,7 +26,7 @@ Members = Mapping[int, tuple[int, Options]]
 
 
 class Shards:
-    """What an optimizer knows of cut models.
+    """Hold what an optimizer knows of sharded models.
 
     Args:
         chosen: ``masters`` and ``moments`` if the user has said how they are kept; a model's plan must say the same.
@@ -81,7 +81,8 @@ class Shards:
     def _ranges(
         self, used: Mapping[Flat, list[bool]], members: Members, counted: bool, rows: Rows | None
     ) -> list[Range]:
-        """Of the line, in order: this rank's part of each slot in ``used``, with this update's number, or its row.
+        """Return the line's ranges in order: this rank's part of each slot in ``used``,
+        with this update's number, or its row.
 
         Args:
             counted: the device counts; else the host does, here.
@@ -106,7 +107,7 @@ class Shards:
         return ranges
 
     def _line(self, optimizer: torch.optim.Optimizer, engine: Engine, shards: list[Flat]) -> Line:
-        """What the update of ``shards`` writes; an engine's buffers stay where they are."""
+        """Return what the update of ``shards`` writes; an engine's buffers stay where they are."""
         last, line = self._lines.get(engine, ([], None))
         if line is None or last != shards:
             stored = [self._moments_of(optimizer, engine, flat).stored for flat in shards]
@@ -121,7 +122,7 @@ class Shards:
         return line
 
     def _block_bytes(self, flat: Flat) -> int:
-        """What MOMENT_BLOCK elements of masters and moments take."""
+        """Return what MOMENT_BLOCK elements of masters and moments take."""
         masters = [flat.master] if flat.remainder is None else [flat.master, flat.remainder]
         stored = self._moments[flat].stored.values()
         return sum(MOMENT_BLOCK * tensor.element_size() for tensor in masters) + sum(
@@ -131,8 +132,8 @@ class Shards:
     # -- step counts -----------------------------------------------------------------------------------------------
 
     def _counted_on_device(self, groups: list[Options], engine: Engine, members: Members) -> bool:
-        """Whether the device counts the steps of a model: where an option asks for it, or once a step may be skipped
-        without the host's knowledge. It begins with what the host has counted.
+        """Tell whether the device counts the steps of a model: where an option asks for it,
+        or once a step may be skipped without the host's knowledge. It begins with what the host has counted.
         """
         asked = engine.boundary.skip is not None or any(group["capturable"] for group in groups)
         if not asked and not self._taken.counts:
@@ -148,18 +149,18 @@ class Shards:
         return counted
 
     def _steps_of(self, flat: Flat) -> list[int]:
-        """Per slot: how often it was updated, as far as the host has counted."""
+        """Return, per slot, how often it was updated, as far as the host has counted."""
         return self._steps.setdefault(flat, [0] * len(flat.parameters))
 
     def _step_of(self, flat: Flat, i: int) -> int:
-        """How often a slot was updated; waits for the device where that has counted."""
+        """Return how often a slot was updated; waits for the device where that has counted."""
         count = self._taken.counts.get(id(flat.parameters[i]))
         return self._steps_of(flat)[i] if count is None else int(count.item())
 
     # -- states ----------------------------------------------------------------------------------------------------
 
     def kept(self, groups: list[Options]) -> tuple[str, ...]:
-        """The moments of a flat's parameters, of whatever groups they are."""
+        """Return the moments of a flat's parameters, of whatever groups they are."""
         needed = {name for group in groups for name in self._rule.kept(group)}
         return tuple(name for name in self._rule.moments if name in needed)
 
@@ -172,7 +173,7 @@ class Shards:
         return self._moments[flat]
 
     def _check_precision(self, name: str, precision: Precision) -> None:
-        """Raises ConfigError where the plan does not keep masters and moments as the user has said."""
+        """Raise ConfigError where the plan does not keep masters and moments as the user has said."""
         for part, chosen in self._chosen.items():
             if chosen not in (None, getattr(precision, part)):
                 raise ConfigError(
@@ -183,12 +184,12 @@ class Shards:
                 )
 
     def buffer(self, flat: Flat, name: str) -> Tensor | None:
-        """[n/S] float32: a moment of all slots; maybe a copy; None where there is none."""
+        """Return [n/S] float32: a moment of all slots; maybe a copy; None where there is none."""
         moments = self._moments.get(flat)
         return None if moments is None or name not in moments.stored else moments.read(name)
 
     def slot_state(self, flat: Flat, i: int) -> Options:
-        """The step count and the flat's moments, if slot ``i`` was ever updated."""
+        """Return the step count and the flat's moments, if slot ``i`` was ever updated."""
         step = self._step_of(flat, i)
         return {"step": step, **self._moments[flat].stored} if step else {}
 

@@ -16,7 +16,7 @@ from npuzero.shard.flat import Flat
 
 
 def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
-    """Every parameter with its group, in the order that numbers them."""
+    """Yield every parameter with its group, in the order that numbers them."""
     for group in groups:
         for parameter in group["params"]:
             yield group, parameter
@@ -44,18 +44,20 @@ def describe(worker: Worker, flat: Flat, i: int) -> dict[str, float | None]:
 
 
 def cut(flat: Flat, i: int, state: Mapping[str, Any]) -> Options:
-    """This rank's part of the state of slot ``i``, whose tensors are whole."""
+    """Return this rank's part of the state of slot ``i``, whose tensors are whole."""
     parameter = flat.parameters[i]
     return {k: flat.cut_like_own(i, v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
 
 
 def _is_whole(name: str, value: object, parameter: nn.Parameter) -> bool:
-    """Whether ``value`` is a state of the parameter's shape, of which a rank keeps its part: a scalar's step is not."""
+    """Tell whether ``value`` is a state of the parameter's shape, of which a rank keeps its part: a scalar's step is
+    not.
+    """
     return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name != "step")
 
 
 def check(state_dict: object, groups: list[Options]) -> None:
-    """Raises CheckpointError where ``state_dict`` is no state of an optimizer with such groups."""
+    """Raise CheckpointError where ``state_dict`` is no state of an optimizer with such groups."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
             "optimizer state",
@@ -74,7 +76,7 @@ def check(state_dict: object, groups: list[Options]) -> None:
 
 
 def check_one(number: int, parameter: nn.Parameter, state: object, needs: tuple[str, ...]) -> None:
-    """Raises CheckpointError where ``state`` is not one of such a parameter, or lacks one of the names ``needs``."""
+    """Raise CheckpointError where ``state`` is not one of such a parameter, or lacks one of the names ``needs``."""
     subject = f"optimizer state {number}"
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -93,7 +95,7 @@ def check_one(number: int, parameter: nn.Parameter, state: object, needs: tuple[
 
 
 def check_names(subject: str, state: Mapping[str, Any], needs: tuple[str, ...]) -> None:
-    """Raises CheckpointError where ``state`` lacks one of the names ``needs``."""
+    """Raise CheckpointError where ``state`` lacks one of the names ``needs``."""
     if any(name not in state for name in needs):
         raise CheckpointError(
             subject,

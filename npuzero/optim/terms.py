@@ -19,22 +19,22 @@ Options = dict[str, Any]
 
 
 class Optimizer(Protocol):
-    """An optimizer as :class:`Terms` sees it."""
+    """Name what :class:`Terms` asks of an optimizer."""
 
     param_groups: list[Options]
     defaults: Options
 
     @property
     def kind(self) -> str:
-        """Its class, as an error names it."""
+        """Return its class, as an error names it."""
 
     @property
     def constants(self) -> Words:
-        """What else random bits depend on."""
+        """Return what else random bits depend on."""
 
 
 class _Known:
-    """A group of which ``members`` are of the model, and what was last said of its ``values``."""
+    """Remember a group of which ``members`` are of the model, and what was last said of its ``values``."""
 
     def __init__(self, members: dict[str, int], constants: str, values: int) -> None:
         self.members = members
@@ -56,7 +56,7 @@ _NOTHING = object()
 
 
 class Terms:
-    """The rules of one optimizer for the parameters of one model.
+    """Digest the rules of one optimizer for the parameters of one model.
 
     Asked in each step, so what has not changed costs a comparison. They outlive the optimizer, as it was last: when one
     is collected differs between ranks.
@@ -84,7 +84,7 @@ class Terms:
         self.members = frozenset(members)
 
     def digest(self) -> int:
-        """A number that is the same on ranks with the same rules, in whatever order they list groups."""
+        """Return a number that is the same on ranks with the same rules, in whatever order they list groups."""
         total = 0
         for group, known in zip(self._present(), self._known, strict=False):
             if known.members:
@@ -109,7 +109,7 @@ class Terms:
 
 
 def _number(value: Any) -> float:
-    """A number that stands for an option, the same in every process: Python's own hash of a text is not."""
+    """Return a number that stands for an option, the same in every process: Python's own hash of a text is not."""
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         return value  # type: ignore[no-any-return]
@@ -117,7 +117,9 @@ def _number(value: Any) -> float:
 
 
 def _word(value: Any) -> Any:
-    """An option as the ranks can exchange it; None for what they cannot compare, or only by waiting for a device."""
+    """Return an option as the ranks can exchange it; None for what they cannot compare, or only by waiting for a
+    device.
+    """
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     if isinstance(value, (list, tuple)):

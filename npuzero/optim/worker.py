@@ -17,7 +17,7 @@ from npuzero.shard.flat import Flat
 
 
 class Worker(ABC):
-    """Updates the parameters of one optimizer and keeps their states.
+    """Update the parameters of one optimizer and keep their states.
 
     It is handed the optimizer, whose ``param_groups`` and ``state`` it works by, and does not keep it: a cycle would
     keep the states' memory.
@@ -56,21 +56,27 @@ class Worker(ABC):
 
     @abstractmethod
     def decides_on_device(self, groups: list[Options]) -> bool:
-        """Whether torch.amp.GradScaler may leave ``grad_scale`` and ``found_inf`` on the device, for the update."""
+        """Tell whether torch.amp.GradScaler may leave ``grad_scale`` and ``found_inf`` on the device,
+        for the update.
+        """
 
     # -- states: of cut parameters by flat and slot, of plain ones by themselves -------------------------------------
 
     @abstractmethod
     def state_names(self, groups: list[Options]) -> tuple[str, ...]:
-        """Names that a parameter's state must have; others are the optimizer's own business."""
+        """Return the names that a parameter's state must have; others are the optimizer's own business."""
 
     @abstractmethod
     def slot_state(self, flat: Flat, i: int) -> Options:
-        """The state of slot ``i``, as it lies here: numbers, and tensors, of which names and dimensions are told."""
+        """Return the state of slot ``i``, as it lies here: numbers, and tensors, of which names and dimensions are
+        told.
+        """
 
     @abstractmethod
     def buffer(self, flat: Flat, name: str) -> Tensor | None:
-        """[n/S] float32: this rank's part of the tensors ``name`` of all slots, maybe a copy; None if there is none."""
+        """Return [n/S] float32: this rank's part of the tensors ``name`` of all slots, maybe a copy; None if there is
+        none.
+        """
 
     @abstractmethod
     def restore(
@@ -80,7 +86,7 @@ class Worker(ABC):
 
     @abstractmethod
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
-        """The state of a plain parameter, in torch's shape."""
+        """Return the state of a plain parameter, in torch's shape."""
 
     @abstractmethod
     def restore_plain(
@@ -90,7 +96,7 @@ class Worker(ABC):
 
 
 def refuse_differentiable(name: str, group: Options) -> None:
-    """Raises ConfigError where autograd is to go through the update."""
+    """Raise ConfigError where autograd is to go through the update."""
     if group.get("differentiable"):
         raise ConfigError(
             name,

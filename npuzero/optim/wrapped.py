@@ -21,7 +21,7 @@ from npuzero.shard.ownership import engine_behind, owners
 
 
 class Wrapped(Worker):
-    """Has an optimizer of torch's update: over plain parameters as they are, over this rank's ranges of cut ones.
+    """Have an optimizer of torch's update: plain parameters as they are, sharded ones by this rank's ranges.
 
     Args:
         optimizer_class: element-wise.
@@ -47,7 +47,7 @@ class Wrapped(Worker):
         self._stand_ins: dict[int, Tensor] = {}  # by id of a cut parameter: this rank's range of its master
 
     def __getstate__(self) -> Options:
-        """Stand-ins are ranges of a cut model, of which there are no copies."""
+        """Leave stand-ins out: they are ranges of a sharded model, of which there are no copies."""
         return {**self.__dict__, "_stand_ins": {}}
 
     def kind(self, name: str) -> str:
@@ -71,7 +71,7 @@ class Wrapped(Worker):
         return False
 
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
-        """In one chunk: what the optimizer does, and in which order, is its own business."""
+        """Update in one chunk: what the optimizer does, and in which order, is its own business."""
         inner = self._made(optimizer)
         for group, mirror in zip(optimizer.param_groups, inner.param_groups, strict=True):
             mirror.update((key, value) for key, value in group.items() if key != "params")
@@ -92,14 +92,16 @@ class Wrapped(Worker):
                 flat.refresh_low()
 
     def _made(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that does the work; made when it is needed, since ``zero()`` may come after ``optimizer``."""
+        """Return the optimizer that does the work; made when it is needed, since ``zero()`` may come after
+        ``optimizer``.
+        """
         if self._inner is None:
             groups = [self._counterpart(group) for group in optimizer.param_groups]
             self._inner = self._class(groups, **self._options)
         return self._inner
 
     def _counterpart(self, group: Options) -> Options:
-        """``group`` for the inner optimizer; frozen parameters of a cut model have no part in it."""
+        """Return ``group`` for the inner optimizer; frozen parameters of a cut model have no part in it."""
         members: list[Tensor] = []
         for parameter in group["params"]:
             engine = engine_behind(parameter)
@@ -155,7 +157,7 @@ class Wrapped(Worker):
 
 
 def _check_precision(precision: Precision) -> None:
-    """Raises ConfigError where masters or moments are kept as torch's optimizers cannot take them."""
+    """Raise ConfigError where masters or moments are kept as torch's optimizers cannot take them."""
     for name in ("masters", "moments"):
         if getattr(precision, name) != "fp32":
             raise ConfigError(

@@ -15,7 +15,7 @@ from npuzero.plan.presets import Plan
 
 @dataclass(frozen=True)
 class FlatSize:
-    """What the arithmetic needs to know of one flat buffer.
+    """Describe one flat to the arithmetic.
 
     Attributes:
         unit: index of its unit in order of execution; the root unit is 0, since it spans the others.
@@ -34,7 +34,7 @@ class FlatSize:
 
 @dataclass(frozen=True)
 class Kind:
-    """What equal flats have in common: their length, dtype and plan, and the buffers and collectives that follow."""
+    """Describe what equal flats share: length, dtype and plan, and the buffers and collectives that follow."""
 
     numel: int
     dtype: torch.dtype
@@ -44,15 +44,15 @@ class Kind:
 
     @staticmethod
     def of(flat: FlatSize, plan: Plan, mesh: MeshShape) -> Kind:
-        """The kind of ``flat`` in a model under ``plan``."""
+        """Return the kind of ``flat`` in a model under ``plan``."""
         return Kind(flat.numel, flat.dtype, flat.trainable, flat.plan or plan, mesh)
 
     def shard(self, placement: Placement) -> int:
-        """Elements of a shard of this part."""
+        """Return the elements of a shard of this part."""
         return self.numel // self.mesh.size(placement.axes)
 
     def many(self, axes: Axes) -> bool:
-        """Whether a collective over ``axes`` is one, and not the identity."""
+        """Tell whether a collective over ``axes`` is one, and not the identity."""
         return self.mesh.size(axes) > 1
 
     @cached_property
@@ -61,7 +61,7 @@ class Kind:
 
     @cached_property
     def keeps_more(self) -> bool:
-        """Whether more is kept between forward and backward than rests: a copy, or all of it."""
+        """Tell whether more is kept between forward and backward than rests: a copy, or all of it."""
         return self.mesh.size(self.plan.after_forward.axes) < self.mesh.size(self.plan.parameters.axes)
 
     @cached_property
@@ -74,7 +74,7 @@ class Kind:
 
     @cached_property
     def copy(self) -> Buffer:
-        """What is kept between forward and backward, where that is a part."""
+        """Return what is kept between forward and backward, where that is a part."""
         return Buffer(self.plan.after_forward.memory, "buffers", self.shard(self.plan.after_forward), self.dtype)
 
     @cached_property
@@ -87,36 +87,38 @@ class Kind:
 
     @cached_property
     def has_boundary(self) -> bool:
-        """Whether R3 does anything."""
+        """Tell whether R3 does anything."""
         return self.many(self.plan.deeper) or self.many(self.plan.beyond)
 
     @cached_property
     def scattered(self) -> bool:
-        """Whether R2 does anything."""
+        """Tell whether R2 does anything."""
         return self.many(self.plan.gradients.axes)
 
     @cached_property
     def may_pass(self) -> bool:
-        """Whether gradients of a step's only pass are sent as they come: what they would be added up in is no wire."""
+        """Tell whether gradients of a step's only pass are sent as they come: their accumulator has another dtype."""
         return self.has_boundary and not self.scattered and self.wire != torch.float32
 
     def collective(
         self, purpose: Purpose, unit: int, verb: str, axes: Axes, numel: int, dtype: torch.dtype
     ) -> Collective:
-        """``verb`` over ``numel`` elements, before they are cut over ``axes``."""
+        """Return the collective ``verb`` over ``numel`` elements, before they are sharded over ``axes``."""
         return Collective(purpose, unit, verb, axes, self.mesh.size(axes), numel * dtype.itemsize)
 
     @cached_property
     def summed(self) -> Axes:
-        """The axes of the first collective that a gradient goes through: their ranks read its wires in place."""
+        """Return the axes of the first collective that a gradient goes through: their ranks read its buffer in
+        place.
+        """
         return next(
             (axes for axes in (self.plan.gradients.axes, self.plan.deeper, self.plan.beyond) if self.many(axes)), ()
         )
 
     def lent(self, numel: int) -> Buffer:
-        """A wire from the pool."""
+        """Return a communication buffer from the pool."""
         return Buffer(self.plan.gradients.memory, "buffers", numel, self.wire, self.summed)
 
     def as_wire(self, numel: int) -> Buffer | None:
-        """What sums that travel are rounded into; None: float32 sums are their own wire."""
+        """Return what sums are rounded into to be sent; None: float32 sums are sent as they are."""
         return None if self.wire == torch.float32 else self.lent(numel)

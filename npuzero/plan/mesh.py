@@ -12,7 +12,7 @@ SHARD_BYTES = 512
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the data axes. ``world`` ranks = ``node`` groups of ``local`` consecutive ranks."""
+    """Give the sizes of the data axes. ``world`` ranks = ``node`` groups of ``local`` consecutive ranks."""
 
     node: int
     local: int
@@ -22,14 +22,16 @@ class MeshShape:
         return self.node * self.local
 
     def size(self, axes: Axes) -> int:
-        """Number of ranks that something cut over ``axes`` is cut into."""
+        """Return the number of ranks that something sharded over ``axes`` is divided among."""
         size = 1
         for axis in axes:
             size *= self.node if axis == NODE else self.local
         return size
 
     def index(self, axes: Axes, rank: int) -> int:
-        """Which shard of something cut over ``axes`` is global rank ``rank``'s: the first axis is outermost."""
+        """Return which shard of something sharded over ``axes`` is global rank ``rank``'s:
+        the first axis is outermost.
+        """
         place = {NODE: rank // self.local, LOCAL: rank % self.local}
         index = 0
         for axis in axes:
@@ -38,7 +40,8 @@ class MeshShape:
 
 
 def ring_bytes(verb: str, nbytes: int, size: int) -> int:
-    """Bytes each of ``size`` ranks sends for one collective on a ring (or any algorithm that sends the fewest).
+    """Return the bytes each of ``size`` ranks sends for one collective on a ring (or any algorithm that sends the
+    fewest).
 
     Args:
         verb: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier.

@@ -13,7 +13,7 @@ from npuzero.plan.placement import Axes, Memory
 
 
 class Purpose(enum.Enum):
-    """What a collective is for: one of the four rules, or what the engine says to itself."""
+    """Say what a collective is for: one of the four rules, or what the engine says to itself."""
 
     GATHER = "gather"  # R1
     REDUCE = "reduce"  # R2
@@ -24,7 +24,9 @@ class Purpose(enum.Enum):
 
     @property
     def channel(self) -> str:
-        """The channel it travels on: collectives of one channel and group run in the order in which they start."""
+        """Return the channel it travels on: collectives of one channel and group run in the order in which they
+        start.
+        """
         return _CHANNELS[self]
 
 
@@ -40,7 +42,7 @@ _CHANNELS = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One verb over one buffer.
+    """Run one collective over one buffer.
 
     Attributes:
         unit: index of the unit whose flat it moves; 0 for control.
@@ -57,13 +59,13 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends."""
+        """Return the bytes that this rank sends."""
         return ring_bytes(self.verb, self.nbytes, self.size)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that lives within a step.
+    """Describe memory that lives within a step.
 
     Attributes:
         label: the part of the training state it counts for.
@@ -84,7 +86,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Compute:
-    """Unit ``unit`` computes its forward, or its backward."""
+    """Compute the forward of unit ``unit``, or its backward."""
 
     unit: int
     backward: bool
@@ -92,7 +94,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Take:
-    """``count`` such buffers get memory."""
+    """Take memory for ``count`` such buffers."""
 
     buffer: Buffer
     count: int = 1
@@ -100,7 +102,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Give:
-    """``count`` such buffers are given back."""
+    """Give ``count`` such buffers back."""
 
     buffer: Buffer
     count: int = 1
@@ -108,7 +110,7 @@ class Give:
 
 @dataclass(frozen=True)
 class Start:
-    """``count`` such collectives start, one for each of as many equal flats."""
+    """Start ``count`` such collectives, one for each of as many equal flats."""
 
     collective: Collective
     count: int = 1
@@ -125,14 +127,14 @@ class Wait:
 
 @dataclass(frozen=True)
 class Launch:
-    """The gradients of a flat of ``unit`` are complete, and their reduction begins."""
+    """Begin the reduction of a flat of ``unit``, whose gradients are complete."""
 
     unit: int
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """``moves``, ``times`` times over; each time they leave all as they found it."""
+    """Repeat ``moves`` ``times`` times; each time they leave all as they found it."""
 
     times: int
     moves: tuple[Move, ...]
@@ -142,7 +144,7 @@ Move = Compute | Take | Give | Start | Wait | Launch | Repeat
 
 
 def flattened(moves: Iterable[Move]) -> Iterator[Move]:
-    """Yields the moves one by one, repeats written out."""
+    """Yield the moves one by one, repeats written out."""
     for move in moves:
         if isinstance(move, Repeat):
             for _ in range(move.times):

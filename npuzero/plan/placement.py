@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 class Memory(enum.Enum):
-    """Where bytes rest."""
+    """Name where bytes rest."""
 
     DEVICE = "device"
     HOST = "host"
@@ -25,7 +25,7 @@ class Memory(enum.Enum):
 @keywords()
 @dataclass(frozen=True)
 class Placement:
-    """Where one part of the training state is kept.
+    """Say where one part of the training state is kept.
 
     Attributes:
         axes: mesh axes it is cut over, outermost first; ``()`` means whole on each rank.
@@ -41,10 +41,10 @@ WHOLE = Placement()
 
 
 def axes_between(deep: Axes, shallow: Axes) -> Axes:
-    """The axes by which ``deep`` is cut further than ``shallow``, a prefix of it."""
+    """Return the axes by which ``deep`` is sharded further than ``shallow``, a prefix of it."""
     return deep[len(shallow) :]
 
 
 def axes_beyond(states: Axes, averaged: Axes = AXES) -> Axes:
-    """D - states: the axes over which gradients are averaged and states replicated, in mesh order."""
+    """Return D - states: the axes over which gradients are averaged and states replicated, in mesh order."""
     return tuple(axis for axis in averaged if axis not in states)

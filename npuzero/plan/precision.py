@@ -30,7 +30,7 @@ SUMS = ("fp32", "wire")
 @keywords(dtype="parameters", param_dtype="parameters", reduce_dtype="wires")
 @dataclass(frozen=True)
 class Precision:
-    """In which dtype each part of the training state is kept, sent and computed.
+    """Choose the dtypes in which each part of the training state is kept, sent and computed.
 
     Attributes:
         parameters: what they are converted to, and with them the root's floating inputs; None: each keeps its own.
@@ -91,28 +91,28 @@ class Precision:
             )
 
     def parameter_of(self, own: torch.dtype) -> torch.dtype:
-        """The dtype of a parameter that came in ``own``."""
+        """Return the dtype of a parameter that came in ``own``."""
         return self.parameters or own
 
     def wire_of(self, parameter: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of parameters of dtype ``parameter`` travel."""
+        """Return the communication dtype of gradients of parameters of dtype ``parameter``."""
         return self.wires or parameter
 
     def sums_of(self, parameter: torch.dtype) -> torch.dtype:
-        """The dtype in which finished sums of gradients of such parameters travel."""
+        """Return the communication dtype of finished sums of gradients of such parameters."""
         return self.wire_of(parameter) if self.sums == "wire" else self.accumulation
 
     @property
     def start_elements(self) -> int:
-        """Each parameter starts on a multiple of this many elements of its flat: where blocks are, with one."""
+        """Return of how many elements each parameter's start in its flat is a multiple: where blocks are, of one."""
         return MOMENT_BLOCK if self.moments == "int8" else START_ELEMENTS
 
     def master_bytes(self, parameter: torch.dtype) -> int:
-        """Bytes an element of the masters takes beside a parameter of this dtype."""
+        """Return the bytes an element of the masters takes beside a parameter of this dtype."""
         return 0 if parameter == torch.float32 else MASTERS[self.masters]
 
     def moment_bytes(self, numel: int) -> int:
-        """Bytes of one moment of ``numel`` elements, whole blocks of them."""
+        """Return the bytes of one moment of ``numel`` elements, whole blocks of them."""
         exponents = numel // MOMENT_BLOCK if self.moments == "int8" else 0
         return MOMENTS[self.moments] * numel + exponents
 
@@ -134,7 +134,8 @@ PrecisionLike = Precision | str | torch.dtype | None
 
 
 def parse_precision(precision: PrecisionLike) -> Precision:
-    """The Precision that a name of :data:`PRECISIONS` or a dtype of the parameters stands for; None: as they are.
+    """Return the Precision that a name of :data:`PRECISIONS` or a dtype of the parameters stands for; None:
+    as they are.
 
     Raises:
         ConfigError: none of these.

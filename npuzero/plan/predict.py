@@ -19,7 +19,7 @@ Where = tuple[Memory, str]
 
 
 def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: Step, moments: int = 2) -> Report:
-    """Returns what one rank holds and sends in one steady step: the table's arithmetic.
+    """Return what one rank holds and sends in one steady step: the table's arithmetic.
 
     Args:
         plan, flats, mesh: the row, the model (flats in order of their units), the ranks.
@@ -41,7 +41,7 @@ def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: 
 
 
 def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:
-    """Yields each collective of a schedule, and how often it runs."""
+    """Yield each collective of a schedule, and how often it runs."""
     for move in moves:
         if isinstance(move, Start):
             yield move.collective, move.count
@@ -50,7 +50,7 @@ def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:
 
 
 def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moments: int) -> Counter[Where]:
-    """Returns the bytes that rest between steps: parameters, masters and moments."""
+    """Return the bytes that rest between steps: parameters, masters and moments."""
     held: Counter[Where] = Counter()
     for flat, equal in itertools.groupby(flats):
         own = flat.plan or plan
@@ -65,14 +65,16 @@ def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moment
 
 
 def peak_bytes(moves: Iterable[Move]) -> Counter[Where]:
-    """Returns the high water of what comes and goes within a step."""
+    """Return the high water of what comes and goes within a step."""
     tide = _Tide()
     tide.walk(moves)
     return tide.peak + tide.pooled
 
 
 class _Tide:
-    """What is held now, and was at most; apart from it what pools have made, which they keep from step to step."""
+    """Count what is held now, and was at most; apart from it what pools have made,
+    which they keep from step to step.
+    """
 
     def __init__(self) -> None:
         self.now: Counter[Where] = Counter()

@@ -14,7 +14,7 @@ from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_pre
 @keywords(held="after_forward", reshard_after_forward="after_forward")
 @dataclass(frozen=True)
 class Plan:
-    """One row of the table.
+    """Place the parts of a training state over the ranks: one row of the table.
 
     Attributes:
         parameters: between steps.
@@ -75,7 +75,7 @@ class Plan:
     @staticmethod
     @keywords()
     def preset(name: str | int | float, *, precision: PrecisionLike = None, local_size: int | None = None) -> Plan:
-        """The plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
+        """Return the plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
         Args:
             name: one of :data:`PRESETS`, or 0, 1, 2, 3, 1.5.
@@ -99,31 +99,31 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, Placement]:
-        """The placements by name, the shallowest cut first."""
+        """Return the placements by name, those sharded over the fewest axes first."""
         return {part: getattr(self, part) for part in ("after_forward", "parameters", "gradients", "states")}
 
     @property
     def averaged(self) -> Axes:
-        """D: the axes whose ranks see different data, so that gradients are the mean over them."""
+        """Return D: the axes whose ranks see different data, so that gradients are the mean over them."""
         return AXES
 
     @property
     def deeper(self) -> Axes:
-        """States - gradients: what R3 scatters over."""
+        """Return states - gradients: the axes that shard states but not gradients, over which R3 scatters."""
         return axes_between(self.states.axes, self.gradients.axes)
 
     @property
     def beyond(self) -> Axes:
-        """D - states: what R3 sums over."""
+        """Return D - states: the axes of D that do not shard states, over which R3 sums."""
         return axes_beyond(self.states.axes, self.averaged)
 
     @property
     def restored(self) -> Axes:
-        """States - parameters: what R4 gathers over."""
+        """Return states - parameters: the axes that shard states but not parameters, over which R4 gathers."""
         return axes_between(self.states.axes, self.parameters.axes)
 
     def mesh_shape(self, world: int, host_size: int | None = None) -> MeshShape:
-        """Sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).
+        """Return the sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).
 
         Raises:
             ConfigError: the world is not divisible by the group size.

@@ -17,7 +17,7 @@ VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes of one rank for one step, predicted or measured.
+    """Give the bytes of one rank for one step, predicted or measured.
 
     Attributes:
         held: by memory space (:class:`Memory`), then by state: ``parameters``, ``gradients``, ``states``, ``buffers``
@@ -35,7 +35,7 @@ class Report:
 
     @property
     def bytes_held(self) -> dict[str, int]:
-        """Bytes by state, over all memory spaces."""
+        """Return the bytes by state, over all memory spaces."""
         total: Counter[str] = Counter()
         for parts in self.held.values():
             total.update(parts)
@@ -43,11 +43,11 @@ class Report:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by memory space, over all states."""
+        """Return the bytes by memory space, over all states."""
         return {memory.value: sum(self.held.get(memory, {}).values()) for memory in Memory}
 
 
 def sent_by_verb(state: Mapping[str, int], control: int) -> dict[str, int]:
-    """Bytes by verb as a report lists them: the training state's, and the engine's own as ``control``."""
+    """Return bytes by collective as a report lists them: the training state's, and the engine's own as ``control``."""
     always = {verb: state.get(verb, 0) for verb in VERBS[:-1]}
     return always | {verb: sent for verb, sent in state.items() if sent} | {VERBS[-1]: control}

@@ -38,7 +38,7 @@ _SETTLED = 5
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is run.
+    """Describe how a step is run.
 
     Attributes:
         trainable_parameters: number of trainable parameter tensors: the vote carries a float for each.
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Stage:
-    """One collective of a reduction, as moves: what begins it, and what is done when the reduction moves on."""
+    """Hold one collective of a reduction, as moves: what begins it, and what is done when the reduction moves on."""
 
     unit: int
     begins: tuple[Move, ...]
@@ -67,7 +67,7 @@ class _Stage:
 
 
 def _stage(collective: Collective, made: Buffer | None, sent: Buffer | None) -> _Stage:
-    """``made``: a wire that is lent for it; ``sent``: the wire it sends, which goes back then."""
+    """Make a stage; ``made``: a communication buffer lent for it; ``sent``: that which it sends, given back then."""
     takes = () if made is None else (Take(made),)
     gives = () if sent is None else (Give(sent),)
     wait = Wait(collective.purpose, collective.unit)
@@ -75,7 +75,7 @@ def _stage(collective: Collective, made: Buffer | None, sent: Buffer | None) -> 
 
 
 def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[_Stage]:
-    """The collectives of one reduction in order; ``wire``: what this pass brings, if it is not accumulated."""
+    """Return the collectives of one reduction in order; ``wire``: what this pass brings, if it is not accumulated."""
     plan, stages = kind.plan, []
     if kind.scattered:
         reduce = kind.collective(Purpose.REDUCE, unit, "reduce_scatter", plan.gradients.axes, kind.numel, kind.wire)
@@ -101,13 +101,15 @@ def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[
 
 
 class _State(enum.Enum):
-    """Who holds a unit's parameters, as in the engine."""
+    """Name who holds a unit's parameters, as in the engine."""
 
     SHARDED, GATHERING, WHOLE, HELD = range(4)
 
 
 class _Unit:
-    """A unit: its flats as runs of equal neighbours, and where its parameters are at this point of the schedule."""
+    """Follow a unit: its flats as runs of equal neighbours, and where its parameters are at this point of the
+    schedule.
+    """
 
     def __init__(self, index: int, runs: list[tuple[Kind, int]]) -> None:
         self.index = index
@@ -121,12 +123,12 @@ class _Unit:
         self.gathers = self.restores = 0  # collectives under way
 
     def keeps(self, kind: Kind) -> bool:
-        """Whether more of such a flat is there than rests."""
+        """Tell whether more of such a flat is there than rests."""
         return self.state is _State.HELD and kind.keeps_more
 
 
 def _units(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape) -> list[_Unit]:
-    """The units of flats that stand in order, the root first; one that has no flats is there, too."""
+    """Return the units of flats that stand in order, the root first; one that has no flats is there, too."""
     runs: list[list[tuple[Kind, int]]] = [[] for _ in range(max((flat.unit for flat in flats), default=-1) + 1)]
     # What a kind has worked out is worked out once; by the plan's identity, since its value takes long to compare.
     kinds: dict[tuple[object, ...], Kind] = {}
@@ -140,12 +142,12 @@ def _units(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape) -> list[_Unit
 
 
 def steady_step(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: Step) -> list[Move]:
-    """Returns the moves of one rank in a steady step, from its first forward to ``zero_grad()``."""
+    """Return the moves of one rank in a steady step, from its first forward to ``zero_grad()``."""
     return _Rank(_units(flats, plan, mesh), mesh, plan, step).moves()
 
 
 class _Rank:
-    """Writes down what one rank does."""
+    """Write down what one rank does."""
 
     def __init__(self, units: list[_Unit], mesh: MeshShape, plan: Plan, step: Step) -> None:
         self._units = units
@@ -159,7 +161,7 @@ class _Rank:
         self._under_way: list[list[_Stage]] = []
 
     def moves(self) -> list[Move]:
-        """The whole step."""
+        """Return the whole step."""
         if not self._units:
             return []
         passes = self._step.micro_batches
@@ -179,7 +181,7 @@ class _Rank:
         return self._moves
 
     def _written(self, do: Callable[[], None]) -> tuple[Move, ...]:
-        """The moves that ``do`` makes, instead of adding them."""
+        """Return the moves that ``do`` makes, instead of adding them."""
         before, self._moves = self._moves, []
         do()
         made, self._moves = self._moves, before
@@ -300,7 +302,7 @@ class _Rank:
     # -- R2 and R3 -------------------------------------------------------------------------------------------------
 
     def _reduce(self, unit: _Unit, last: bool) -> None:
-        """Backward has brought all gradients of ``unit``: reduce what is reduced in this pass."""
+        """Reduce what is reduced in this pass: backward has brought all gradients of ``unit``."""
         unit.missing = False
         known: dict[int, Callable[[], None]] = {}
         for kind, count in reversed(unit.trainable):
@@ -322,7 +324,9 @@ class _Rank:
                 self._moves.append(Repeat(count - _SETTLED, again))
 
     def _launch(self, launch: tuple[Move, ...], stages: list[_Stage]) -> None:
-        """``launch``: the wire is filled before earlier reductions move on, so there are two at a time."""
+        """Begin the reduction; ``launch``: its buffer is filled before earlier ones move on, so there are two at a
+        time.
+        """
         self._moves += launch[:-1]
         self._advance()
         self._moves.append(launch[-1])
@@ -331,7 +335,7 @@ class _Rank:
             self._drain()
 
     def _advance(self) -> None:
-        """Each reduction under way ends its present collective and starts the next."""
+        """End each reduction's present collective and start its next."""
         under_way, self._under_way = self._under_way, []
         for stage, *rest in under_way:
             self._moves += stage.ends
@@ -347,7 +351,7 @@ class _Rank:
             self._advance()
 
     def _finish_gradients(self) -> None:
-        """What backward left, the vote on which parameters took part, and the norm."""
+        """Finish what backward left, the vote on which parameters took part, and the norm."""
         self._drain()
         for unit in (*reversed(self._units[1:]), self._units[0]):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)

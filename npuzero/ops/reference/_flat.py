@@ -16,7 +16,7 @@ _SECOND = 1 << 31
 
 
 class Coefficients(Protocol):
-    """What the walk asks of an op's own."""
+    """Name what the walk asks of an op's own coefficients."""
 
     @property
     def step(self) -> int: ...
@@ -41,7 +41,7 @@ def update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
     dynamic: Tensor | None,
     seed: int,
 ) -> None:
-    """Each range of each tensor in turn, one float32 operation of the formula per torch operation.
+    """Update each range of each tensor in turn, one float32 operation of the formula per torch operation.
 
     Args:
         formula: (p, g, coefficients, moments...), in place.
@@ -90,10 +90,12 @@ def update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
 
 
 def f32(value: float, like: Tensor) -> Tensor:
-    """A number beside ``like``. By a Python number torch divides on some devices by multiplying with its inverse."""
+    """Return a number beside ``like``: by a Python number torch divides on some devices by multiplying with its
+    inverse.
+    """
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
 def _read_master(master: Tensor, remainder: Tensor | None) -> Tensor:
-    """A copy, in float32."""
+    """Return a copy, in float32."""
     return master.to(torch.float32, copy=True) if remainder is None else storage.join(master, remainder)

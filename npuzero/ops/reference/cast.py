@@ -10,7 +10,7 @@ _COLUMNS = 2048  # csrc/ops/cast.h
 
 @torch.no_grad()
 def cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset: int) -> None:
-    """dst = src in dst's dtype."""
+    """Write `src` into `dst` in `dst`'s dtype."""
     if rounding == "nearest":
         dst.copy_(src.float())
     elif rounding == "tf32":
@@ -23,7 +23,7 @@ def cast(src: torch.Tensor, dst: torch.Tensor, rounding: str, seed: int, offset:
 
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
-    """float32[n] to multiples of the unit that 10 bits of mantissa leave, nearest, ties away from zero."""
+    """Round float32[n] to multiples of the unit that 10 bits of mantissa leave, nearest, ties away from zero."""
     wide = x.double()
     _, exponent = torch.frexp(wide)  # |x| in [2^(exponent-1), 2^exponent)
     unit = torch.exp2((exponent.clamp(min=-125) - 11).double())  # denormals share the smallest normal number's unit
@@ -32,8 +32,8 @@ def tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> torch.Tensor:
-    """Sixteen random bits for each element by its place in the whole, from a word of its row and one of its column;
-    int64 in and out."""
+    """Draw sixteen random bits for each element by its place in the whole, from a word of its row and one of its
+    column; int64 in and out."""
     columns = torch.arange(_COLUMNS, device=place.device)
     high = _LOW32 - 2**32  # the counter's upper half: 2^32 - 1, as an int64 has it
     words = _word(columns % 4, philox((high << 32) + columns // 4, seed))
@@ -45,12 +45,14 @@ def draws(place: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> tor
 
 
 def _word(which: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
-    """Of the four words of each draw of Philox that which `which` names."""
+    """Return, of the four words of each draw of Philox, that which `which` names."""
     return torch.stack(words).gather(0, which.unsqueeze(0)).squeeze(0)
 
 
 def philox(counter: torch.Tensor, seed: int, stream: int = 0, step: int = 0) -> list[torch.Tensor]:
-    """The four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned do."""
+    """Return the four words of Philox4x32-10 (Salmon et al., SC 2011), int64[n] in and out; products wrap as unsigned
+    do.
+    """
     rest = [torch.full_like(counter, word) for word in (stream, step)]
     words = [counter & _LOW32, (counter >> 32) & _LOW32, *rest]
     key = [seed & _LOW32, seed >> 32]

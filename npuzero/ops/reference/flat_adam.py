@@ -16,7 +16,7 @@ _KINDS = ((True, False), (False, True), (False, False))
 
 
 def flat_adam(*arguments: Any) -> None:
-    """Arguments: those of :func:`npuzero.ops.reference._flat.update` from ``buffers`` on."""
+    """Update as :func:`npuzero.ops.reference._flat.update` does, whose arguments these are from ``buffers`` on."""
     _flat.update(_update, _KINDS, _used, _with_row, *arguments)
 
 
@@ -30,7 +30,7 @@ def _with_row(k: Coefficients, row: list[Any]) -> Coefficients:
 
 
 def _update(p: Tensor, g: Tensor, k: Coefficients, m: Tensor, v: Tensor, top: Tensor | None = None) -> None:
-    """The formula, in place."""
+    """Apply the formula, in place."""
     if k.maximize:
         g = -g
     if k.l2:

@@ -16,7 +16,7 @@ _KINDS = ((True, True),)
 
 
 def flat_lion(*arguments: Any) -> None:
-    """Arguments: those of :func:`npuzero.ops.reference._flat.update` from ``buffers`` on."""
+    """Update as :func:`npuzero.ops.reference._flat.update` does, whose arguments these are from ``buffers`` on."""
     _flat.update(_update, _KINDS, lambda k: 1, _with_row, *arguments)
 
 
@@ -26,7 +26,7 @@ def _with_row(k: Coefficients, row: list[Any]) -> Coefficients:
 
 
 def _update(p: Tensor, g: Tensor, k: Coefficients, m: Tensor) -> None:
-    """The formula, in place."""
+    """Apply the formula, in place."""
     if k.maximize:
         g = -g
     c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g

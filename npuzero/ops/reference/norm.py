@@ -7,7 +7,9 @@ _BLOCK, _LANES = 4096, 32
 
 @torch.no_grad()
 def norm(x: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None, scale: float = 1.0) -> None:
-    """x += addend * scale where there is one, in float32. out = {sum x^2, number of non-finite x}, in float64."""
+    """Add addend * scale to x where there is one, in float32; write out = {sum x^2, number of non-finite x}, in
+    float64.
+    """
     if addend is not None:
         x.copy_(x + addend.float() * torch.tensor(scale, dtype=torch.float32, device=x.device))
     out[0] = _sum_of_squares(x)
@@ -15,7 +17,7 @@ def norm(x: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None = None,
 
 
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """In the contract's order. What fills up the last block are zeros, which change no sum of squares."""
+    """Sum in the contract's order. What fills up the last block are zeros, which change no sum of squares."""
     steps = torch.nn.functional.pad(x, (0, -x.numel() % _BLOCK)).view(-1, _BLOCK // _LANES, _LANES)
     sums = torch.zeros(len(steps), _LANES, dtype=torch.float64, device=x.device)
     for step in steps.unbind(1):

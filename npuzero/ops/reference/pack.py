@@ -12,7 +12,7 @@ def pack(
     scale: float | torch.Tensor | None,
     accumulate: bool,
 ) -> None:
-    """target = source * scale, or target + source * scale, in float32, then in target's dtype."""
+    """Compute target = source * scale, or target + source * scale, in float32, then in target's dtype."""
     for source, target in zip(sources, targets, strict=True):
         value = source.reshape(-1).float()
         if scale is not None:

@@ -16,18 +16,18 @@ _LEAST_EXPONENT, _NOT_FINITE = 16, 255
 
 
 def join(upper: Tensor, remainder: Tensor) -> Tensor:
-    """float32[n] of its two halves, bfloat16[n] and int16[n]."""
+    """Join the two halves, bfloat16[n] and int16[n], to float32[n]."""
     return ((upper.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The halves of float32[n]: bfloat16[n], to nearest with ties away from zero, and the remainder, int16[n]."""
+    """Split float32[n] in halves: bfloat16[n], to nearest with ties away from zero, and the remainder, int16[n]."""
     remainder = torch.where(x.isnan(), 0, x.view(torch.int32)).to(torch.int16)
     return upper_half(x), remainder
 
 
 def upper_half(x: Tensor) -> Tensor:
-    """float32[n] to bfloat16[n], to nearest, ties away from zero."""
+    """Round float32[n] to bfloat16[n], to nearest, ties away from zero."""
     nearest = ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isnan(), x.bfloat16(), nearest)
 
@@ -39,17 +39,17 @@ def follow(master: Tensor, low: Tensor) -> None:
 
 
 def bits(x: Tensor) -> Tensor:
-    """Floats of 2 or 4 bytes as integers of their size, which are equal where the floats have the same bits."""
+    """View floats of 2 or 4 bytes as integers of their size, equal where the floats have the same bits."""
     return x.view(torch.int16 if x.element_size() == 2 else torch.int32)
 
 
 def stored_numel(numel: int, dtype: torch.dtype) -> int:
-    """Elements of the tensor that stores a moment of ``numel``: codes are followed by an exponent for each block."""
+    """Return the elements of the tensor that stores a moment of ``numel``: after codes an exponent for each block."""
     return numel + -(-numel // MOMENT_BLOCK) if dtype == torch.uint8 else numel
 
 
 def widen(stored: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """The float32[numel] that a stored moment means; a copy.
+    """Return the float32[numel] that a stored moment means; a copy.
 
     Args:
         stored: float32[numel], bfloat16[numel], or uint8: codes and exponents.
@@ -80,12 +80,14 @@ def narrow(x: Tensor, stored: Tensor, *, signed: bool, draws: Tensor | None = No
 
 
 def read(stored: Tensor, numel: int, own: slice, *, signed: bool) -> Tensor:
-    """float32: the range ``own`` of a stored moment of ``numel`` elements; of codes, from the start of a block on."""
+    """Read as float32 the range ``own`` of a stored moment of ``numel`` elements; of codes, from the start of a block
+    on.
+    """
     return widen(torch.cat(_pieces(stored, numel, own)), own.stop - own.start, signed=signed)
 
 
 def write(x: Tensor, stored: Tensor, numel: int, own: slice, *, signed: bool, draws: Tensor | None = None) -> None:
-    """:func:`narrow` into the range that :func:`read` reads."""
+    """Write by :func:`narrow` into the range that :func:`read` reads."""
     if not x.numel():
         return
     pieces = _pieces(stored, numel, own)
@@ -118,7 +120,7 @@ def _encode(x: Tensor, stored: Tensor, signed: bool, added: Tensor) -> None:
 
 
 def stochastic(x: Tensor, draws: Tensor) -> Tensor:
-    """float32[n] to bfloat16[n]: away from zero with the probability that the dropped bits give; see csrc/ops/cast.h.
+    """Round float32[n] to bfloat16[n]: away from zero with the probability of the dropped bits; see csrc/ops/cast.h.
 
     Args:
         draws: int64[n] of 16 bits.

@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def lazy(tensor: Tensor) -> bool:
-    """Whether the values of ``tensor`` are not those in its memory."""
+    """Tell whether the values of ``tensor`` are not those in its memory."""
     return tensor.is_neg() or tensor.is_conj()
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """``tensor`` where it is contiguous and its memory holds its values; else a copy of which that is true."""
+    """Return ``tensor`` where it is contiguous and its memory holds its values; else a copy of which that is true."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
