@@ -94,7 +94,11 @@ class World(ABC):
 
     @final
     def part(self, ranks: Sequence[int]) -> World:
-        """Return a world of ``ranks``, which count from 0 there in the order given; the same object each time.
+        """Return a world of ``ranks``, which count from 0 there in the order given; the same object each time::
+
+            half = world.size // 2
+            part = world.part(range(half) if world.rank < half else range(half, world.size))
+            model = npuzero.zero(model, stage=2, world=part)  # two models, each on its half of the ranks
 
         Its members call it, others need not; nobody waits. It has communicators and exchanges of its own, this world's
         device, timeout and board: ranks that wait for each other in different parts are found, too. It closes when this
@@ -120,7 +124,9 @@ class World(ABC):
     def exchange(self, value: object, channel: str = "") -> list[Any]:
         """Give a small ``value`` of JSON's types to all ranks, and return theirs, by rank; every rank must call it.
 
-        Exchanges on different channels do not disturb each other, so a thread beside the main one takes its own.
+        Exchanges on different channels do not disturb each other, so a thread beside the main one takes its own::
+
+            mean = sum(world.exchange(loss.item())) / world.size  # the loss's mean over all ranks
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.

@@ -1,9 +1,14 @@
 """Observation: typed events go to sinks; without a sink each call costs one ``if``, and nothing is ever printed.
 
-with observe.recording(observe.ChromeTrace("trace.json")):
-    train()                                 # and inside the engine:
-with observe.span("gather", unit.name, nbytes=n): ...
-observe.instant("prefetch", unit.name)
+A program records::
+
+    with observe.recording(observe.ChromeTrace("trace.json")):
+        train()
+
+and the engine observes::
+
+    with observe.span("gather", unit.name, nbytes=n): ...
+    observe.instant("prefetch", unit.name)
 """
 
 from npuzero.observe.bus import (

@@ -47,7 +47,14 @@ def remove_sink(sink: Sink) -> None:
 
 @contextmanager
 def recording(sink: _SinkType) -> Iterator[_SinkType]:
-    """Add ``sink`` for the length of a ``with`` block, then remove and close it."""
+    """Add ``sink`` for the length of a ``with`` block, then remove and close it.
+
+    What the sink has collected stays::
+
+        with observe.recording(observe.Counters()) as counters:
+            train()
+        print(counters.totals)
+    """
     add_sink(sink)
     try:
         yield sink
