@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def make(folder: Path, steps: int = 60) -> float:
-    """Train and save it; the last loss."""
+    """Train and save it; return the last loss."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -25,7 +25,7 @@ def make(folder: Path, steps: int = 60) -> float:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(folder, max_shard_size="200KB")
-    return float(loss)
+    return loss.item()
 
 
 if __name__ == "__main__":

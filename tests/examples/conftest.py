@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-GPT_FOLDER = Path(__file__).parents[2] / "examples" / "gpt"
-sys.path.insert(0, str(GPT_FOLDER))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES / "gpt"), str(EXAMPLES / "finetune")]
