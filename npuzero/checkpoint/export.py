@@ -24,6 +24,7 @@ from npuzero.checkpoint.public import resolved
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
+from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, StorageError, keywords
 from npuzero.memory import zeros
 from npuzero.ops.storage.lazy import settled
@@ -258,6 +259,7 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
 
 
 @keywords()
+@collective("export")
 def export(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -17,6 +17,7 @@ from npuzero.checkpoint.loading import Loaded, Loader
 from npuzero.checkpoint.parts import Entry
 from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
+from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, keywords
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
@@ -36,6 +37,7 @@ class Stateful(Protocol):
 
 @keywords(async_save="asynchronous")
 @torch.no_grad()
+@collective("checkpoint.save")
 def save(  # noqa: PLR0913 - what is to be saved, by name
     folder: PathLike,
     model: nn.Module,
@@ -99,6 +101,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
 
 @keywords()
 @torch.no_grad()
+@collective("checkpoint.load")
 def load(
     folder: PathLike,
     model: nn.Module,
@@ -207,6 +210,7 @@ class Checkpointer:
         self._kept = kept
         self._last: Saving | None = None
 
+    @collective("Checkpointer.resume")
     def resume(self) -> int:
         """Load the last complete checkpoint, if there is one; the steps that were taken then. Collective."""
         world = engine_of(self._kept["model"]).world

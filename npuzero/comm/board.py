@@ -13,18 +13,13 @@ Invariants:
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
 from typing import NamedTuple, Protocol
 
-import torch
-
+from npuzero.comm.calls import STEP, Place, here, subject
 from npuzero.device.lane import LaneThread, Patience
 from npuzero.errors import CollectiveError
 
@@ -37,12 +32,6 @@ _LOOK_MOST_S = 1.0
 
 #: Seconds between two calls of ``Watch.look`` by a thread that polls.
 SLICE_S = 0.05
-
-#: Folders whose frames are not the user's: this package, Python's own and what is installed there, torch.
-_FOREIGN = (
-    *(str(Path(file).parent) + os.sep for file in (str(Path(__file__).parent), threading.__file__, torch.__file__)),
-    "<",
-)
 
 
 class Failure(NamedTuple):
@@ -77,17 +66,22 @@ class Meeting(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Record that a thread waits in ``meeting`` since ``since_s`` (time.time), called at ``line`` of the user's."""
+    """Record that a thread waits in ``meeting`` since ``since_s`` (time.time), and from ``where`` it was called."""
 
     meeting: Meeting
     since_s: float
-    line: str
+    where: Place = Place()
 
-    def text(self, size: int) -> str:
-        """Return it in words, in a world of ``size`` ranks."""
-        ranks = self.meeting.ranks
+    def text(self, size: int, missed: str = "") -> str:
+        """Return it in words, in a world of ``size`` ranks, some of which have left the call ``missed`` out."""
+        ranks, call = self.meeting.ranks, self.where.call
         among = f" among {_listed(ranks)}" if len(ranks) < size else ""
-        return f"waits in {self.meeting.text}{among}" + (self.line and f", called at {self.line},")
+        operation = f"{self.meeting.text}{among}"
+        if not call:
+            return f"waits in {operation}" + (self.where.line and f", called at {self.where.line}")
+        line = self.where.line and f" at {self.where.line}"
+        is_in = f"in {call}{line}" if missed in ("", call) else f"went on to {call}{line} without {missed}"
+        return f"{is_in} ({operation})"
 
 
 class Slot(NamedTuple):
@@ -236,14 +230,17 @@ class Board:
 
     def condemn(self, slots: Sequence[Slot]) -> Failure | None:
         """Break the world, in which some ranks are stuck."""
-        failure = Failure(
-            "diverged",
-            self.rank,
-            "all ranks to do the same, in the same order",
-            _describe(slots),
-            "Look for a branch that only some ranks take: save, load, export, clip, step and evaluate on every rank.",
-        )
-        self._fail(failure)
+        return self.say("diverged", dict(enumerate(slots)))
+
+    def say(self, kind: str, slots: Mapping[int, Slot]) -> Failure | None:
+        """Break the world by a failure of ``kind`` that says where the ranks of ``slots`` are."""
+        missed = _missed(slots)
+        expected = "all ranks to do the same, in the same order"
+        do = "Look for a branch that only some ranks take: save, load, export, clip, step and evaluate on every rank."
+        if missed:
+            expected = f"{missed} on every rank, since it is collective"
+            do = f"Look for a branch that only some ranks take, and call {missed} on every rank."
+        self._fail(Failure(kind, self.rank, expected, _describe(slots, missed), do))
         return self.failure()
 
     def _write(self) -> None:
@@ -266,15 +263,20 @@ class Watch:
     """
 
     def __init__(self, board: Board | None, meeting: Meeting, rank: int) -> None:
-        self.subject = f"{meeting.text} on rank {rank}"
+        self._rank = rank
         self._board = board
-        self._wait = Wait(meeting, time.time(), "")
+        self._wait = Wait(meeting, time.time())
         self._begin_s = time.monotonic()
         self._next_s = self._begin_s + PATIENCE_S
         self._pause_s = _LOOK_S
         self._posted = False
         self._before: dict[int, Slot] = {}
         self._condemned = False
+
+    @property
+    def subject(self) -> str:
+        """What an error of the wait is about."""
+        return subject(self._wait.meeting.text, self._rank)
 
     def __enter__(self) -> Watch:
         return self
@@ -305,11 +307,37 @@ class Watch:
             except CollectiveError:  # as in look()
                 return
 
-    def _look(self, board: Board) -> Failure | None:
+    def explain(self, failure: Failure) -> Failure:
+        """Return where all ranks of the meeting are, whose operations did not match; ``failure`` where that is known.
+
+        Waits, for a moment, until all of them have come to say so.
+        """
+        board = self._board
+        if board is None or not here().call:
+            return failure
+        deadline_s = time.monotonic() + 2 * _LOOK_MOST_S
+        with suppress(CollectiveError):  # the board may have gone with its store
+            self._post(board)
+            while time.monotonic() < deadline_s:
+                slots = dict(enumerate(board.read()))
+                there = {rank: slots[rank] for rank in self._wait.meeting.ranks if slots and slots[rank].waits}
+                said = board.failure()
+                calls = {wait.where.call for slot in there.values() for wait in slot.waits}
+                if said is None and len(there) == len(self._wait.meeting.ranks) and len(calls) > 1:
+                    said = board.say(failure.kind, there)
+                if said is not None:
+                    return said
+                time.sleep(SLICE_S)
+        return failure
+
+    def _post(self, board: Board) -> None:
         if not self._posted:
             self._posted = True
             board.enter()
-            board.post(self._wait._replace(line=_users_line()))
+            board.post(self._wait._replace(where=here()))
+
+    def _look(self, board: Board) -> Failure | None:
+        self._post(board)
         failure = board.failure()
         if failure is not None:
             return failure
@@ -329,35 +357,36 @@ def patience(watch: Callable[[], Watch]) -> Patience:
     def wait(event: threading.Event) -> None:
         if event.wait(SLICE_S):
             return
-        with watch() as here:
+        with watch() as waiting:
             while not event.wait(SLICE_S):
-                failure = here.look()
+                failure = waiting.look()
                 if failure is not None:
-                    raise failure.error(here.subject)
+                    raise failure.error(waiting.subject)
 
     return wait
 
 
-def _users_line() -> str:
-    """Return ``file:line`` of the calling thread's innermost frame in the user's code."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
-        frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+def _missed(slots: Mapping[int, Slot]) -> str:
+    """Return the call that some ranks are in and others have left out; "" where that cannot be told."""
+    calls = [{wait.where.call for wait in slot.waits} for slot in slots.values()]
+    known = {call for of_rank in calls for call in of_rank if call}
+    beside = known.difference(STEP) or known & {"optimizer.step"}
+    missed = beside.pop() if len(beside) == 1 else ""
+    return missed if any(missed not in of_rank for of_rank in calls) else ""
 
 
-def _describe(slots: Sequence[Slot]) -> str:
-    """Return where each rank is, and since when, naming ranks that are in the same place together."""
+def _describe(slots: Mapping[int, Slot], missed: str) -> str:
+    """Say where each rank is, and since when, those that are in the same place together; ``missed``: see above."""
     ranks_by_text: dict[str, list[int]] = {}  # of many ranks most wait in one place, and few lines can be read
-    for rank, slot in enumerate(slots):
-        waits = " and ".join(wait.text(len(slots)) for wait in slot.waits)
-        text = slot.ended or waits or "does not wait, and may come"
-        ranks_by_text.setdefault(text, []).append(rank)
+    for rank, slot in slots.items():
+        waits = " and ".join(wait.text(len(slots), missed) for wait in slot.waits)
+        ended = slot.ended and slot.ended + (missed and f" without {missed}")
+        ranks_by_text.setdefault(ended or waits or "does not wait, and may come", []).append(rank)
     parts = []
     for text, ranks in ranks_by_text.items():
         begins = sorted(wait.since_s for rank in ranks for wait in slots[rank].waits)
         since = " to ".join(dict.fromkeys(map(_clock, (begins[0], begins[-1])))) if begins else ""
-        parts.append(f"{_listed(ranks)}: {text}" + (since and f" since {since}"))
+        parts.append(f"{_listed(ranks)}: {text}" + (since and f", since {since}"))
     return "; ".join(parts)
 
 

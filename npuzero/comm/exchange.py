@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from npuzero.comm.board import Board, Failure, Meeting, Watch
+from npuzero.comm.calls import subject
 from npuzero.comm.store import Store
 
 _POLL_S = 0.02
@@ -53,7 +54,7 @@ class Exchanges:
         here = meeting(place, channel, self._came[place] + 1, ranks)
         failure = self._board.failure(known=True)
         if failure is not None:
-            raise failure.error(f"{here.text} on rank {self._rank}")
+            raise failure.error(subject(here.text, self._rank))
         self._store.set(_key(here, self._rank), json.dumps(value))
         self._came[place] += 1
         with Watch(self._board, here, self._rank) as watch:

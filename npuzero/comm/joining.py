@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from npuzero import config, device, observe
 from npuzero.comm import fork
+from npuzero.comm.calls import collective
 from npuzero.comm.process_world import ProcessWorld
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
 from npuzero.errors import CollectiveError, ConfigError, did_you_mean
@@ -29,6 +30,7 @@ from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 BACKENDS = ("shm", "gloo", "nccl", "hccl")
 
 
+@collective("init")
 def process_world(
     device: torch.device | str | None = None,
     timeout_s: float | None = None,
@@ -186,7 +188,7 @@ def _warn_if_alone(here: torch.device, named: bool) -> None:
             f"one rank of {count} {here.type} devices: this process trains alone, on {here}. For all of them start it "
             f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r}).",
             RuntimeWarning,
-            stacklevel=4,  # whoever called init() or zero()
+            stacklevel=5,  # whoever called init() or zero(), past the check of their keywords
         )
 
 
@@ -223,7 +225,7 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
             "init",
-            expected=f"all ranks to meet at {meeting} by {backend}",
+            expected=f"npuzero.init() on every rank, since it is collective: all meet at {meeting} by {backend}",
             got=f"{type(error).__name__}: {error}",
             do="See whether every rank was started, and whether its first error is another.",
         ) from error

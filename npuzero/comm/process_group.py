@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from npuzero.comm import fork
 from npuzero.comm.board import Failure, patience
+from npuzero.comm.calls import subject
 from npuzero.comm.checks import INTEGERS
 from npuzero.comm.communicator import Communicator
 from npuzero.device import Handle, HostLane
@@ -80,7 +81,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _error(self, verb: str, sequence: int, tag: str, got: str) -> CollectiveError:
         return CollectiveError(
-            f"{self.meeting(sequence, verb, tag).text} on rank {self.ranks[self.rank]}",
+            subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank]),
             expected=f"{self.backend} to complete it with ranks {self.ranks}",
             got=got,
             do=_ADVICE[self.backend],

@@ -18,6 +18,7 @@ import torch
 
 from npuzero import _native, observe
 from npuzero.comm.board import Failure, Watch
+from npuzero.comm.calls import subject
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.store import Store
 from npuzero.device import Handle
@@ -199,8 +200,12 @@ class SharedMemoryCommunicator(Communicator):
 
     def error(self, failure: tuple[str, int, str, str, str], verb: str, sequence: int, tag: str) -> CollectiveError:
         """Return the error for a native failure that met this rank in the collective ``verb``."""
-        subject = f"{self.meeting(sequence, verb, tag).text} on rank {self.ranks[self.rank]}"
-        return Failure(*failure).error(subject, verb=verb, sequence=sequence, tag=tag)
+        found = Failure(*failure)
+        if found.kind == "mismatch":
+            with self.watch(sequence, verb, tag) as watch:
+                found = watch.explain(found)
+        about = subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank])
+        return found.error(about, verb=verb, sequence=sequence, tag=tag)
 
 
 def connect(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from npuzero import config
 from npuzero.comm.board import NOWHERE, Failure, Meeting, Slot, Wait
+from npuzero.comm.calls import Place
 from npuzero.errors import CollectiveError
 
 _Result = TypeVar("_Result")
@@ -139,8 +140,8 @@ def _slot_of(text: str) -> Slot:
     waits, arrived, ended = json.loads(text)
     return Slot(
         tuple(
-            Wait(Meeting(place, number, tuple(ranks), said), since_s, line)
-            for (place, number, ranks, said), since_s, line in waits
+            Wait(Meeting(place, number, tuple(ranks), said), since_s, Place(*where))
+            for (place, number, ranks, said), since_s, where in waits
         ),
         arrived,
         ended,

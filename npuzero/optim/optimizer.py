@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
+from npuzero.comm.calls import collective
 from npuzero.errors import ConfigError, NpuZeroError, StateError, config_error_as
 from npuzero.optim import states
 from npuzero.optim.rule import Options
@@ -106,6 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     @torch.no_grad()
+    @collective("optimizer.step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters once. Collective where the model is sharded: call it on every rank.
 
@@ -170,6 +172,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # -- state, in torch's shape -----------------------------------------------------------------------------------
 
     @_disable_dynamo
+    @collective("optimizer.state_dict")
     def state_dict(self) -> Options:
         """Return what the torch optimizer of a plain model would: unsharded tensors by parameter number.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from npuzero.comm import World
+from npuzero.comm.calls import Place, here
 from npuzero.errors import ConfigError
 from npuzero.plan import DIGEST_BITS
 from npuzero.shard.flat import Flat
@@ -118,8 +119,8 @@ class Accord:
         # All that is frozen, with a gradient or without: one of before it was frozen may be there on some ranks only.
         everything = ((flat, i) for flat in self._flats for i in flat.slots)
         groups = [group for rules in self._rules for group in rules.groups()]
-        said = self._world.exchange([calls, _frozen(everything), groups])
-        _compare_calls([rank[0] for rank in said])
+        said = self._world.exchange([calls, _frozen(everything), groups, here()])
+        _compare_calls([rank[0] for rank in said], [Place(*rank[3]) for rank in said])
         _compare_training([rank[1] for rank in said])
         _compare_rules([[Group(*group) for group in rank[2]] for rank in said])
 
@@ -138,16 +139,33 @@ def _frozen(slots: Iterable[tuple[Flat, int]]) -> list[str]:
         return [flat.layout.slots[i].name for flat, i in slots if not flat.parameters[i].requires_grad]
 
 
-def _compare_calls(said: list[dict[str, Words]]) -> None:
+def _compare_calls(said: list[dict[str, Words]], places: list[Place]) -> None:
     # Sorted, here and below, so that all ranks find the same difference first and raise the same error.
     for name in sorted({name for calls in said for name in calls}):
         if not all(name in calls for calls in said):
-            words = ["a call" if name in calls else "none" for calls in said]
-            raise _disagreement(name, "a call on every rank, or on none", words, key="call")
+            raise _left_out(name, [name in calls for calls in said], places)
         for key in said[0][name]:
             values = [calls[name][key] for calls in said]
             if _differ(values):
                 raise _disagreement(f"{name}: {key}", "the same on every rank", values, key=key)
+
+
+def _left_out(name: str, called: list[bool], places: list[Place]) -> ConfigError:
+    """Return the error of ranks of which some have not ``called`` the function ``name``."""
+    words: dict[str, list[int]] = {}
+    for rank, (it, place) in enumerate(zip(called, places, strict=True)):
+        at = f"{place.call or 'something else'}{place.line and f' at {place.line}'}"
+        within = f"is in {at}" if place.call == name else f"has called {name}"
+        words.setdefault(within if it else f"went on to {at} without it", []).append(rank)
+    return ConfigError(
+        name,
+        expected=f"{name} on every rank, since it is collective",
+        got="; ".join(f"rank {', '.join(map(str, ranks))} {word}" for word, ranks in words.items()),
+        do=f"Look for a branch that only some ranks take, and call {name} on every rank.",
+        key="call",
+        rank=called.index(False),
+        values=called,
+    )
 
 
 def _compare_training(said: list[list[str]]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from npuzero.comm import Mesh, World
+from npuzero.comm.calls import collective
 from npuzero.config import Settings
 from npuzero.memory import Spaces
 from npuzero.plan import AXES, Memory
@@ -56,6 +57,7 @@ class Engine:
         StateError: it is sharded already.
     """
 
+    @collective("zero")
     def __init__(
         self,
         model: nn.Module,

@@ -18,8 +18,8 @@ class Gatherer:
         self._writes = writes
         self._handles: dict[int, list[Handle]] = {}
 
-    def start(self, unit: Unit) -> None:
-        """Begin to gather ``unit`` unless it is unsharded already or on its way."""
+    def start(self, unit: Unit, purpose: str = "gather") -> None:
+        """Begin to gather ``unit`` unless it is unsharded or on its way; ``purpose``: the same on every rank."""
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
         from_held = unit.parameter_state is _S.HELD
@@ -31,12 +31,12 @@ class Gatherer:
                 # Where after_forward is cut as parameters are there is no second copy: the resting shard is held.
                 shard = flat.held.tensor if from_held and flat.held is not None else flat.resting
                 group = (flat.rests.after_forward if from_held else flat.rests.parameters).group
-                handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=f"gather {unit.name}"))
+                handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=f"{purpose} {unit.name}"))
 
-    def finish(self, unit: Unit) -> None:
+    def finish(self, unit: Unit, purpose: str = "gather") -> None:
         """Wait until ``unit`` is unsharded and open its parameters to reading; start the gather if nobody has."""
         if unit.parameter_state is not _S.WHOLE:
-            self.start(unit)
+            self.start(unit, purpose)
             with observe.span("wait for gather", unit.name):
                 for handle in self._handles.pop(unit.index, ()):
                     handle.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from npuzero.comm import World
+from npuzero.comm.calls import collective
 from npuzero.errors import StateError
 from npuzero.shard.accord import Words
 from npuzero.shard.boundary import Boundary
@@ -34,6 +35,7 @@ class Gradients:
         self._values = values
 
     @_disable_dynamo
+    @collective("clip_grad_norm_")
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Return the global norm; have the update scale the gradients so that it is at most ``max_norm``."""
         boundary = self._boundary
@@ -52,6 +54,7 @@ class Gradients:
         return total
 
     @_disable_dynamo
+    @collective("clip_grad_value_")
     def clip_values(self, limit: float) -> None:
         """Bring every element of the gradients into ``[-limit, limit]``."""
         self._boundary.accord.call("clip_grad_value_", {"clip_value": limit})
@@ -62,6 +65,7 @@ class Gradients:
             self._boundary.sums.forget()
 
     @_disable_dynamo
+    @collective("grad_norms")
     def norms(self, p: float) -> dict[str, float]:
         """Return by name the p-norm of each unsharded gradient that any rank has."""
         boundary = self._boundary
@@ -72,6 +76,7 @@ class Gradients:
         norms = (boundary.sums.norms(places, p) * boundary.gradient_scale[0]).float()
         return dict(zip((flat.layout.slots[i].name for flat, i in places), norms.tolist(), strict=True))
 
+    @collective("full_gradient")
     def full(self, flat: Flat, i: int) -> Tensor | None:
         """Return the unsharded gradient of a slot, float32; None where no rank has any."""
         if not self._boundary.finish() or not self._boundary.used(flat)[i]:
@@ -100,6 +105,7 @@ class Gradients:
             )
         return flat.own_gradient[flat.own_slots[i]].view(slot.shape) * self._boundary.gradient_scale[0]
 
+    @collective("LossScaler.unscale_")
     def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
         """Multiply the gradients of some parameters by ``inverse`` (float32, one element).
 

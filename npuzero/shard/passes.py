@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from npuzero import observe
+from npuzero.comm.calls import collective
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.contribution import Pass
@@ -68,6 +69,7 @@ class Passes:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
+    @collective("forward")
     def forward_begins(self, unit: Unit) -> None:
         fresh = not in_backward()
         if unit.index == 0 and fresh:
@@ -113,6 +115,7 @@ class Passes:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
+    @collective("backward")
     def backward_reaches(self, unit: Unit) -> None:
         if not unit.cut:
             return
@@ -124,11 +127,13 @@ class Passes:
         self._gatherer.finish(unit)
         self._start_gathers(self._trace.before(unit.index, self._prefetch))
 
+    @collective("backward")
     def backward_leaves(self, unit: Unit) -> None:
         unit.computing -= 1
         if unit.computing == 0 and self._reducer.open and not unit.missing and not unit.opaque:
             self._gatherer.release(unit)
 
+    @collective("backward")
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
         if not self._reducer.open:
             self._begin_backward()
@@ -138,6 +143,7 @@ class Passes:
         if unit.cut and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.release(unit)
 
+    @collective("backward")
     def backward_ends(self) -> None:
         if self._reducer.open:
             self._reducer.end()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, StateError
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
@@ -22,6 +23,7 @@ def attach(engine: Engine, model: nn.Module) -> None:
     model.register_load_state_dict_post_hook(_refresh_masters)
 
 
+@collective("full_state_dict")
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """Return ``model.state_dict()`` as a plain model would: unsharded tensors on the CPU, by name. Collective.
 
@@ -52,6 +54,7 @@ def _copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
+@collective("load_full_state_dict")
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.comm import World
+from npuzero.comm.calls import collective
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
 from npuzero.plan import AXES
@@ -115,7 +116,7 @@ class Values:
         """Unshard the parameters of ``unit`` inside, readable on every rank. Collective."""
         self._restorer.finish(unit)
         kept = unit.parameter_state is ParameterState.WHOLE
-        self._gatherer.finish(unit)
+        self._gatherer.finish(unit, "unshard")  # so that it does not meet a gather of a forward
         try:
             yield
         finally:
@@ -123,6 +124,7 @@ class Values:
                 self._gatherer.release(unit)
 
     @contextlib.contextmanager
+    @collective("gathered")
     def gathered(self, write: bool) -> Iterator[None]:
         """Unshard all units inside, on every rank; what is written there lasts. Collective.
 

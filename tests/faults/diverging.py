@@ -89,6 +89,10 @@ def _look_at(run: Run) -> None:
         sum(float(parameter.detach().sum()) for parameter in run.model.parameters())
 
 
+def _load_state_dict(run: Run) -> None:
+    npuzero.load_full_state_dict(run.model, build().state_dict())
+
+
 def _state_dict(run: Run) -> None:
     npuzero.full_state_dict(run.model)
 
@@ -105,13 +109,22 @@ def _second_model(run: Run) -> None:
     npuzero.zero(build(), plan="zero3", world=run.world)
 
 
-def clips_alone(world: World, plan: str) -> None:
-    run = Run(world, plan)
-    for step in range(3):
-        run.backward(step)
-        if world.rank == CULPRIT:
-            npuzero.clip_grad_norm_(run.model, 1.0)
-        run.update()
+def only_the_culprit(what: Callable[[Run], object]) -> Callable[[World, str], None]:
+    """``what`` on the culprit alone, between backward and the step."""
+
+    def fault(world: World, plan: str) -> None:
+        run = Run(world, plan)
+        for step in range(3):
+            run.backward(step)
+            if world.rank == CULPRIT:
+                what(run)
+            run.update()
+
+    return fault
+
+
+def _gradient(run: Run) -> None:
+    npuzero.full_gradient(run.model.norm.weight)  # type: ignore[union-attr, arg-type]
 
 
 def skips_a_step(world: World, plan: str) -> None:
@@ -241,7 +254,12 @@ CASES: dict[str, Callable[[World, str], None]] = {
     "barrier on rank 0 only": only_rank_0(_barrier),
     "zero() of a second model on rank 0 only": only_rank_0(_second_model),
     "zero() on rank 0 only": cuts_alone,
-    "clipping on one rank": clips_alone,
+    "load_full_state_dict on rank 0 only": only_rank_0(_load_state_dict),
+    "clipping on one rank": only_the_culprit(lambda run: npuzero.clip_grad_norm_(run.model, 1.0)),
+    "clipping by value on one rank": only_the_culprit(lambda run: npuzero.clip_grad_value_(run.model, 1.0)),
+    "grad_norms on one rank": only_the_culprit(lambda run: npuzero.grad_norms(run.model)),
+    "full_gradient on one rank": only_the_culprit(_gradient),
+    "another step on one rank": only_the_culprit(lambda run: run.optimizer.step()),
     "a step left out": skips_a_step,
     "uneven micro-batches": uneven_micro_batches,
     "exception before a batch": goes_on_after_an_exception,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -173,7 +174,6 @@ CASES: dict[Loop, tuple[dict[str, Any], Any, Any]] = {
     built_before_the_model_was_cut: ({"group": 0, "key": "lr"}, 2e-2, 1e-2),
     another_clip_value: ({"key": "max_norm"}, 0.5, 1.0),
     another_norm: ({"key": "norm_type"}, float("inf"), 2.0),
-    no_clipping: ({"key": "call"}, "none", "a call"),
     another_clip_value_of_scaled_gradients: ({"key": "max_norm"}, 0.5, 1.0),
     another_rule_of_the_scale: ({"key": "growth_interval"}, 1, 2),
     freezing_later: ({"key": "requires_grad"}, False, True),
@@ -203,6 +203,17 @@ def test_ranks_that_differ(loop: Loop, plan: str) -> None:
     assert found["rank"] == ODD
     assert found["values"] == [odd if rank == ODD else usual for rank in range(SIZE)]
     assert f"{odd} on rank 2" in str(errors[0]) and f"{usual} on ranks 0, 1, 3" in str(errors[0])
+
+
+@every_plan
+def test_a_rank_that_does_not_clip(plan: str) -> None:
+    errors = errors_of(no_clipping, plan=plan, local_size=2)
+    assert len({str(error) for error in errors}) == 1
+    assert errors[0].facts == {"key": "call", "rank": ODD, "values": [True, True, False, True]}
+    assert errors[0].expected == "clip_grad_norm_ on every rank, since it is collective"
+    line = r"at \w+\.py:\d+"
+    got = rf"rank 0, 1, 3 is in clip_grad_norm_ {line}; rank 2 went on to optimizer.step {line} without it"
+    assert re.fullmatch(got, errors[0].got)
 
 
 @every_plan
