@@ -123,7 +123,7 @@ bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast
 	$(PY) -m benchmarks.step --presets zero2,zero3 --dim 64 --layers 2 --rounds 2 --visit 0.05 --out runs/bench-quick/step.json
 	$(PY) -m benchmarks.figures runs/bench-quick
 
-figures: $(VENV)/.installed-bench  ## README's table and the picture in docs, from the records in benchmarks/results
+figures: $(VENV)/.installed-bench  ## the tables and the picture in README and docs, from the records in benchmarks/results
 	$(PY) -m benchmarks.figures benchmarks/results --readme
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy

@@ -1,7 +1,9 @@
-"""The table of figures: what is claimed, its goal, and what the records say. From the repository's root, or installed:
+"""The tables of figures: what is claimed, its goal, and what the records say. From the repository's root, or installed:
 
-    python -m benchmarks.figures runs/bench                     # prints the table, draws runs/bench/figures.png
-    python -m benchmarks.figures benchmarks/results --readme    # and puts table and picture into README.md and docs/
+    python -m benchmarks.figures runs/bench                     # prints the tables, draws runs/bench/figures.png
+    python -m benchmarks.figures benchmarks/results --readme    # and puts them into README.md and docs/
+
+README has five of them and the picture, docs/benchmarks.md has all.
 
 A figure is a ratio within a round, at the median over the rounds. Where it covers several benchmarks, their range is
 shown, and the worst of them is held against the goal. Figures whose benchmarks are not among the records are left out.
@@ -19,7 +21,7 @@ from npuzero.cli.table import table
 from npuzero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
-README, PICTURE = ROOT / "README.md", ROOT / "docs" / "figures.png"
+README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures.png"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 Results = Mapping[str, Result]
@@ -30,6 +32,22 @@ _DEEPSPEED_ADAM, _DEEPSPEED_SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shar
 _HOW = {_OWN: "", _IN_PLACE: ", read in place"}
 _LARGE_KIB = (16384, 32768, 65536)
 _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
+
+
+#: Contenders by the names that their own users know.
+_CALLED = {
+    "ddp": "DDP",
+    "ddp-autocast": "DDP under autocast",
+    "ddp-shm": 'DDP on the backend "shm"',
+    "fsdp2": "FSDP2",
+    "fsdp2-keep": "FSDP2, reshard_after_forward=False",
+    "fsdp2-shm": 'FSDP2 on the backend "shm"',
+    "zero-redundancy": "ZeroRedundancyOptimizer",
+    "torch passes": "torch's passes",
+    "deepspeed-1": "DeepSpeed, stage 1",
+    "deepspeed-2": "DeepSpeed, stage 2",
+    "deepspeed-3": "DeepSpeed, stage 3",
+}
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,67 @@ GROUPS = {
 }
 
 
+def _time(over: str) -> Callable[[Result, str], str]:
+    return lambda result, contender: f"{result.slowdown(contender, over).median:.2f}"
+
+
+def _held_mb(result: Result, contender: str) -> float:
+    looked = result.values[contender]
+    return (looked["peak_bytes"] - looked["base_bytes"]) / 1e6
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One row of README's table.
+
+    Attributes:
+        what: is measured.
+        benchmark: whose result holds it.
+        own: the contender that is npuzero.
+        others: those it is held against; those there are.
+        value: of a contender, as it is shown.
+    """
+
+    what: str
+    benchmark: str
+    own: str
+    others: tuple[str, ...]
+    value: Callable[[Result, str], str]
+
+    def line(self, result: Result) -> list[str]:
+        """Return the row's cells."""
+        others = [f"{called(name)}: {self.value(result, name)}" for name in self.others if name in result.seconds]
+        return [self.what, self.value(result, self.own), "; ".join(others)]
+
+
+_STAGE_3, _STAGE_3_PEERS = "npuzero zero3", ("fsdp2", "deepspeed-3")
+HEADLINES = (
+    Headline(
+        "a training step of `zero3`, bf16, batch 4 a rank: time over computing alone",
+        "peers/bf16-batch4",
+        _STAGE_3,
+        _STAGE_3_PEERS,
+        _time(_COMPUTE),
+    ),
+    Headline("the same, batch 1 a rank", "peers/bf16-batch1", _STAGE_3, _STAGE_3_PEERS, _time(_COMPUTE)),
+    Headline(
+        "memory of that step, batch 4: MB a rank",
+        "peers/bf16-batch4",
+        _STAGE_3,
+        _STAGE_3_PEERS,
+        lambda result, contender: f"{_held_mb(result, contender):.0f}",
+    ),
+    Headline("AdamW on bf16 parameters: time over npuzero's", "mixed_step", _OWN, ("torch passes",), _time(_OWN)),
+    Headline(
+        "reduce_scatter of 64 MiB: time over npuzero's",
+        "reduce_scatter/fp32/65536/2",
+        _IN_PLACE,
+        ("gloo",),
+        _time(_IN_PLACE),
+    ),
+)
+
+
 def read(folder: Path) -> tuple[list[Record], dict[str, Result]]:
     """The records in a folder, and all their results by name.
 
@@ -219,34 +298,64 @@ def text(results: Results) -> str:
     return "\n\n".join(blocks) or "no figures among these records"
 
 
+def called(contender: str) -> str:
+    """Return what a reader calls a contender, and could type: a preset, and where it is not bf16 the precision."""
+    preset, split, _ = contender.partition("-split")
+    return f"{preset}, bf16-split" if split else _CALLED.get(contender, contender)
+
+
+def headlines(records: Sequence[Record], results: Results) -> str:
+    """Return what README has: the figures that matter most, and the picture."""
+    lines = [headline.line(results[headline.benchmark]) for headline in HEADLINES if headline.benchmark in results]
+    names = {headline.benchmark for headline in HEADLINES}
+    picture = f"![The figures, drawn]({PICTURE.relative_to(ROOT).as_posix()})"
+    tabled = tabular(["2 CPU ranks", "npuzero", "others"], lines)
+    return "\n\n".join([tabled, measured_on(records, names), picture])
+
+
 def markdown(records: Sequence[Record], results: Results) -> str:
-    """For README: a table a group, and what it was measured on."""
+    """Return what docs/benchmarks.md has: a table a group, each with what it was measured on."""
     blocks = []
     for group, lines in rows(results).items():
-        header = [f"| {GROUPS[group]} | against | measured | goal |", "|---|---|---|---|"]
-        blocks.append("\n".join([*header, *(f"| {' | '.join(line)} |" for line in lines)]))
-    blocks += [beside(result) for name, result in sorted(results.items()) if name.startswith("peers/")]
-    picture = f"![The figures, drawn]({PICTURE.relative_to(ROOT).as_posix()})"
-    return "\n\n".join([*blocks, measured_on(records), picture])
+        blocks.append(tabular([GROUPS[group], "against", "measured", "goal"], lines))
+        blocks.append(measured_on(records, names_of(group)))
+    for name, result in sorted(results.items()):
+        if name.startswith("peers/"):
+            blocks += [beside(result), measured_on(records, {name})]
+    return "\n\n".join(blocks)
+
+
+def names_of(group: str) -> set[str]:
+    """Return the benchmarks that a group's table is about."""
+    return {name for figure in FIGURES if figure.group == group for name in figure.benchmarks}
 
 
 def beside(result: Result) -> str:
-    """A comparison with the peers as a table, the fastest first."""
-    lines = [f"| {result.title} | time over {_COMPUTE} | memory, MB a rank |", "|---|---|---|"]
-    for name in sorted(result.seconds, key=lambda name: result.slowdown(name).median):
-        looked = result.values[name]
-        held = (looked["peak_bytes"] - looked["base_bytes"]) / 1e6
-        lines.append(f"| {name} | {result.slowdown(name).median:.2f} | {held:.0f} |")
-    return "\n".join(lines)
+    """Return a comparison with the peers as a table, the fastest first."""
+    lines = [
+        [called(name), f"{result.slowdown(name).median:.2f}", f"{_held_mb(result, name):.0f}"]
+        for name in sorted(result.seconds, key=lambda name: result.slowdown(name).median)
+    ]
+    return tabular([result.title, f"time over {_COMPUTE}", "memory, MB a rank"], lines)
 
 
-def measured_on(records: Sequence[Record]) -> str:
-    """Machine, software and dates, in a sentence."""
-    machines = {(m["cpu"], m["cores"], m["isa"], m["torch"]) for m in (record.machine for record in records)}
+def tabular(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" if line else "|---" * len(header) + "|" for line in (header, [], *lines))
+
+
+def measured_on(records: Sequence[Record], names: set[str]) -> str:
+    """Return machine, software, dates and commits of the records that hold one of the benchmarks, in a sentence."""
+    held = [record for record in records if any(result.name in names for result in record.results)]
+    machines = {(m["cpu"], m["cores"], m["isa"], m["torch"]) for m in (record.machine for record in held)}
     where = "; ".join(f"{cpu}, {cores} cores, {isa}, torch {torch}" for cpu, cores, isa, torch in sorted(machines))
-    days = sorted({record.date[:10] for record in records})
-    commits = sorted({record.machine["commit"] or "a release" for record in records})
-    return f"Measured on {where}; {', '.join(days)}; commit {', '.join(commits)}."
+    days = sorted({record.date[:10] for record in held})
+    return f"Measured on {where}; {', '.join(days)}; commit {', '.join(commits(held))}."
+
+
+def commits(records: Sequence[Record]) -> list[str]:
+    """Return the commits that records were taken at, with a + where sources had changed since."""
+    return sorted({record.machine["commit"] or "a release" for record in records})
 
 
 def put(document: str, block: str) -> str:
@@ -254,14 +363,14 @@ def put(document: str, block: str) -> str:
     before, _, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"README has no {BEGIN} and {END}")
+        raise ValueError(f"the document has no {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with records")
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md, the picture into docs/")
+    parser.add_argument("--readme", action="store_true", help="write them into README.md and docs/")
     options = parser.parse_args(arguments)
     records, results = read(options.folder)
     if options.readme and any(record.quick for record in records):
@@ -270,7 +379,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     plot(results, PICTURE if options.readme else options.folder / "figures.png")
     if options.readme:
-        README.write_text(put(README.read_text("utf-8"), markdown(records, results)), "utf-8")
+        for document, block in ((README, headlines(records, results)), (PAGE, markdown(records, results))):
+            document.write_text(put(document.read_text("utf-8"), block), "utf-8")
     print(text(results) + "\n(a quick run: these mean nothing)" * any(record.quick for record in records))
 
 

@@ -32,7 +32,7 @@ at least (12 below 250M), 32,000 words (below 2B: 50,000, tied); --units and --v
 models of that size traffic is then within 0.2 % and memory under zero0 within 2 %. Under zero3, where embeddings stay
 gathered, an 8B model with 128,000 words needs half as much again, unless --vocabulary is given. Table: docs/plan.md.
 
-presets, and what each cuts over the ranks (README.md, "Presets"):
+presets, and what each cuts over the ranks (docs/plan.md, "Presets"):
   zero0       nothing, as DDP                     zero3       parameters too
   zero1       states                              zero3-keep  the same, parameters whole from forward to backward
   zero1.5     states, within a host               hpz         the same, parameters cut within a host meanwhile

@@ -136,6 +136,32 @@ class World(ABC):
         self.board.enter()
         return self._exchange(value, channel, ())
 
+    @final
+    def mean(self, value: torch.Tensor | float) -> torch.Tensor:
+        """Average ``value`` over the ranks, element by element: a loss of each rank's own batches, a metric.
+
+        Nothing is differentiated: what is returned is for the log. Collective: call it on every rank.
+
+        Args:
+            value: of the same shape on every rank; any real dtype.
+
+        Returns:
+            A new tensor of that shape on ``device``, the same bits on every rank: float64 of float64, else float32.
+
+        Raises:
+            CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
+            StateError: this process is a forked child of the rank's.
+
+        Example::
+
+            print("loss", world.mean(loss.detach()).item())
+        """
+        given = torch.as_tensor(value).detach()
+        dtype = torch.promote_types(given.dtype, torch.float32)
+        total = given.to(self.device, dtype, copy=True).reshape(-1)
+        self.communicator(range(self.size), "control-mean").all_reduce(total, tag="world.mean").wait()
+        return total.div_(self.size).view(given.shape)
+
     @property
     def inherited(self) -> bool:
         """Return whether this process is a forked child of the rank's: closing does nothing there, using raises."""

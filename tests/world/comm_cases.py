@@ -221,8 +221,23 @@ def exchanges(world: World) -> None:
         ]
 
 
+def means(world: World) -> None:
+    """Of a loss that knows its gradient, a strided view, counts and a plain number: the same bits on every rank."""
+    losses = [drawn(rank, 12, torch.float32).view(3, 4).T for rank in range(world.size)]
+    mine = losses[world.rank].clone().requires_grad_() * 1
+    got = world.mean(mine)
+    assert not got.requires_grad and got.shape == (4, 3)
+    expected = summed([loss.contiguous() for loss in losses]) / world.size
+    assert_bits(got, expected, "mean of float32")
+    assert torch.equal(mine, losses[world.rank]), "what was given keeps its values"
+    for value in (torch.tensor(world.rank, dtype=torch.bfloat16), torch.tensor(world.rank), world.rank):
+        assert_bits(world.mean(value).view(1), torch.tensor([(world.size - 1) / 2]), f"mean of {value}")
+    assert world.mean(torch.full((2,), 0.1, dtype=torch.float64)).dtype == torch.float64
+
+
 def all_cases(world: World, few: bool = False) -> None:
     exchanges(world)
+    means(world)
     every_verb(world, few)
     in_place(world)
     many_in_flight(world)

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import figures
 from npuzero.bench import Result, comm, ops
 from npuzero.errors import ConfigError
+from npuzero.plan import PRECISIONS, PRESETS
 
 RESULTS = figures.ROOT / "benchmarks" / "results"
 
@@ -20,11 +21,38 @@ def result(name="x", **seconds) -> Result:
     )
 
 
-def test_readme_says_what_the_committed_records_say():
+@pytest.mark.parametrize("document, block", [("README", figures.headlines), ("PAGE", figures.markdown)])
+def test_documents_say_what_the_committed_records_say(document, block):
     records, results = figures.read(RESULTS)
-    readme = figures.README.read_text("utf-8")
-    assert figures.put(readme, figures.markdown(records, results)) == readme, "run: make figures"
+    text = getattr(figures, document).read_text("utf-8")
+    assert figures.put(text, block(records, results)) == text, "run: make figures"
     assert not any(record.quick for record in records)
+
+
+def test_readme_has_five_figures():
+    assert len(figures.HEADLINES) == 5
+    _, results = figures.read(RESULTS)
+    for headline in figures.HEADLINES:
+        assert all(headline.line(results[headline.benchmark])), headline.what
+
+
+def test_who_is_measured_has_a_name_that_can_be_typed():
+    _, results = figures.read(RESULTS)
+    contenders = [name for result in results.values() if result.name.startswith("peers/") for name in result.seconds]
+    own = [figures.called(name).split(", ") for name in contenders if name.startswith("npuzero ")]
+    assert ["npuzero zero3", "bf16-split"] in own
+    for preset, *precision in own:
+        assert preset.removeprefix("npuzero ") in PRESETS and set(precision) <= set(PRECISIONS)
+    assert figures.called("fsdp2-keep") == "FSDP2, reshard_after_forward=False"
+
+
+def test_a_table_names_the_records_that_it_is_from():
+    records = [figures.Record.begin("ops", "x", {}) for _ in range(2)]
+    for record, name, commit in zip(records, ("pack", "peers/x"), ("aaaa", "bbbb+"), strict=True):
+        record.results.append(result(name, a=[1.0, 2.0], b=[1.0, 2.0]))
+        record.machine["commit"] = commit
+    assert figures.measured_on(records, {"pack"}).endswith("commit aaaa.")
+    assert figures.measured_on(records, {"pack", "peers/x"}).endswith("commit aaaa, bbbb+.")
 
 
 def test_every_figure_names_benchmarks_of_its_suite():
