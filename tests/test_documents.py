@@ -1,7 +1,8 @@
-"""What the README shows, runs; and the table of decisions has each of them."""
+"""What README and docs show, runs; README names every public name; and the table of decisions has each of them."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,40 +10,98 @@ from pathlib import Path
 
 import pytest
 
+import documents
+import npuzero
+from documents import PAGES, ROOT
 from npuzero.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FIRST = next(block.code for block in documents.blocks("README.md"))
+COMMANDS = {
+    command: page
+    for page in ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")))
+    for command in re.findall(r"^npuzero plan --parameters.*$", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+}
 
 
-def run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run(program: Path, ranks: int, folder: Path) -> str:
+    """What it prints, run in `folder` by python or, on several ranks, by torchrun; fails where it does."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(program)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=500,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
 
 
 def test_the_first_program_is_twelve_lines():
-    assert len([line for line in PYTHON[0].splitlines() if line.strip()]) == 12
-
-
-def test_its_programs_run_in_one_process(tmp_path):
-    (tmp_path / "train.py").write_text("\n".join(PYTHON))
-    run([sys.executable, "train.py"], tmp_path)
+    assert len([line for line in FIRST.splitlines() if line.strip()]) == 12
 
 
 @pytest.mark.world
-def test_the_first_program_runs_on_two_ranks(tmp_path):
-    (tmp_path / "train.py").write_text(PYTHON[0])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run([*launcher, "--nproc-per-node", "2", "train.py"], tmp_path)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_first_program_prints_rank_world_and_a_falling_loss(ranks, tmp_path):
+    (tmp_path / "train.py").write_text(FIRST)
+    printed = run(tmp_path / "train.py", ranks, tmp_path)
+    for rank in range(ranks):
+        found = re.findall(rf"rank {rank} of {ranks}, step +(\d+): loss ([\d.]+)", printed)
+        losses = [float(loss) for _, loss in found]
+        assert [int(step) for step, _ in found] == list(range(30))
+        assert losses[29] < losses[15] < losses[5] < losses[0] and losses[29] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("command", re.findall(r"^npuzero plan --parameters.*$", README, re.MULTILINE))
-def test_its_commands_run(command, tmp_path, monkeypatch, capsys):
+@pytest.mark.world
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_programs_of_all_pages_run(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    printed = run(Path(documents.__file__), ranks, tmp_path)
+    assert [page for page in PAGES if printed.count(f"--- {page}\n") != ranks] == []
+
+
+def test_pages_say_who_runs_what_is_not_run_there():
+    found = [(page, block) for page in PAGES for block in documents.blocks(page)]
+    assert sum(block.code.count("\n") for _, block in found if not block.mark) > 100
+    for page, block in found:
+        _, runs, path = block.mark.partition("run by ")
+        assert not runs or (ROOT / path).is_file(), f"{page}, line {block.line}: there is no {path}"
+    for page in PAGES:
+        shown = (ROOT / page).read_text("utf-8").count("```python")
+        hidden = (ROOT / page).read_text("utf-8").count("<!-- python\n")
+        assert len(documents.blocks(page)) == shown + hidden, f"{page}: a block is in no form that would be run"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    assert main(command.split()[1:]) == 0
+    assert main(command.partition("#")[0].split()[1:]) == 0
     assert "zero3" in capsys.readouterr().out
+
+
+def test_readme_has_a_line_for_every_public_name():
+    table = README[README.index("## API") :]
+    missing = [name for name in npuzero.__all__ if not re.search(rf"\b{name}\b", table)]
+    assert missing == []
+
+
+def test_links_lead_somewhere():
+    """To files that there are, and to headings as GitHub writes them."""
+    for page in ("README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md"))):
+        path = ROOT / page
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text("utf-8")):
+            file, _, heading = target.partition("#")
+            there = (path.parent / file).resolve() if file else path
+            assert there.exists(), f"{page}: there is no {target}"
+            if heading:
+                titles = re.findall(r"^#+ (.+)$", there.read_text("utf-8"), re.MULTILINE)
+                anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+                assert heading in anchors, f"{page}: {file} has no heading #{heading}"
 
 
 def test_the_table_of_decisions_says_what_the_records_say():

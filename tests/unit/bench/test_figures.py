@@ -46,11 +46,20 @@ def test_who_is_measured_has_a_name_that_can_be_typed():
     assert figures.called("fsdp2-keep") == "FSDP2, reshard_after_forward=False"
 
 
+@pytest.mark.xfail(strict=True, reason="the committed records are of several commits: they are to be taken anew")
+def test_the_figures_of_one_table_are_of_one_clean_commit():
+    records, results = figures.read(RESULTS)
+    tables = [{headline.benchmark for headline in figures.HEADLINES}, *map(figures.names_of, figures.GROUPS)]
+    for names in [*tables, *({name} for name in results if name.startswith("peers/"))]:
+        found = figures.commits([record for record in records if any(item.name in names for item in record.results)])
+        assert len(found) == 1 and not found[0].endswith("+"), f"{sorted(names)}: {found}"
+
+
 def test_a_table_names_the_records_that_it_is_from():
     records = [figures.Record.begin("ops", "x", {}) for _ in range(2)]
     for record, name, commit in zip(records, ("pack", "peers/x"), ("aaaa", "bbbb+"), strict=True):
         record.results.append(result(name, a=[1.0, 2.0], b=[1.0, 2.0]))
-        record.machine["commit"] = commit
+        record.machine.update(cpu="cpu", cores=2, isa="avx2", torch="2.13", commit=commit)
     assert figures.measured_on(records, {"pack"}).endswith("commit aaaa.")
     assert figures.measured_on(records, {"pack", "peers/x"}).endswith("commit aaaa, bbbb+.")
 

@@ -1,0 +1,84 @@
+"""The Python of README and docs, run as it stands there: by `python documents.py`, or by torchrun on several ranks.
+
+A page is one program: its blocks in order, in one namespace and a folder of its own; all pages share one world.
+Comments that no reader sees say the rest:
+
+    <!-- python                     what the page's reader has already: it runs in its place
+    model = torch.nn.Linear(2, 2)
+    -->
+    <!-- not run here: why -->      the next block does not run
+    <!-- run by tests/x.py -->      some other test runs it
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Pages with Python in them.
+PAGES = tuple(
+    path.relative_to(ROOT).as_posix()
+    for path in (
+        *sorted(ROOT.glob("*.md")),
+        *sorted(ROOT.glob("docs/*.md")),
+        *sorted(ROOT.glob("examples/*/README.md")),
+    )
+    if "```python" in path.read_text("utf-8")
+)
+
+_MARK = r"(?:<!-- (?P<mark>(?:not run here: |run by )[^\n]+) -->\n+)?"
+_BLOCK = re.compile(
+    rf"^<!-- python\n(?P<hidden>.*?)^-->|^{_MARK}^```python\n(?P<shown>.*?)^```", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some Python of a page.
+
+    Attributes:
+        code: as it stands there.
+        line: of the page, that of its first line, from 1.
+        mark: why it does not run here, or which file runs it; empty where it runs.
+    """
+
+    code: str
+    line: int
+    mark: str
+
+
+def blocks(page: str) -> list[Block]:
+    """Those of a page, hidden ones among them, in order."""
+    text = (ROOT / page).read_text("utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        group = "hidden" if match["hidden"] is not None else "shown"
+        found.append(Block(match[group], text.count("\n", 0, match.start(group)) + 1, match["mark"] or ""))
+    return found
+
+
+def run(page: str) -> None:
+    """Run the page's program in the current folder; tracebacks have the page's lines."""
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        if not block.mark:
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, str(ROOT / page), "exec"), namespace)
+
+
+def main() -> None:
+    start = Path.cwd()
+    for page in sys.argv[1:] or PAGES:
+        print(f"--- {page}", flush=True)
+        folder = start / page.replace("/", "-")
+        folder.mkdir(exist_ok=True)
+        os.chdir(folder)
+        run(page)
+
+
+if __name__ == "__main__":
+    main()
