@@ -128,7 +128,13 @@ class _Checked:
 @keywords()
 @dataclass(frozen=True)
 class Settings(_Checked):
-    """Describe how the engine works. None of these changes a bit of the result."""
+    """Describe how the engine works. None of these changes a bit of the result.
+
+    Example::
+
+        settings = npuzero.Settings(prefetch=2, overlap="gradients")
+        model = npuzero.zero(net, stage=3, settings=settings)
+    """
 
     overlap: bool | Literal["gradients", "parameters"] = setting(
         True,

@@ -28,6 +28,13 @@ class NpuZeroError(Exception):
         got: what came instead.
         do: what the reader can do about it.
         facts: further values, kept as ``error.facts``.
+
+    Example::
+
+        try:
+            npuzero.Plan.preset("zero4")
+        except npuzero.NpuZeroError as error:
+            print(error.expected, error.got, error.do)
     """
 
     def __init__(self, subject: str, *, expected: str, got: str, do: str, **facts: Any) -> None:

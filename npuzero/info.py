@@ -31,6 +31,11 @@ def info() -> dict[str, Any]:
     Keys: ``versions``, ``platform``, ``devices`` (by kind), ``kernels`` (op → kind → bool), ``isa``, ``backend``,
     ``npu_kernels`` (their library), ``openmp`` (runtimes in this process),
     ``collectives`` (by kind), ``missing`` (each with ``what``, ``why``, ``do``).
+
+    Example::
+
+        facts = npuzero.info()
+        print(facts["versions"]["torch"], facts["isa"]["chosen"])
     """
     devices = {kind: _device(found) for kind, found in device.KINDS.items()}
     kernels = {op: {kind: kind in kinds for kind in devices} for op, kinds in sorted(_native.kernels().items())}

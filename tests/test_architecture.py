@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -240,8 +241,9 @@ def test_a_stage_is_data_not_an_if():
     assert not wrong, wrong
 
 
-# No more than these: who meets more divides it. What stays above has its reason in docs/decisions, under this number.
-CLASS_METHODS, FILE_LINES, API_LINES = 20, 500, 400
+# No more than these: who meets more divides it; of api only code counts, so that examples in docstrings cost
+# nothing. What stays above has its reason in docs/decisions, under this number.
+CLASS_METHODS, FILE_LINES, API_CODE_LINES = 20, 500, 200
 LARGE: dict[str, int] = {}
 
 
@@ -257,6 +259,22 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
+def code_lines_of(path: Path) -> int:
+    """Lines with code: neither docstrings, whose examples shall cost nothing, nor comments, nor blank ones."""
+    code: set[int] = set()
+    tree = tree_of(path)
+    texts = {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    docstring = {line for text in texts for line in range(text.lineno, (text.end_lineno or text.lineno) + 1)}
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in (*silent, tokenize.ENCODING):
+                code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - docstring)
+
+
 def methods_of(node: ast.ClassDef) -> int:
     """Private ones count, and so do properties; an overload is no method of its own."""
     methods = (each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
@@ -265,7 +283,7 @@ def methods_of(node: ast.ClassDef) -> int:
 
 def test_what_is_large_is_divided():
     sizes = {path.relative_to(ROOT).as_posix(): (lines_of(path), FILE_LINES) for path in sources()}
-    sizes["npuzero/api"] = sum(map(lines_of, python_files(PACKAGE / "api"))), API_LINES
+    sizes["npuzero/api"] = sum(map(code_lines_of, python_files(PACKAGE / "api"))), API_CODE_LINES
     for path in (path for path in sources() if path.suffix == ".py"):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):

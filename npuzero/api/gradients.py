@@ -28,6 +28,12 @@ def clip_grad_norm_(
     Raises:
         StateError: the model is not cut; with ``error_if_nonfinite``, gradients that are inf or nan.
         ConfigError: ``max_norm`` or ``norm_type`` is no positive number.
+
+    Example::
+
+        loss.backward()
+        norm = npuzero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
     """
     _check_positive("clip_grad_norm_: max_norm", max_norm)
     _check_positive("clip_grad_norm_: norm_type", norm_type)
@@ -47,6 +53,12 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     Raises:
         StateError: the model is not cut.
         ConfigError: ``clip_value`` is no positive number.
+
+    Example::
+
+        loss.backward()
+        npuzero.clip_grad_value_(model, 0.5)
+        optimizer.step()
     """
     _check_positive("clip_grad_value_: clip_value", clip_value)
     engine_of(model).gradients.clip_values(float(clip_value))
@@ -69,6 +81,12 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
     Raises:
         StateError: the model is not cut.
         ConfigError: ``norm_type`` is no positive number.
+
+    Example::
+
+        loss.backward()
+        for name, norm in npuzero.grad_norms(model).items():
+            print(f"{name}: {norm:.3g}")
     """
     _check_positive("grad_norms: norm_type", norm_type)
     return engine_of(model).gradients.norms(float(norm_type))
@@ -87,6 +105,12 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
     Raises:
         StateError: the parameter belongs to no model made by :func:`zero`, or does not train.
+
+    Example::
+
+        loss.backward()
+        gradient = npuzero.full_gradient(next(model.parameters()))
+        print(gradient.shape, gradient.abs().max())
     """
     engine = engine_behind(parameter) if isinstance(parameter, nn.Parameter) else None
     place = engine.place(parameter) if engine is not None else None

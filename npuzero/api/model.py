@@ -52,6 +52,11 @@ def init(
     Raises:
         ConfigError: the environment is incomplete, the device or backend is not there, or this process is in a world
             with other settings than asked for.
+
+    Example::
+
+        world = npuzero.init()  # joins the ranks that torchrun started; one process stands alone
+        print(f"rank {world.rank} of {world.size} on {world.device}")
     """
     wait_s = None if timeout_s is None else _TIMEOUT.check("init: timeout_s", timeout_s)
     return comm.process_world(device, timeout_s=wait_s, backend=backend)
@@ -106,6 +111,12 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
             nobody has values for.
         CheckpointError: ``weights`` are missing, torn, or do not fit the model.
         StateError: the model is cut already.
+
+    Example::
+
+        world = npuzero.init()
+        model = npuzero.zero(net.to(world.device), stage=3, precision="bf16")
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     """
     _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
     world = comm.current_world() if world is None else world
@@ -152,6 +163,11 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
 
     Raises:
         ConfigError: as for :func:`zero`.
+
+    Example::
+
+        report = npuzero.predict(net, "zero3", world=64, local_size=8, precision="bf16")
+        print(report.bytes_held["states"], report.bytes_sent["all_gather"])
     """
     _check_kind("npuzero.predict()", model, nn.Module, "Pass the model itself.")
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
@@ -169,6 +185,14 @@ def report(model: nn.Module) -> Report:
 
     Raises:
         StateError: the model is not cut, or has taken no step.
+
+    Example::
+
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x).sum().backward()  # a step ends where the next one begins
+        print(npuzero.report(model).bytes_held)
     """
     return engine_of(model).meter.report()
 
@@ -178,6 +202,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Let backward passes inside the block add up on each rank alone; the next one outside it reduces them.
 
     Fewer bytes are sent; a plan that cuts gradients then keeps them whole (float32) until that next pass.
+
+    Example::
+
+        with npuzero.no_sync(model):
+            model(x).mean().backward()  # adds up, sends nothing
+        model(x).mean().backward()  # reduces the sum of both
+        optimizer.step()
     """
     with engine_of(model).passes.no_sync():
         yield
@@ -197,6 +228,16 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         StateError: ``module`` has no parameter of a cut model.
         ConfigError: its class has no such method.
+
+    Example::
+
+        class Encoder(nn.Linear):
+            def encode(self, x):
+                return x @ self.weight.T
+
+        encoder = npuzero.zero(Encoder(8, 8).to(world.device))
+        npuzero.register_forward_method(encoder, "encode")
+        encoder.encode(x).sum().backward()
     """
     _check_kind("npuzero.register_forward_method()", module, nn.Module, "Pass the module that has the method.")
     engines, _ = owners(module.parameters())
@@ -229,6 +270,12 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
 
     Raises:
         StateError: on every rank, at the end of the block: the ranks wrote different values.
+
+    Example::
+
+        with npuzero.gathered(model):
+            for parameter in model.parameters():
+                parameter.data.clamp_(-1, 1)  # lasts: this rank's shards follow
     """
     with engine_of(model).values.gathered(write):
         yield model

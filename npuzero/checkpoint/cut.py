@@ -76,6 +76,13 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
     Raises:
         ConfigError: an optimizer of another model.
+
+    Example::
+
+        from torch.distributed import checkpoint as dcp
+
+        state = npuzero.checkpoint.state_dict(model, optimizer)
+        dcp.save(state, checkpoint_id="dcp")
     """
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
@@ -105,6 +112,15 @@ def load_state_dict(
     Raises:
         CheckpointError: it is no such state.
         ConfigError: an optimizer of another model.
+
+    Example::
+
+        from torch.distributed import checkpoint as dcp
+
+        state = npuzero.checkpoint.state_dict(model, optimizer)
+        dcp.save(state, checkpoint_id="dcp")
+        dcp.load(state, checkpoint_id="dcp")
+        npuzero.checkpoint.load_state_dict(model, optimizer, state=state)
     """
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)

@@ -285,6 +285,10 @@ def export(
         StateError: the model is not cut.
         ConfigError: an argument that cannot work.
         StorageError: rank 0 cannot write there; raised on every rank.
+
+    Example::
+
+        npuzero.export(model, "exported", dtype="bf16")  # exported/model.safetensors
     """
     engine = engine_of(model)
     if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:

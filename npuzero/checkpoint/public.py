@@ -74,6 +74,10 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
         CheckpointError: on every rank, if one cannot write its part or passes other parts than the others, or another
             job is saving into the folder.
         ConfigError: ``step`` or ``keep_last`` is no such number, or an optimizer of another model.
+
+    Example::
+
+        npuzero.checkpoint.save("run", model, optimizer, step=100, keep_last=3)  # writes run/step-100
     """
     _check_count("step", step, 0)
     if keep_last is not None:
@@ -132,6 +136,12 @@ def load(
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it does not fit. If it is found to be damaged
             while it is read, the model has a part of it: load another one.
+
+    Example::
+
+        npuzero.checkpoint.save("run", model, optimizer, step=100)
+        loaded = npuzero.checkpoint.load("run", model, optimizer)
+        print(loaded.step)
     """
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
@@ -164,7 +174,13 @@ def load(
 
 
 def latest(folder: PathLike) -> Path | None:
-    """Return the last complete checkpoint in the folder of a run; None where there is none."""
+    """Return the last complete checkpoint in the folder of a run; None where there is none.
+
+    Example::
+
+        npuzero.checkpoint.save("run", model, step=100)
+        print(npuzero.checkpoint.latest("run"))
+    """
     return folders.latest(folder)
 
 
@@ -173,6 +189,11 @@ def verify(folder: PathLike) -> None:
 
     Raises:
         CheckpointError: it is damaged; names the file and the item.
+
+    Example::
+
+        npuzero.checkpoint.save("run", model, step=100)
+        npuzero.checkpoint.verify("run")
     """
     Source(resolved(Path(folder))).verify()
 
@@ -186,12 +207,14 @@ class Checkpointer:
         keep_last, asynchronous: as for :func:`save`.
         kept: what to save and load: ``model``, and any of ``optimizer``, ``scheduler``, ``scaler``, ``data``.
 
-    Use it in a ``with`` block, at whose end the last save is complete::
+    Use it in a ``with`` block, at whose end the last save is complete.
 
-        with Checkpointer("runs/a", every=100, keep_last=3, model=model, optimizer=optimizer) as checkpoints:
-            for step in range(checkpoints.resume(), steps):
+    Example::
+
+        with npuzero.checkpoint.Checkpointer("run", every=100, keep_last=3, model=model, optimizer=optimizer) as saves:
+            for step in range(saves.resume(), 200):
                 train_step()
-                checkpoints.after(step + 1)
+                saves.after(step + 1)
     """
 
     def __init__(

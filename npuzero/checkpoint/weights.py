@@ -32,6 +32,13 @@ class Weights:
         rename: the files' name for the model's tensor of a name; None: they have no values for it, so it keeps its own
             or is initialised. Without it names are the same.
         partial: whether the files may hold tensors that the model has not.
+
+    Example::
+
+        npuzero.export(model, "exported")
+        with torch.device("meta"):
+            empty = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        loaded = npuzero.zero(empty, weights=npuzero.Weights("exported", partial=True))
     """
 
     path: str | Path

@@ -93,6 +93,12 @@ def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | T
 class Adam(ZeroOptimizer):
     """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
     :class:`AdamW`.
+
+    Example::
+
+        optimizer = npuzero.Adam(model.parameters(), lr=1e-3, amsgrad=True)
+        loss.backward()
+        optimizer.step()
     """
 
     def __init__(  # noqa: PLR0913 - torch's signature, and three more
@@ -155,6 +161,13 @@ class AdamW(Adam):
 
     Raises:
         ConfigError: options out of range, or parameters that torch refuses; of torch's kind of error, too.
+
+    Example::
+
+        optimizer = npuzero.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     def __init__(  # noqa: PLR0913 - torch's signature, and three more

@@ -13,16 +13,6 @@ from npuzero.shard.ownership import engine_of
 class FiniteGuard:
     """Stop where an output, a loss or a gradient is inf or NaN, and say in which unit and parameter it began.
 
-    ::
-
-        with npuzero.FiniteGuard(model) as guard:
-            for batch in data:
-                loss = model(batch)
-                loss.backward()
-                guard.check(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-
     While all is finite it costs one reading of each unit's output, and of the gradients where nobody clips; nothing
     waits for the device. A bad step changes neither parameters nor states, and the next forward, :meth:`look`, or the
     end of the block raises on every rank, with the same text.
@@ -33,6 +23,16 @@ class FiniteGuard:
 
     Raises:
         StateError: the model is not cut.
+
+    Example::
+
+        with npuzero.FiniteGuard(model) as guard:
+            for batch in torch.randn(3, 4, 8, device=world.device):
+                loss = model(batch).square().mean()
+                loss.backward()
+                guard.check(loss)
+                optimizer.step()
+                optimizer.zero_grad()
     """
 
     def __init__(self, model: nn.Module, scaler: LossScaler | None = None) -> None:

@@ -93,6 +93,12 @@ class Lion(ZeroOptimizer):
 
     Raises:
         ConfigError: options out of range.
+
+    Example::
+
+        optimizer = npuzero.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        loss.backward()
+        optimizer.step()
     """
 
     def __init__(  # noqa: PLR0913 - torch's signature, and three more

@@ -41,6 +41,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         ConfigError: not an optimizer class, not element-wise, or options it refuses.
+
+    Example::
+
+        optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
+        loss.backward()
+        optimizer.step()
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], params: Any, **defaults: Any) -> None:

@@ -25,14 +25,7 @@ class _Stage(enum.Enum):
 class LossScaler:
     """Multiply the loss, so that small float16 gradients do not vanish, and skip steps that overflow.
 
-    In the place of ``torch.amp.GradScaler``, which cannot read cut gradients::
-
-        scaler = npuzero.LossScaler()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)                  # where gradients are clipped or looked at
-        npuzero.clip_grad_norm_(model, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    It stands in the place of ``torch.amp.GradScaler``, which cannot read sharded gradients.
 
     Every rank decides alike: a gradient that is inf or NaN anywhere skips the step everywhere, and parameters, masters
     and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over a cut model the host waits for nothing:
@@ -51,6 +44,15 @@ class LossScaler:
 
     Raises:
         ConfigError: arguments out of range.
+
+    Example::
+
+        scaler = npuzero.LossScaler()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # where gradients are clipped or looked at
+        npuzero.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     def __init__(

@@ -15,7 +15,13 @@ Axes = tuple[str, ...]
 
 
 class Memory(enum.Enum):
-    """Name where bytes rest."""
+    """Name where bytes rest.
+
+    Example::
+
+        report = npuzero.predict(net, "zero3", world=8)
+        print(report.held[npuzero.Memory.DEVICE]["parameters"])
+    """
 
     DEVICE = "device"
     HOST = "host"
@@ -30,6 +36,11 @@ class Placement:
     Attributes:
         axes: mesh axes it is cut over, outermost first; ``()`` means whole on each rank.
         memory: where it rests.
+
+    Example::
+
+        everywhere = npuzero.Placement(("node", "local"))  # sharded over all ranks
+        unsharded = npuzero.Placement()
     """
 
     axes: Axes = ()

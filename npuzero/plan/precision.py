@@ -45,6 +45,11 @@ class Precision:
 
     Raises:
         ConfigError: a value that is none of these, or several that make no sense together.
+
+    Example::
+
+        precision = npuzero.Precision(torch.bfloat16, wires=torch.float32, moments="bf16")
+        model = npuzero.zero(net, stage=3, precision=precision)
     """
 
     parameters: torch.dtype | None = None

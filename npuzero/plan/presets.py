@@ -30,6 +30,12 @@ class Plan:
     Raises:
         ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
             broken, or a placement cannot be kept in this version.
+
+    Example::
+
+        everywhere = npuzero.Placement(("node", "local"))
+        plan = npuzero.Plan(gradients=everywhere, states=everywhere, name="mine")  # parameters stay unsharded
+        model = npuzero.zero(net, plan=plan)
     """
 
     parameters: Placement = WHOLE

@@ -26,6 +26,11 @@ class Report:
             parameters took part, the norm) and never grows with the model's size in elements.
         plan: the plan it belongs to.
         world: number of ranks.
+
+    Example::
+
+        report = npuzero.predict(net, "zero2", world=8)
+        print(sum(report.bytes_held.values()), report.bytes_sent["reduce_scatter"])
     """
 
     held: Mapping[Memory, Mapping[str, int]]

@@ -36,6 +36,12 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     Returns:
         On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
         what else modules give as their extra state; ``{}`` elsewhere.
+
+    Example::
+
+        state = npuzero.full_state_dict(model)  # on every rank: gathering is collective
+        if world.rank == 0:
+            torch.save(state, "model.pt")
     """
     engine = engine_of(model)
     wanted = engine.world.rank == 0 or not rank0_only
@@ -64,6 +70,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: names or shapes that do not fit the model.
+
+    Example::
+
+        state = npuzero.full_state_dict(model, rank0_only=False)
+        npuzero.load_full_state_dict(model, state)
     """
     engine = engine_of(model)
     named = model.state_dict(keep_vars=True)

@@ -1,0 +1,103 @@
+"""Docstrings say what to do: each begins with a verb; what users call has an example, which runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npuzero
+from npuzero import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Whether a word is a verb no program tells: who needs another one adds it.
+VERBS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    Add Align Allocate Answer Append Apply Arrange Ask Be Begin Break Bring Call Carry Change Check Choose Clip
+    Close Collect Combine Compare Compile Complete Compose Compute Connect Convert Copy Count Cut Decode Delete
+    Describe Digest Divide Do Draw Drop Encode End Erase Exchange Extend Fail Find Finish Follow Forget Format
+    Forward Free Gather Give Go Guard Have Hold Identify Join Keep Know Launch Lay Leave Lend Let Load Look Make Map
+    Mark Measure Meet Move Multiply Name Note Observe Open Parse Pass Pause Pickle Place Predict Prepare Present
+    Probe Provide Push Put Queue Raise Read Receive Record Reduce Refer Refuse Register Release Remember Remove
+    Render Repeat Replace Report Represent Restart Return Round Run Save Say Scale Send Serve Set Share Show Skip
+    Split Stand Start Stop Store Sum Take Tell Time Train Treat Try Turn Unscale Unshard Update Use View Wait Warn
+    Watch Wrap Write Yield Zero
+    """,
+    )
+)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Where each docstring of a class or function in the package is, and its text."""
+    for path in sorted((ROOT / "npuzero").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text is not None:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", text
+
+
+def test_they_begin_with_a_verb():
+    found = dict(docstrings())
+    assert len(found) > 1000, "the package was not found"
+    odd = {place: text.splitlines()[0] for place, text in found.items() if text.split()[0].rstrip(",:.") not in VERBS}
+    assert not odd, f"begin with a verb in the imperative, or add it to VERBS if it is one: {odd}"
+
+
+def public() -> dict[str, Any]:
+    """What users call, by name. Errors are not called; the root of their tree shows how all are caught."""
+    named = [(f"npuzero.{name}", getattr(npuzero, name)) for name in npuzero.__all__]
+    named += [(f"checkpoint.{name}", getattr(checkpoint, name)) for name in checkpoint.__all__]
+    given = {"CutTensor", "Loaded", "Saving", "Stateful"}  # what calls return and take: nobody makes one
+    return {
+        name: each
+        for name, each in named
+        if callable(each)
+        and each.__name__ not in given
+        and not (isinstance(each, type) and issubclass(each, npuzero.NpuZeroError) and each is not npuzero.NpuZeroError)
+    }
+
+
+def example_of(each: Any) -> str | None:
+    """The code of the docstring's example; None where it has none."""
+    found = re.search(r"^Example::\n\n((?: {4}.*\n?|\n)+)", inspect.getdoc(each) or "", re.MULTILINE)
+    return found and textwrap.dedent(found[1])
+
+
+@pytest.fixture
+def names() -> Iterator[dict[str, Any]]:
+    """What examples find there, in a world of one: the plain ``net``, the sharded ``model``, and a step's parts."""
+    world = npuzero.init()
+    net, sharded = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(world.device) for _ in range(2))
+    model = npuzero.zero(sharded, stage=3)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 8, device=world.device)
+
+    def train_step() -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loss = model(x).square().mean()
+    yield {"torch": torch, "nn": nn, "npuzero": npuzero, **locals()}
+    world.close()
+
+
+@pytest.mark.parametrize("name", public())
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's checkpoint, of one process
+def test_an_example_runs(name, names, tmp_path, monkeypatch):
+    code = example_of(public()[name])
+    assert code, f"{name}: end its docstring with a block 'Example::' that shows a call"
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, f"<example of {name}>", "exec"), names)
