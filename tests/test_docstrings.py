@@ -24,15 +24,19 @@ VERBS = frozenset(
     re.findall(
         r"\w+",
         """
-    Add Align Allocate Answer Append Apply Arrange Ask Be Begin Break Bring Call Carry Change Check Choose Clip
-    Close Collect Combine Compare Compile Complete Compose Compute Connect Convert Copy Count Cut Decode Delete
-    Describe Digest Divide Do Draw Drop Encode End Erase Exchange Extend Fail Find Finish Follow Forget Format
-    Forward Free Gather Give Go Guard Have Hold Identify Join Keep Know Launch Lay Leave Lend Let Load Look Make Map
-    Mark Measure Meet Move Multiply Name Note Observe Open Parse Pass Pause Pickle Place Predict Prepare Present
-    Probe Provide Push Put Queue Raise Read Receive Record Reduce Refer Refuse Register Release Remember Remove
-    Render Repeat Replace Report Represent Restart Return Round Run Save Say Scale Send Serve Set Share Show Skip
-    Split Stand Start Stop Store Sum Take Tell Time Train Treat Try Turn Unscale Unshard Update Use View Wait Warn
-    Watch Wrap Write Yield Zero
+        Accept Add Align Allocate Answer Append Apply Arrange Ask Await Be Begin Break Bring Build Call Carry
+        Cast Change Check Choose Clip Close Collect Combine Compare Compile Complete Compose Compute Connect
+        Convert Copy Count Create Cut Decode Define Delete Derive Describe Detach Digest Disable Divide Do Draw
+        Drop Enable Encode End Ensure Erase Estimate Evaluate Exchange Expand Explain Export Extend Fail Fill
+        Filter Find Finish Follow Forget Format Forward Free Gather Generate Give Go Group Guard Handle Have
+        Hold Identify Import Initialize Insert Install Iterate Join Keep Know Launch Lay Leave Lend Let List
+        Load Locate Look Make Map Mark Measure Meet Merge Move Multiply Name Note Observe Open Order Pack Parse
+        Pass Pause Pickle Place Plot Predict Prepare Present Print Probe Process Provide Push Put Queue Quote
+        Raise Read Receive Record Recover Reduce Refer Refuse Register Release Remember Remove Render Repeat
+        Replace Report Represent Reset Resolve Restart Restore Resume Return Round Run Save Say Scale Scatter
+        Search Select Send Serve Set Shard Share Show Skip Sort Split Stand Start Stop Store Sum Summarize Swap
+        Take Tell Time Trace Train Translate Treat Try Turn Unpack Unscale Unshard Update Use Validate Verify
+        View Visit Wait Walk Warn Watch Wrap Write Yield Zero
     """,
     )
 )

@@ -275,7 +275,7 @@ class Watch:
 
     @property
     def subject(self) -> str:
-        """What an error of the wait is about."""
+        """Return what an error of the wait is about."""
         return subject(self._wait.meeting.text, self._rank)
 
     def __enter__(self) -> Watch:

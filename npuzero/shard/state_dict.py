@@ -27,11 +27,7 @@ def attach(engine: Engine, model: nn.Module) -> None:
 def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
     """Return ``model.state_dict()`` as a plain model would: unsharded tensors on the CPU, by name. Collective.
 
-    At most one unit is gathered at a time::
-
-        state = npuzero.full_state_dict(model)  # on every rank
-        if world.rank == 0:
-            torch.save(state, "model.pt")
+    At most one unit is gathered at a time.
 
     Returns:
         On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
@@ -64,9 +60,7 @@ def _copied(value: Any) -> Any:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 
-    Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own::
-
-        npuzero.load_full_state_dict(model, torch.load("model.pt"))
+    Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
 
     Raises:
         CheckpointError: names or shapes that do not fit the model.
