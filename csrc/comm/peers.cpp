@@ -48,7 +48,7 @@ void Peers::compare_signatures() {
   }
   std::string got;
   for (const auto& [text, ranks] : ranks_by_text) got += (got.empty() ? "" : "; ") + ranks + ": " + text;
-  fail("mismatch", "the same verb, size, dtype and tag on every rank", got,
+  fail("mismatch", "the same collective, size, dtype and tag on every rank", got,
        "Look for a branch that differs between ranks, or a model that does.");
 }
 

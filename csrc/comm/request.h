@@ -1,4 +1,5 @@
-// What a rank asks of its peers: a verb and its memory; and the signature by which ranks see that all ask the same.
+// What a rank asks of its peers: a collective and its memory; and the signature by which ranks see that all ask the
+// same. (Verb: the kind of a collective.)
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,7 @@ namespace npuzero::comm {
 enum class Verb : int { all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier };
 const char* name(Verb verb);
 
-// One verb on one rank. `numel` counts the shard (all_gather, reduce_scatter, all_to_all: one rank's part) or the
+// One collective on one rank. `numel` counts the shard (all_gather, reduce_scatter, all_to_all: one rank's part) or the
 // buffer. Memory must stay until the operation is done.
 struct Request {
   Verb verb = Verb::barrier;
@@ -21,7 +22,7 @@ struct Request {
   std::byte* out = nullptr;
   size_t numel = 0;
   size_t itemsize = 1;
-  Dtype wire = Dtype::u8, result = Dtype::u8;  // of the verbs that sum
+  Dtype wire = Dtype::u8, result = Dtype::u8;  // where it sums: the dtype that travels, and that of the sum
   bool accumulate = false;
   int root = 0;
   std::string dtype, tag;  // for the signature

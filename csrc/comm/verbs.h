@@ -1,4 +1,4 @@
-// Verbs: each collective as a sequence of rounds.
+// Verbs: the collectives, each as a sequence of rounds.
 //
 // In round t each rank fills its own slot t % 2 ("posted"), then reads the slots of the others ("consumed"); it fills
 // round t + 1 before it reads round t, so copying in and copying out overlap between ranks. A slot is filled again once

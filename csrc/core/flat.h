@@ -27,7 +27,8 @@
 // Widening what was rounded and rounding it again gives the same values. No division, no table, no float operation.
 //
 // Draws are those of ops/cast.h, with index = place + i for element i of a part; stream + 2^31 for a moment. So they
-// depend on seed, step, stream (which parameter) and place (in that parameter) alone, not on cut, threads or device.
+// depend on seed, step, stream (which parameter) and place (in that parameter) alone: not on sharding, threads or
+// device.
 //
 // Coefficients come from the caller, each computed in f64 from the hyper-parameters and rounded once to f32. Those of
 // lr and step may lie on the device instead, for a step that may be skipped, or a captured graph: a group with a row

@@ -24,7 +24,7 @@ std::byte* reserve(size_t bytes) {
       mmap(nullptr, bytes + granule_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (found == MAP_FAILED) {
     throw Error(Error::Kind::OutOfSpace, "host memory", "room for " + std::to_string(bytes) + " bytes",
-                std::strerror(errno), "Cut more of the state (a higher preset), or use more ranks.");
+                std::strerror(errno), "Shard more of the state (a higher preset), or use more ranks.");
   }
   auto* begin = static_cast<std::byte*>(found);
   const size_t before = -reinterpret_cast<uintptr_t>(begin) % granule_bytes;

@@ -20,7 +20,7 @@
 // in a table of rows and columns close no cycle (tabulation: Carter, Wegman: "Universal classes of hash functions",
 // JCSS 18, 1979). Hence what stochastic rounding adds to a sum has mean zero and the variance of independent draws. The
 // sum alone would give the fourth corner of a rectangle by the other three; the square moves it by 2 (a - a') (x - x').
-// The result depends on seed and the element's place in the whole alone, not on threads, cut or device.
+// The result depends on seed and the element's index (offset + i) alone: not on threads, sharding or device.
 //
 // Contract
 //   source and target have n elements and do not overlap; tf32 may be in place

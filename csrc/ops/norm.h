@@ -12,8 +12,8 @@
 //   alone: not on threads, instruction set or alignment
 //   n = 0 is legal and gives {0, 0}; buffers do not overlap; enqueued on the stream, not awaited
 //   rounding: the addition as f32 operations in the order written, no contraction: bit for bit the reference; squares
-//   are exact in f64 for every dtype here, sums in f64, so that sums over any cut of a buffer agree to far below an ulp
-//   of f32
+//   are exact in f64 for every dtype here, sums in f64, so that sums over a buffer agree, however it is sharded, to far
+//   below an ulp of f32
 #pragma once
 
 #include "core/view.h"

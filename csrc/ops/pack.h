@@ -1,5 +1,5 @@
-// pack: moves many ranges between tensors and one flat wire buffer, with a cast, a scale and an addition on the way.
-// unpack is the same op with source and target changed over, so there is one kernel.
+// pack: moves many ranges between tensors and one flat communication buffer, with a cast, a scale and an addition on
+// the way. unpack is the same op with source and target changed over, so there is one kernel.
 //
 //   target = round(f32(source) * scale)                      scale = factor * *scale_at (1 where absent)
 //   target = round(f32(target) + f32(source) * scale)        where accumulate

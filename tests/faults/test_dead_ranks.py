@@ -79,7 +79,7 @@ def test_another_way(fault: Any, one: str, other: str) -> None:
     outcomes = run_ranks(fault, RANKS, "zero3")
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code == 0
-        _is_typed(outcome, rank, "same verb, size, dtype and tag", "rank 0", "rank 1|, 1", "2: ", one, other, "branch")
+        _is_typed(outcome, rank, "size, dtype and tag on every", "rank 0", "rank 1|, 1", "2: ", one, other, "branch")
 
 
 @pytest.mark.parametrize("stage", ("zero0", "zero1", "zero2"))
