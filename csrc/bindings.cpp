@@ -1,4 +1,4 @@
-// npuzero._C: views, errors, one m.def per op. No op logic.
+// npuzero._C: views, errors, one function per op of ops/ops.h. No op logic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,11 +15,7 @@
 #include "core/view.h"
 #include "cpu/dispatch/isa.h"
 #include "npu/host/kernels.h"
-#include "ops/cast.h"
-#include "ops/flat_adam.h"
-#include "ops/flat_lion.h"
-#include "ops/norm.h"
-#include "ops/pack.h"
+#include "ops/ops.h"
 #ifdef NPUZERO_BUILT_cuda
 #include "cuda/ops.h"
 #endif
@@ -64,11 +60,8 @@ std::vector<std::string> devices_with() {
 }
 
 std::map<std::string, std::vector<std::string>> kernels() {
-  return {{CastArgs::op, devices_with<CastArgs>()},
-          {FlatAdamArgs::op, devices_with<FlatAdamArgs>()},
-          {FlatLionArgs::op, devices_with<FlatLionArgs>()},
-          {NormArgs::op, devices_with<NormArgs>()},
-          {PackArgs::op, devices_with<PackArgs>()}};
+#define NPUZERO_DEVICES(op, Args) {#op, devices_with<Args>()},
+  return {NPUZERO_OPS(NPUZERO_DEVICES)};
 }
 
 Dtype dtype_of(int code) {
@@ -235,6 +228,8 @@ void update(const std::vector<py::tuple>& line, const std::vector<Range>& ranges
 using AdamFields =
     std::tuple<float, float, float, float, float, float, float, float, float, bool, bool, bool, uint32_t, int64_t>;
 using LionFields = std::tuple<float, float, float, float, float, float, bool, uint32_t, int64_t>;
+constexpr auto flat_adam = &update<FlatAdamArgs, AdamFields>;
+constexpr auto flat_lion = &update<FlatLionArgs, LionFields>;
 
 void norm(const View& x, const View& out, const View& workspace, const View* addend, float scale, Stream stream) {
   check_floats(x, x.count, "norm: x");
@@ -305,11 +300,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("npu_kernels", &npu::kernels_in_use, "The library that the npu kernels are taken from, or \"\".");
   m.def("npu_launches", &npu::largest_launches, "Vector cores of each npu kernel's largest launch in this process.");
   m.def("norm_block", [] { return norm_block; });
-  m.def("cast", &cast);
-  m.def("flat_adam", &update<FlatAdamArgs, AdamFields>);
-  m.def("flat_lion", &update<FlatLionArgs, LionFields>);
-  m.def("norm", &norm);
-  m.def("pack", &pack);
+#define NPUZERO_DEFINE(op, Args) m.def(#op, op);
+  NPUZERO_OPS(NPUZERO_DEFINE)
 
 #ifdef NPUZERO_HAS_COMM
   bind_comm(m);

@@ -1,27 +1,14 @@
-// The cuda kernels: one function per op, as the kernel table takes them.
+// The cuda kernels: those of all ops of ops/ops.h.
 #pragma once
 
 #include "core/kernel_table.h"
-#include "ops/cast.h"
-#include "ops/flat_adam.h"
-#include "ops/flat_lion.h"
-#include "ops/norm.h"
-#include "ops/pack.h"
+#include "ops/ops.h"
 
 namespace npuzero::cuda {
 
-void cast(const CastArgs&, Stream);
-void flat_adam(const FlatAdamArgs&, Stream);
-void flat_lion(const FlatLionArgs&, Stream);
-void norm(const NormArgs&, Stream);
-void pack(const PackArgs&, Stream);
+NPUZERO_OPS(NPUZERO_DECLARE)
 
-inline void fill() {
-  set_kernel<CastArgs>(Device::cuda, &cast);
-  set_kernel<FlatAdamArgs>(Device::cuda, &flat_adam);
-  set_kernel<FlatLionArgs>(Device::cuda, &flat_lion);
-  set_kernel<NormArgs>(Device::cuda, &norm);
-  set_kernel<PackArgs>(Device::cuda, &pack);
-}
+#define NPUZERO_CUDA_FILL(op, Args) set_kernel<Args>(Device::cuda, &op);
+inline void fill() { NPUZERO_OPS(NPUZERO_CUDA_FILL) }
 
 }  // namespace npuzero::cuda

@@ -15,11 +15,7 @@
 
 #include "core/numeric.h"
 #include "driver/memory.h"
-#include "ops/cast.h"
-#include "ops/flat_adam.h"
-#include "ops/flat_lion.h"
-#include "ops/norm.h"
-#include "ops/pack.h"
+#include "ops/ops.h"
 
 // The namespace of the kernels, npuzero::cpu::neon say.
 #ifndef NPUZERO_KERNELS
@@ -27,12 +23,8 @@
 #endif
 
 namespace NPUZERO_KERNELS {
-void cast(const npuzero::CastArgs&, npuzero::Stream);
-void flat_adam(const npuzero::FlatAdamArgs&, npuzero::Stream);
-void flat_lion(const npuzero::FlatLionArgs&, npuzero::Stream);
-void norm(const npuzero::NormArgs&, npuzero::Stream);
-void pack(const npuzero::PackArgs&, npuzero::Stream);
-}  // namespace NPUZERO_KERNELS
+NPUZERO_OPS(NPUZERO_DECLARE)
+}
 
 namespace {
 
@@ -186,13 +178,16 @@ void update(Request& request) {
   kernel(args, 0);
 }
 
+constexpr auto flat_adam = &update<FlatAdamArgs, kernels::flat_adam>;
+constexpr auto flat_lion = &update<FlatLionArgs, kernels::flat_lion>;
+
 }  // namespace
 
 int main(int count, char** arguments) {
   if (count > 1 && std::strcmp(arguments[1], "exact") == 0) guard_behind = 0;
   check_device();
-  constexpr void (*ops[])(Request&) = {cast, update<FlatAdamArgs, kernels::flat_adam>,
-                                       update<FlatLionArgs, kernels::flat_lion>, norm, pack};
+#define NPUZERO_TAKE(op, Args) op,
+  constexpr void (*ops[])(Request&) = {NPUZERO_OPS(NPUZERO_TAKE)};
   for (;;) {
     const auto op = ops[read_word()];
     Request request;

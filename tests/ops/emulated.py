@@ -10,7 +10,7 @@ from typing import Any
 
 from npuzero import _C
 
-_OPS = ("cast", "flat_adam", "flat_lion", "norm", "pack")  # csrc/driver/driver.cpp
+_OPS = tuple(sorted(_C.kernels()))  # csrc/ops/ops.h has them in this order
 _SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
 _F32, _U8, _I16 = 0, 6, 7
 

@@ -58,9 +58,7 @@ def test_native_is_the_default_and_the_reference_is_not_its_fallback(monkeypatch
 
 
 def test_every_op_has_a_cpu_kernel() -> None:
-    kernels = _native.kernels()
-    assert kernels.keys() == {"cast", "flat_adam", "flat_lion", "norm", "pack"}
-    assert all("cpu" in devices for devices in kernels.values())
+    assert all("cpu" in devices for devices in _native.kernels().values())
 
 
 def test_unknown_names_are_refused() -> None:

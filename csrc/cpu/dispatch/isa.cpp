@@ -2,23 +2,14 @@
 
 #include "core/check.h"
 #include "core/kernel_table.h"
-#include "ops/cast.h"
-#include "ops/flat_adam.h"
-#include "ops/flat_lion.h"
-#include "ops/norm.h"
-#include "ops/pack.h"
+#include "ops/ops.h"
 
-// The cpu kernels: one line per op. Each exists once per instruction set, as npuzero::cpu::<isa>::<op>.
-#define NPUZERO_CPU_OPS(each)                                                                           \
-  each(cast, CastArgs) each(flat_adam, FlatAdamArgs) each(flat_lion, FlatLionArgs) each(norm, NormArgs) \
-      each(pack, PackArgs)
-
-#define NPUZERO_DECLARE(op, Args) void op(const Args&, Stream);
+// The cpu kernels: each exists once per instruction set, as npuzero::cpu::<isa>::<op>.
 #define NPUZERO_FILL(op, Args) set_kernel<Args>(Device::cpu, &op);
-#define NPUZERO_ISA_TABLE(isa)                  \
-  namespace npuzero::cpu::isa {                 \
-  NPUZERO_CPU_OPS(NPUZERO_DECLARE)              \
-  void fill() { NPUZERO_CPU_OPS(NPUZERO_FILL) } \
+#define NPUZERO_ISA_TABLE(isa)              \
+  namespace npuzero::cpu::isa {             \
+  NPUZERO_OPS(NPUZERO_DECLARE)              \
+  void fill() { NPUZERO_OPS(NPUZERO_FILL) } \
   }
 
 #ifdef NPUZERO_BUILT_baseline
