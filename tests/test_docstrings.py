@@ -24,7 +24,7 @@ VERBS = frozenset(
     re.findall(
         r"\w+",
         """
-        Accept Add Align Allocate Answer Append Apply Arrange Ask Await Be Begin Break Bring Build Call Carry
+        Accept Add Align Allocate Answer Append Apply Arrange Ask Average Await Be Begin Break Bring Build Call Carry
         Cast Change Check Choose Clip Close Collect Combine Compare Compile Complete Compose Compute Connect
         Convert Copy Count Create Cut Decode Define Delete Derive Describe Detach Digest Disable Divide Do Draw
         Drop Enable Encode End Ensure Erase Estimate Evaluate Exchange Expand Explain Export Extend Fail Fill
