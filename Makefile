@@ -109,6 +109,7 @@ bench-step: $(VENV)/.installed-bench  ## of these, the training step
 	$(PY) -m benchmarks.step --out $(RESULTS)/step-bf16-batch4.json
 	$(PY) -m benchmarks.step --batch 1 --rounds 20 --out $(RESULTS)/step-bf16-batch1.json
 	$(PY) -m benchmarks.step --precision fp32 --out $(RESULTS)/step-fp32-batch4.json
+	$(PY) -m benchmarks.step --presets zero3 --batch 1 --rounds 1 --trace $(RESULTS)/trace/step.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-peers: $(VENV)/.installed-bench  ## measure the training step and kernels beside their peers', into RESULTS
@@ -123,8 +124,11 @@ bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast
 	$(PY) -m benchmarks.step --presets zero2,zero3 --dim 64 --layers 2 --rounds 2 --visit 0.05 --out runs/bench-quick/step.json
 	$(PY) -m benchmarks.figures runs/bench-quick
 
-figures: $(VENV)/.installed-bench  ## the tables and the picture in README and docs, from the records in benchmarks/results
+figures: $(VENV)/.installed-bench  ## the tables in README and docs and every picture in docs, from the records in benchmarks/results
 	$(PY) -m benchmarks.figures benchmarks/results --readme
+	$(PY) -m benchmarks.trace benchmarks/results/trace/step.json --out docs/overlap.png
+	$(PY) -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
+	$(PY) -m npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB --plot docs/plan.png
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

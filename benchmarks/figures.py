@@ -377,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("figures: README takes none of a quick run; measure without --quick")
     from benchmarks.plot import plot  # matplotlib is needed for the picture alone
 
-    plot(results, PICTURE if options.readme else options.folder / "figures.png")
+    plot(results, PICTURE if options.readme else options.folder / "figures.png", measured_on(records, set(results)))
     if options.readme:
         for document, block in ((README, headlines(records, results)), (PAGE, markdown(records, results))):
             document.write_text(put(document.read_text("utf-8"), block), "utf-8")

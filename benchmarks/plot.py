@@ -1,8 +1,9 @@
-"""The picture of the figures: bars of ratios, with parity and goals. Readable on light and on dark pages."""
+"""The picture of the figures: a dot for each ratio, beside parity and goals; each panel says which side is better."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,104 +13,215 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from benchmarks import figures
 from npuzero.bench import Result
+from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, caption
 
-# Greys and colours of middling lightness: the background is transparent, and the page's.
-TEXT, GRID = "#7d8590", "#7d859055"
-OWN, OTHER, GOAL = "#2f81f7", "#8b949e", "#e36209"
-STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "text.color": TEXT,
-    "axes.labelcolor": TEXT,
-    "axes.edgecolor": GRID,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.axisbelow": True,
-    "xtick.color": TEXT,
-    "ytick.color": TEXT,
-    "ytick.major.size": 0,
-}
-_BAR, _ROW_INCHES, _PANEL_INCHES = 0.62, 0.27, 1.0
+_ROW_INCHES, _PANEL_INCHES, _HEAD_INCHES = 0.27, 0.95, 1.1
+_WAY = ", read in place"  # of two figures of one collective: a row has both
 
-Row = tuple[str, Sequence[float], float | None, str]  # label, values, goal, colour
+#: How a value is drawn: its colour, what its dot is filled with, the dot.
+Look = tuple[str, str, str]
+NPUZERO, SLOTS, PEER = (OWN, OWN, "o"), (OWN, PAPER, "o"), (OTHER, OTHER, "s")
+LEGEND = {"npuzero": NPUZERO, "npuzero, plain tensors through slots": SLOTS, "others": PEER}
 
 
-def plot(results: Mapping[str, Result], path: Path) -> None:
-    """Draws a panel for each group of figures that there is, and one of every contender's training step."""
-    panels: list[tuple[str, list[Row], bool]] = []
-    for group, title in figures.GROUPS.items():
-        found = [(figure, figure.measured(results)) for figure in figures.FIGURES if figure.group == group]
-        bars: list[Row] = [(figure.name, values, figure.goal, OWN) for figure, values in found if values]
-        if group == "step":
-            continue
-        if bars:
-            panels.append((title, bars, group == "comm"))
-    for name, result in sorted(results.items()):
-        if name.startswith(("step/", "peers/")):
-            panels.append((f"{result.title}: times as long as compute only", step_rows(result), False))
-    if not panels:
-        return
-    heights = [len(rows) * _ROW_INCHES + _PANEL_INCHES for _, rows, _ in panels]
+@dataclass(frozen=True)
+class Row:
+    """Describe a line of a panel.
+
+    Attributes:
+        label: left of it.
+        dots: values by their look; several of one look are a range.
+        goal: None where there is none.
+        note: right of it.
+    """
+
+    label: str
+    dots: Mapping[Look, Sequence[float]]
+    goal: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Describe rows on one axis.
+
+    Attributes:
+        title: of no other panel.
+        axis: what the values are.
+        better: ``"right"`` or ``"left"``.
+        note: over the rows' notes.
+    """
+
+    title: str
+    rows: Sequence[Row]
+    axis: str
+    better: str
+    logarithmic: bool = False
+    note: str = ""
+
+
+def plot(results: Mapping[str, Result], path: Path, source: str = "") -> None:
+    """Draw all figures that ``results`` hold into the file ``path``; nothing where they hold none."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            len(panels), 1, figsize=(10.5, sum(heights)), height_ratios=heights, layout="constrained", squeeze=False
-        )
-        for place, (title, rows, logarithmic) in zip(axes[:, 0], panels, strict=True):
-            bars_of(place, title, rows, logarithmic=logarithmic)
-        legend = [
-            Patch(color=OWN, label="npuzero"),
-            Patch(color=OTHER, label="others"),
-            Line2D([], [], color=TEXT, linewidth=1.2, label="parity"),
-            Line2D([], [], color=GOAL, linewidth=0, marker="|", markersize=12, markeredgewidth=2.5, label="goal"),
-        ]
-        figure.legend(handles=legend, loc="outside upper right", ncols=len(legend), frameon=False, labelcolor=TEXT)
-        figure.savefig(path, dpi=150, transparent=True)
-        plt.close(figure)
+        figure = draw(results, source)
+        if figure is not None:
+            figure.savefig(path, dpi=150)
+            plt.close(figure)
 
 
-def step_rows(result: Result) -> list[Row]:
-    """Every contender of a training step, the quickest first."""
-    goals = {
-        f"npuzero {preset}": figure.goal
-        for figure in figures.FIGURES
-        if figure.group == "step" and result.name in figure.benchmarks and figure.against == result.baseline
-        for preset in figure.presets
-    }
-    slow = {name: result.slowdown(name).median for name in result.seconds if name != result.baseline}
-    return [
-        (name, [slow[name]], goals.get(name), OWN if name.startswith("npuzero") else OTHER)
-        for name in sorted(slow, key=slow.__getitem__)
+def draw(results: Mapping[str, Result], source: str = "") -> Figure | None:
+    """Return the picture: kernels in one column, training steps beside their peers in another."""
+    columns = [column for column in (kernels(results), peers(results)) if column]
+    if not columns:
+        return None
+    inches = max(sum(map(_height, column)) for column in columns) + _HEAD_INCHES
+    figure = plt.figure(figsize=(6.7 * len(columns), inches), layout="constrained")
+    widths = [1.15, 1.0] if len(columns) == 2 else [1.0]
+    places = figure.add_gridspec(1, len(columns), wspace=0.02, width_ratios=widths)
+    for place, column in zip(places, columns, strict=True):
+        rows = place.subgridspec(len(column), 1, height_ratios=[_height(panel) for panel in column])
+        for row, panel in zip(rows, column, strict=True):
+            _draw(figure.add_subplot(row), panel)
+    handles = [
+        Line2D([], [], linewidth=0, marker=dot, color=colour, markerfacecolor=fill, markersize=7, label=name)
+        for name, (colour, fill, dot) in LEGEND.items()
     ]
+    handles.append(Line2D([], [], color=TEXT, linewidth=1.2, label="parity"))
+    handles.append(Line2D([], [], color=GOAL, linewidth=0, marker="|", markersize=12, mew=2.5, label="goal"))
+    subject = "Medians of ratios within a round; several dots are several sizes or presets."
+    caption(figure, finding(results), subject, source, handles)
+    return figure
 
 
-def bars_of(axes: Axes, title: str, rows: Sequence[Row], *, logarithmic: bool) -> None:
-    """Horizontal bars to the median of each row's values, with their range, the goal's mark and the line of parity."""
-    for place, (_, values, goal, colour) in enumerate(rows):
-        least, most = min(values), max(values)
-        axes.barh(place, least, _BAR, color=colour, linewidth=0)
-        if most > least:
-            axes.barh(place, most - least, _BAR, left=least, color=colour, alpha=0.45, linewidth=0)
-        if goal is not None:
-            axes.plot([goal, goal], [place - _BAR / 1.6, place + _BAR / 1.6], color=GOAL, linewidth=2.5, zorder=3)
-        text = f"{least:.2f}" if f"{least:.2f}" == f"{most:.2f}" else f"{least:.1f}–{most:.1f}"
-        right = max(most, goal or 0.0)
-        axes.annotate(text, (right, place), (6, 0), textcoords="offset points", va="center", color=TEXT, fontsize=9)
-    axes.set_yticks(range(len(rows)), [row[0] for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.axvline(1.0, color=TEXT, linewidth=1.2)
-    if logarithmic:
+def finding(results: Mapping[str, Result]) -> str:
+    """Return what the picture shows, in a line: a training step beside its peers', where it was measured."""
+    for name, result in sorted(results.items()):
+        own, others = ([slow for slow in _slow(result).values() if slow[1] is look] for look in (NPUZERO, PEER))
+        if name.startswith("peers/") and own and others:
+            ours, theirs = (_range([value for value, _ in found]) for found in (own, others))
+            step = f"A training step ({_kind(result)}) takes"
+            return f"{step} {ours} times compute's under npuzero, {theirs} under its peers"
+    return "npuzero's figures, and their goals"
+
+
+def kernels(results: Mapping[str, Result]) -> list[Panel]:
+    """Return a panel for each group of figures that there is."""
+    panels = [
+        Panel("Ops", figure_rows(results, "ops"), "times as fast as torch or DeepSpeed", "right"),
+        Panel("Ops, of memory's bandwidth", figure_rows(results, "share"), "share of a plain pass", "right"),
+        Panel(
+            "Collectives, shared memory, 16–64 MiB",
+            figure_rows(results, "comm"),
+            "times as fast as gloo or DeepSpeed",
+            "right",
+            logarithmic=True,
+            note="in place",
+        ),
+        Panel("A training step, presets", figure_rows(results, "step"), "time over ranks that compute alone", "left"),
+    ]
+    return [panel for panel in panels if panel.rows]
+
+
+def figure_rows(results: Mapping[str, Result], group: str) -> list[Row]:
+    """Return a row for each ratio of ``group`` that there is; both ways of a collective in one."""
+    found: dict[str, Row] = {}
+    for figure in figures.FIGURES:
+        timed = figure.group == group and (figure.presets or group != "step")  # not what a step holds
+        values = figure.measured(results) if timed else []
+        if not values:
+            continue
+        name, ways = figure.name.removesuffix(_WAY), group == "comm"
+        look = SLOTS if ways and name == figure.name else NPUZERO
+        dots = {**(found[name].dots if name in found else {}), look: values}
+        found[name] = Row(name, dots, figure.goal, _range(values))
+    return list(found.values())
+
+
+def peers(results: Mapping[str, Result]) -> list[Panel]:
+    """Return a panel for each comparison with peers, the quickest first."""
+    panels = []
+    for name, result in sorted(results.items()):
+        if name.startswith("peers/"):
+            slow = _slow(result)
+            rows = [
+                Row(
+                    figures.called(who),
+                    {slow[who][1]: [slow[who][0]]},
+                    note=f"{slow[who][0]:.2f}   {_megabytes(result, who)}",
+                )
+                for who in sorted(slow, key=lambda who: slow[who][0])
+            ]
+            title = f"{_kind(result)}, beside peers"
+            panels.append(Panel(title, rows, f"time over {result.baseline}", "left", note="time   MB a rank"))
+    return panels
+
+
+def source_of(machine: Mapping[str, Any] | None) -> str:
+    """Return on what a record was taken, in a line; nothing where it is not known."""
+    if machine is None:
+        return ""
+    facts = f"{machine['cpu']}, {machine['cores']} cores; torch {machine['torch']}"
+    return f"Measured on {facts}; commit {machine['commit'] or 'of a release'}."
+
+
+def _slow(result: Result) -> dict[str, tuple[float, Look]]:
+    """How many times as long as the baseline each contender takes, and how that is drawn."""
+    return {
+        name: (result.slowdown(name).median, NPUZERO if name.startswith("npuzero") else PEER)
+        for name in result.seconds
+        if name != result.baseline
+    }
+
+
+def _kind(result: Result) -> str:
+    return result.title.removeprefix("training step, ")
+
+
+def _megabytes(result: Result, name: str) -> str:
+    looked = result.values[name]
+    return f"{(looked['peak_bytes'] - looked['base_bytes']) / 1e6:.0f}" if "peak_bytes" in looked else "–"
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
+    return least if least == most else f"{least}–{most}"
+
+
+def _height(panel: Panel) -> float:
+    return len(panel.rows) * _ROW_INCHES + _PANEL_INCHES
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    """Draw one panel: dots and their ranges, goals, the line of parity, notes at the right."""
+    for place, row in enumerate(panel.rows):
+        for (colour, fill, dot), values in row.dots.items():
+            axes.plot([min(values), max(values)], [place, place], color=colour, linewidth=1.6, zorder=2)
+            looks = {"color": colour, "markerfacecolor": fill, "markersize": 6.5}
+            axes.plot(values, [place] * len(values), dot, zorder=4, clip_on=False, **looks)
+        if row.goal is not None:
+            axes.plot([row.goal] * 2, [place - 0.38, place + 0.38], color=GOAL, linewidth=2.5, zorder=3)
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(row.note, (1, place), xytext=(8, 0), va="center", fontsize=9, annotation_clip=False, **where)
+    axes.annotate(panel.note, (1, 1), (8, 3), "axes fraction", "offset points", fontsize=9, color=FAINT)
+    axes.set_yticks(range(len(panel.rows)), [row.label for row in panel.rows], fontsize=10)
+    axes.set_ylim(len(panel.rows) - 0.4, -0.6)
+    axes.axvline(1.0, color=TEXT, linewidth=1.2, zorder=1)
+    if panel.logarithmic:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    most = max(max(*values, goal or 0.0) for _, values, goal, _ in rows)
-    axes.set_xlim(left=0.5 if logarithmic else 0.0, right=most * (1.6 if logarithmic else 1.15))
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_title(title, color=TEXT)
+    axes.margins(x=0.06)
+    axes.grid(axis="x")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=9)
+    scale = ", log scale" if panel.logarithmic else ""
+    axes.set_xlabel(f"{panel.axis}{scale} · {_BETTER[panel.better]}", fontsize=10)
+    axes.set_title(panel.title, pad=16 if panel.note else None)
+
+
+_BETTER = {"right": "right is better →", "left": "← left is better"}

@@ -1,7 +1,7 @@
 """Draw one training step of each rank from a Chrome trace, to see what runs beside what::
 
-    python -m benchmarks.step --presets zero3 --batch 1 --rounds 1 --trace build/step.json
-    python -m benchmarks.trace build/step.json --out docs/overlap.png
+    python -m benchmarks.step --presets zero3 --batch 1 --rounds 1 --trace benchmarks/results/trace/step.json
+    python -m benchmarks.trace benchmarks/results/trace/step.json --out docs/overlap.png
 
 The trace itself opens in Perfetto or chrome://tracing, with every span's name and facts.
 """
@@ -10,75 +10,196 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Rows from the top, and the spans drawn in each: by name for the loop's own, by category for the engine's.
-PHASES = {"forward": "#4c78a8", "backward": "#72a0c8", "update": "#9ecae9"}
-ROWS = {
-    "computing": PHASES,
-    "waiting": {"wait for gather": "#c44e52", "wait for restore": "#c44e52"},
-    "gathering": {"comm gather": "#59a14f"},
-    "reducing": {"comm reduce": "#f28e2b"},
-    "norm, votes": {"comm control": "#9c755f"},
+from matplotlib.patches import Patch
+
+from benchmarks.plot import Axes, Figure, plt, source_of  # first: it chooses matplotlib's backend
+from npuzero.cli.palette import PAPER, PARTS, STYLE, TEXT, WORK, caption, ink
+
+PHASES = ("forward", "backward", "update")
+#: What the loop waits in, by category. It computes in the rest of a phase: a wait is never both.
+WAITS = ("wait for gather", "wait for restore", "comm control")
+#: What runs beside the loop, a row each: the category of its spans, and its colour, which is that of what travels.
+COLLECTIVES = {
+    "gathers": ("comm gather", PARTS["parameters"]),
+    "reductions": ("comm reduce", PARTS["gradients"]),
+    "votes, norm": ("comm control", PARTS["buffers"]),
 }
+LOOP = "the loop"
+WAITING: dict[str, Any] = {"facecolor": WORK["waiting"], "edgecolor": TEXT, "hatch": "//////", "linewidth": 0}
+_HEIGHT, _SMALL = 0.5, 8.5
+_SEEN = 1 / 700  # of a step: shorter waits are counted, and too thin to be drawn
+_NEAR = 1 / 50  # of a step: waits so near to each other share a label
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Span:
+    """Describe a time of one rank, in milliseconds from the begin of the step."""
+
+    rank: int
+    category: str
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        return self.end - self.begin
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("trace", type=Path, help="what benchmarks.step --trace wrote")
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
-    options = parser.parse_args()
-    draw(last_step(json.loads(options.trace.read_text("utf-8"))["traceEvents"]), options.out)
+    options = parser.parse_args(arguments)
+    content = json.loads(options.trace.read_text("utf-8"))
+    with plt.rc_context(STYLE):
+        figure = draw(last_step(content["traceEvents"]), content.get("otherData", {}))
+        figure.savefig(options.out, dpi=150)
+        plt.close(figure)
 
 
-def last_step(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The spans that touch the trace's last step, from the first rank's forward to the last one's update."""
-    spans = [event for event in events if event["ph"] == "X"]
-    steps: dict[int, tuple[float, float]] = {}
-    for rank in {span["pid"] for span in spans}:
-        own = [span for span in spans if span["pid"] == rank and span["cat"] == "step"]
-        last = {name: max((s for s in own if s["name"] == name), key=lambda s: float(s["ts"])) for name in PHASES}
-        steps[rank] = last["forward"]["ts"], last["update"]["ts"] + last["update"]["dur"]
-    begin, end = min(first for first, _ in steps.values()), max(last for _, last in steps.values())
+def last_step(events: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Return the spans that touch the trace's last step, from the first rank's forward to the last one's update."""
+    found = [event for event in events if event["ph"] == "X"]
+    phases = [event for event in found if event["cat"] == "step" and event["name"] in PHASES]
+    ranks = {event["pid"] for event in phases}
+    last = [
+        max((e for e in phases if e["pid"] == rank and e["name"] == phase), key=lambda e: float(e["ts"]))
+        for rank in ranks
+        for phase in PHASES
+    ]
+    begin, end = min(event["ts"] for event in last), max(event["ts"] + event["dur"] for event in last)
     return [
-        {**span, "ts": (span["ts"] - begin) / 1000, "dur": span["dur"] / 1000}
-        for span in spans
-        if span["ts"] + span["dur"] > begin and span["ts"] < end
+        Span(e["pid"], e["cat"], e["name"], max(0.0, e["ts"] - begin) / 1000, (e["ts"] + e["dur"] - begin) / 1000)
+        for e in found
+        if begin < e["ts"] + e["dur"] and e["ts"] < end and (e["cat"] != "step" or e in last)
     ]
 
 
-def draw(spans: list[dict[str, Any]], out: Path) -> None:
-    """A band for each rank, a row for each kind of work; milliseconds from the step's begin."""
-    import matplotlib
+def without(span: Span, gaps: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the parts of ``span`` outside ``gaps``, as begin and end."""
+    parts, begin = [], span.begin
+    for gap in sorted(gaps, key=lambda gap: gap.begin):
+        if gap.end <= begin or gap.begin >= span.end:
+            continue
+        if gap.begin > begin:
+            parts.append((begin, gap.begin))
+        begin = gap.end
+    return [*parts, (begin, span.end)] if begin < span.end else parts
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    ranks = sorted({span["pid"] for span in spans})
-    figure, axes = plt.subplots(len(ranks), 1, figsize=(11, 0.6 + 1.7 * len(ranks)), sharex=True, squeeze=False)
-    end = max(span["ts"] + span["dur"] for span in spans if span["cat"] == "step" and span["name"] in PHASES)
-    for rank, axis in zip(ranks, axes[:, 0], strict=True):
-        for row, (_, kinds) in enumerate(ROWS.items()):
-            for span in spans:
-                colour = kinds.get(span["name"] if span["cat"] == "step" else span["cat"])
-                if span["pid"] == rank and colour:
-                    axis.broken_barh([(span["ts"], span["dur"])], (row - 0.4, 0.8), color=colour, linewidth=0)
-                    if span["cat"] == "step" and span["dur"] > end / 20:
-                        middle = max(span["ts"], 0) + span["dur"] / 2
-                        axis.text(middle, row, span["name"], ha="center", va="center", color="white", fontsize=9)
-        axis.set_yticks(range(len(ROWS)), list(ROWS), fontsize=9)
-        axis.invert_yaxis()
-        axis.set_xlim(0, end)
-        axis.set_title(f"rank {rank}", loc="left", fontsize=10)
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-        axis.grid(axis="x", color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-    axes[-1, 0].set_xlabel("ms")
-    figure.tight_layout()
-    figure.savefig(out, dpi=130, facecolor="white")
-    plt.close(figure)
+def together(spans: Iterable[Span], near: float) -> list[tuple[float, float]]:
+    """Return middle and length of what spans take that follow each other within ``near`` milliseconds."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        if found and span.begin - found[-1][-1].end < near:
+            found[-1].append(span)
+        else:
+            found.append([span])
+    return [((group[0].begin + group[-1].end) / 2, sum(span.length for span in group)) for group in found]
+
+
+def waited(spans: Iterable[Span]) -> float:
+    """Return for how long the loop waits, in milliseconds."""
+    return sum(span.length for span in spans if span.category in WAITS)
+
+
+def communicating(spans: Iterable[Span]) -> float:
+    """Return for how long collectives run, in milliseconds."""
+    kinds = {category for category, _ in COLLECTIVES.values()}
+    return sum(span.length for span in spans if span.category in kinds)
+
+
+def finding(spans: Sequence[Span]) -> str:
+    """Return what the picture shows, in a line."""
+    hidden = max(0.0, 1 - waited(spans) / communicating(spans))
+    return f"{hidden:.0%} of communication runs beside compute; for the rest the loop waits"
+
+
+def draw(spans: Sequence[Span], facts: Mapping[str, Any]) -> Figure:
+    """Return the picture: a band for each rank, a row for its loop and one for each kind of collective.
+
+    Args:
+        spans: of one step.
+        facts: ``title`` and ``machine`` of the run, as far as they are known.
+    """
+    ranks = sorted({span.rank for span in spans})
+    figure, bands = plt.subplots(
+        len(ranks), 1, figsize=(12, 1.5 + 2.1 * len(ranks)), sharex=True, squeeze=False, layout="constrained"
+    )
+    end = max(span.end for span in spans if span.category == "step")
+    for rank, axes in zip(ranks, bands[:, 0], strict=True):
+        _band(axes, [span for span in spans if span.rank == rank], end)
+        own = [span for span in spans if span.rank == rank]
+        axes.set_title(f"Rank {rank}: {communicating(own):.0f} ms of collectives, {waited(own):.0f} ms waited for")
+    bands[-1, 0].set_xlabel("ms from the step's begin · numbers: the blocks whose parameters or gradients travel")
+    legend = [
+        Patch(color=WORK["compute"], label="the loop computes"),
+        Patch(label="the loop waits", **WAITING),
+        Patch(color=PARTS["parameters"], label="parameters travel (all_gather)"),
+        Patch(color=PARTS["gradients"], label="gradients travel (reduce_scatter)"),
+    ]
+    caption(figure, finding(spans), facts.get("title", ""), source_of(facts.get("machine")), legend)
+    return figure
+
+
+def _band(axes: Axes, spans: Sequence[Span], end: float) -> None:
+    """Draw one rank."""
+    waits = [span for span in spans if span.category in WAITS and span.length > end * _SEEN]
+    above = [(middle, f"wait {length:.0f} ms") for middle, length in together(waits, end * _NEAR)]
+    for phase in (span for span in spans if span.category == "step"):
+        parts = [(begin, until - begin) for begin, until in without(phase, waits)]
+        axes.broken_barh(parts, (-_HEIGHT / 2, _HEIGHT), color=WORK["compute"], linewidth=0)
+        axes.vlines(phase.end, -_HEIGHT / 2, _HEIGHT / 2, color=PAPER, linewidth=2)
+        begin, length = max(parts, key=lambda part: part[1])
+        if length > end / 18:
+            look = {"ha": "center", "va": "center_baseline", "color": ink(WORK["compute"]), "fontsize": 10}
+            axes.text(begin + length / 2, 0, phase.name, **look)
+        else:
+            above.append(_label(phase, phase.name))
+    where = [(span.begin, span.length) for span in waits]
+    axes.broken_barh(where, (-_HEIGHT / 2, _HEIGHT), **WAITING)
+    _above(axes, 0, above, end)
+    for row, (category, colour) in enumerate(COLLECTIVES.values(), 1):
+        kind = [span for span in spans if span.category == category]
+        where = [(span.begin, max(span.length, end * _SEEN)) for span in kind]
+        axes.broken_barh(where, (row - _HEIGHT / 2, _HEIGHT), color=colour, linewidth=0)
+        _above(axes, row, [_label(span, short(span.name)) for span in kind], end)
+    axes.set_yticks(range(1 + len(COLLECTIVES)), [LOOP, *COLLECTIVES])
+    axes.set(xlim=(0, end * 1.005), ylim=(len(COLLECTIVES) + 0.45, -0.75))
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+
+
+def short(name: str) -> str:
+    """Return what is left of a span's name where its row says the rest: ``"gather blocks.3"`` is ``"3"``."""
+    return {"parameters in use": "vote", "gradient norm": "norm"}.get(
+        name, name.rpartition(" ")[2].partition("[")[0].rpartition(".")[2]
+    )
+
+
+def _label(span: Span, text: str) -> tuple[float, str]:
+    return (span.begin + span.end) / 2, text
+
+
+def _above(axes: Axes, row: int, labels: Iterable[tuple[float, str]], end: float) -> None:
+    """Write a row's labels above its bars; one that would meet the one before it moves right, none leaves the axes."""
+    placed, free = [], 0.0
+    for x, text in sorted(labels):
+        width = end * (0.004 + 0.0064 * len(text))
+        placed.append((max(x, free + width / 2), width, text))
+        free = placed[-1][0] + width / 2
+    limit = end * 1.005
+    for x, width, text in reversed(placed):
+        place = min(x, limit - width / 2)
+        limit = place - width / 2
+        axes.text(place, row - _HEIGHT / 2 - 0.04, text, ha="center", va="bottom", color=TEXT, fontsize=_SMALL)
 
 
 if __name__ == "__main__":

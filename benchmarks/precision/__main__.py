@@ -48,7 +48,7 @@ def main() -> None:
     if arguments.plot is not None:
         from benchmarks.precision.plot import plot
 
-        plot(record["curves"], arguments.plot)
+        plot(record, arguments.plot)
     sys.exit(1 if outside else 0)
 
 

@@ -1,37 +1,96 @@
-"""The picture: losses, and how far each curve's mean is from fp32's, in its band."""
+"""Draw losses, and how far each curve's mean is from fp32's, in its band; equal curves are one, with all their names::
+
+python -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot import GRID, OTHER, STYLE, TEXT, plt  # first: it chooses matplotlib's backend
-from benchmarks.precision.curves import AFTER, BASELINE, CONTENDERS, WINDOW, smoothed
+from benchmarks.plot import Axes, Figure, Line2D, plt, source_of  # first: it chooses matplotlib's backend
+from benchmarks.precision.curves import AFTER, BASELINE, CONTENDERS, WINDOW, distance, smoothed
+from npuzero.cli.palette import CURVES, FAINT, GOAL, OTHER, STYLE, caption
 
 
-def plot(curves: Mapping[str, Any], path: Path) -> None:
-    """Draws all curves that there are."""
-    names = [name for name in CONTENDERS if name in curves]
-    colours = {name: OTHER if name == BASELINE else f"C{i}" for i, name in enumerate(names)}
-    with plt.style.context(STYLE):
-        figure, (losses, far) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        base = smoothed(curves[BASELINE]["losses"])
-        steps = range(WINDOW, WINDOW + len(base))
-        for name in names:
-            mean, wide = smoothed(curves[name]["losses"]), name == BASELINE
-            losses.plot(steps, mean, color=colours[name], linewidth=4 if wide else 1, label=name)
-            if not wide:
-                far.plot(steps, [own - other for own, other in zip(mean, base, strict=True)], color=colours[name])
-        bands = sorted({CONTENDERS[name].band for name in names} - {0.0})
-        for band in bands:
-            for edge in (band, -band):
-                far.hlines(edge, AFTER + WINDOW, steps[-1], color=TEXT, linestyle=":", linewidth=1)
-        losses.set(xlabel="step", ylabel="nats per byte", title=f"training loss, means over {WINDOW} steps")
-        far.set(xlabel="step", title="distance from fp32, and the bands", ylim=(-1.5 * bands[-1], 1.5 * bands[-1]))
-        for axes in (losses, far):
-            axes.grid(axis="y", color=GRID)
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, transparent=True)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path, help="what benchmarks.precision --out wrote")
+    parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
+    options = parser.parse_args(arguments)
+    plot(json.loads(options.record.read_text("utf-8")), options.out)
+
+
+def plot(record: Mapping[str, Any], path: Path) -> None:
+    """Draw all curves of ``record`` into the file ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        figure = draw(record)
+        figure.savefig(path, dpi=150)
         plt.close(figure)
+
+
+def draw(record: Mapping[str, Any]) -> Figure:
+    """Return the picture: losses at the left, their distances from fp32's at the right.
+
+    Args:
+        record: ``curves``, each with its ``losses`` by name, fp32's among them, and the ``machine`` if it is known.
+    """
+    losses: dict[str, list[float]] = {
+        name: record["curves"][name]["losses"] for name in CONTENDERS if name in record["curves"]
+    }
+    base = losses.pop(BASELINE)
+    names = together(losses)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.2), width_ratios=(1, 1.5), layout="constrained")
+    steps = range(WINDOW, len(base) + 1)
+    left.plot(steps, smoothed(base), color=OTHER, linewidth=6, label=BASELINE, solid_capstyle="round")
+    for (name, label), (colour, dash) in zip(names.items(), CURVES, strict=False):
+        mean = smoothed(losses[name])
+        left.plot(steps, mean, color=colour, linewidth=1, linestyle=dash)
+        apart = [own - other for own, other in zip(mean, smoothed(base), strict=True)]
+        right.plot(steps, apart, color=colour, linewidth=2, linestyle=dash, label=label)
+    bands = {CONTENDERS[name].band for name in losses}
+    _bands(right, bands, steps[-1])
+    left.set(xlabel="step", ylabel="training loss, nats per byte", title="Losses: one curve to the eye")
+    right.set(xlabel="step", ylabel="loss − fp32's, nats per byte", title="Distance from fp32's")
+    for axes in (left, right):
+        axes.grid(axis="y")
+    handles = [*left.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
+    handles.append(Line2D([], [], color=GOAL, linestyle=":", linewidth=2, label="band"))
+    subject = f"The example's GPT, means over {WINDOW} steps, the same batches from the same weights."
+    caption(figure, finding(losses, base, max(bands)), subject, source_of(record.get("machine")), handles)
+    return figure
+
+
+def finding(losses: Mapping[str, list[float]], base: list[float], band: float) -> str:
+    """Return what the picture shows, in a line."""
+    far = max(distance(each, base) for each in losses.values())
+    if far > band:
+        return f"A precision strays {far:.3f} nats per byte from fp32; {band:g} are allowed"
+    return f"Every precision stays within {far:.3f} nats per byte of fp32; {band:g} are allowed"
+
+
+def together(losses: Mapping[str, list[float]]) -> dict[str, str]:
+    """Return the first name of each different curve, and its label: the names of all that are equal to it."""
+    found: dict[str, list[str]] = {}
+    for name, each in losses.items():
+        first = next((other for other in found if losses[other] == each), name)
+        found.setdefault(first, []).append(name)
+    return {first: " = ".join(names) for first, names in found.items()}
+
+
+def _bands(axes: Axes, bands: set[float], last: int) -> None:
+    """Draw how far a curve may be, from where it is held to that."""
+    for band in bands:
+        for edge in (band, -band):
+            axes.hlines(edge, AFTER + WINDOW, last, color=GOAL, linestyle=":", linewidth=2)
+        axes.text(AFTER + WINDOW - 2, band, f"±{band:g}", ha="right", va="center")
+    axes.axhline(0.0, color=FAINT, linewidth=1)
+    axes.set_ylim(-1.25 * max(bands), 1.25 * max(bands))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ contender, and all of them take the same turns; so the same command measures one
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import statistics
@@ -159,7 +160,7 @@ class Comparison:
         return worst
 
     def trace(self, name: str, path: Path) -> None:
-        """Two steps of every rank of a contender as a Chrome trace."""
+        """Leave two steps of every rank of a contender as a Chrome trace that says of what it is, a line an event."""
         told = self._of_all(self.teams[name].ask("trace", steps=2))
         if self.world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,6 +168,10 @@ class Comparison:
                 for event in (event for events in told for event in events):
                     kind = observe.Span if "end_s" in event else observe.Count if "value" in event else observe.Instant
                     observe.emit(kind(**event))
+            size = f"{self.ranks} ranks, {self.workload.precision}, batch {self.workload.batch} a rank"
+            facts = {"title": f"One training step of {name}: {size}.", "machine": fingerprint()}
+            rows = ",\n".join(json.dumps(row) for row in json.loads(path.read_text("utf-8"))["traceEvents"])
+            path.write_text(f'{{"otherData": {json.dumps(facts)},\n"traceEvents": [\n{rows}\n]}}\n', "utf-8")
 
     def _team(
         self,

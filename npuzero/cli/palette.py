@@ -8,7 +8,12 @@ so that they read alike on light and dark pages. Nothing here needs matplotlib.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.figure import Figure
 
 #: The parts of a rank's memory, in the order in which they are stacked.
 PARTS = {
@@ -35,14 +40,14 @@ TEXT, FAINT, GRID, PAPER, SHADE = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF", "#
 #: Of a comparison: what is this project's, what it is compared with, and what it is held against.
 OWN, OTHER, GOAL = PARTS["parameters"], "#9AA1AA", PARTS["gradients"]
 
-#: Colours and dashes of curves that have no meaning of their own: each differs from each in both.
+#: Colours and dashes of curves that have no meaning of their own: in grey, equally light ones differ in their dashes.
 CURVES: tuple[tuple[str, Any], ...] = (
     (PARTS["gradients"], "-"),
-    (PARTS["states"], (0, (5, 1.2))),
-    (PARTS["parameters"], (0, (1.2, 1))),
-    (WORK["compute"], (0, (4, 1, 1, 1))),
-    (WORK["communication"], (0, (7, 1.5, 1, 1.5, 1, 1.5))),
-    (PARTS["buffers"], (0, (2.5, 2.5))),
+    (PARTS["states"], "-"),
+    (PARTS["parameters"], "-"),
+    (WORK["compute"], (0, (6, 1.2))),
+    (WORK["communication"], (0, (1.4, 0.9))),
+    ("#B59300", (0, (3, 1))),
 )
 
 #: matplotlib's settings: ``rc_context(STYLE)``.
@@ -77,3 +82,15 @@ def ink(colour: str) -> str:
     """Return the colour of text that is readable on ``colour`` (``"#RRGGBB"``): dark on light ones, else white."""
     red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     return TEXT if 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2 > 0.22 else PAPER
+
+
+def caption(figure: Figure, finding: str, subject: str, source: str, legend: Sequence[Artist] = ()) -> None:
+    """Put over ``figure`` what it shows, of what, and a legend of handles; below it where that comes from."""
+    rows = "\n" * (2 if legend else 1)  # room for what is written between the finding and the axes
+    figure.suptitle(finding + rows, fontsize=14, fontweight="bold", x=0.01, ha="left")
+    inches = figure.get_figheight()
+    figure.text(0.01, 1 - 0.36 / inches, subject, fontsize=10, color=FAINT, va="top")
+    figure.supxlabel(source, fontsize=9, color=FAINT, x=0.99, ha="right")
+    if legend:
+        place = {"loc": "upper left", "bbox_to_anchor": (0.003, 1 - 0.53 / inches), "borderaxespad": 0.2}
+        figure.legend(handles=legend, ncols=len(legend), fontsize=10, **place)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuzero.cli.palette import FAINT, GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT
+from npuzero.cli.palette import GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT, caption
 from npuzero.cli.table import quantity, unit_for
 from npuzero.errors import ConfigError, StorageError
 from npuzero.plan import Report
@@ -54,9 +54,7 @@ def draw(title: str, reports: Mapping[str, Report], memory_bytes: int | None = N
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.9 + 0.42 * len(reports)), layout="constrained")
-    figure.suptitle(f"{finding(reports)}\n", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    figure.text(0.01, 0.935, title, fontsize=10, color=FAINT, va="top")
-    figure.supxlabel(_SOURCE, fontsize=9, color=FAINT, x=0.99, ha="right")
+    caption(figure, finding(reports), title, _SOURCE)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
     held = {name: report.bytes_held for name, report in reports.items()}
     unit_bytes = _bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)

@@ -63,13 +63,27 @@ def test_a_record_keeps_the_curves_of_the_same_options(tmp_path):
     assert command.load(path, {"steps": 3})["curves"] == {}
 
 
-def test_a_picture_is_drawn(tmp_path):
+def test_a_picture_names_equal_curves_together_and_has_no_colour_twice(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks.precision.plot import plot
+    from benchmarks.precision.plot import draw, plot
 
+    record = json.loads(RECORD.read_text("utf-8"))
+    figure = draw(record)
+    lines = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.get_lines()}
+    named = {label: colour for label, colour in lines.items() if not label.startswith("_")}
+    assert "bf16 = bf16-split" in named and "bf16" not in named
+    assert len(set(named.values())) == len(named) == len(CONTENDERS) - 1
+    assert figure.get_suptitle().startswith("Every precision stays within 0.023 nats per byte of fp32")
     ramp = [3.0 - i / 100 for i in range(120)]
-    plot({BASELINE: {"losses": ramp}, "bf16": {"losses": ramp}}, tmp_path / "curves.png")
+    plot({"curves": {BASELINE: {"losses": ramp}, "bf16": {"losses": ramp}}}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_precision_outside_its_band_is_what_the_picture_says():
+    pytest.importorskip("matplotlib")
+    from benchmarks.precision.plot import finding
+
+    assert finding({"bf16": [2.5] * 100}, [2.0] * 100, 0.03).startswith("A precision strays 0.500")
 
 
 @pytest.mark.parametrize("name", [BASELINE, "fp16", "bf16-8bit"])

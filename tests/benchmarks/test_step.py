@@ -90,7 +90,9 @@ def test_a_run_leaves_a_record_and_says_what_is_missing(tmp_path, capsys):
     assert {"forward", "backward", "update"} <= result.values["npuzero zero2"]["parts_s"].keys()
     printed = capsys.readouterr().out
     assert "no wheel" in printed and "npuzero zero2" in printed
-    events = json.loads(trace.read_text())["traceEvents"]
+    content = json.loads(trace.read_text())
+    events = content["traceEvents"]
+    assert content["otherData"]["title"].startswith("One training step of npuzero zero2: 2 ranks, bf16")
     assert {event["pid"] for event in events} == {0, 1}
     assert {"forward", "backward", "update"} <= {event["name"] for event in events}
 

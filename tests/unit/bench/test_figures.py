@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import figures
 from npuzero.bench import Result, comm, ops
+from npuzero.cli import palette
 from npuzero.errors import ConfigError
 from npuzero.plan import PRECISIONS, PRESETS
 
@@ -127,14 +128,44 @@ def test_a_benchmark_is_recorded_once(tmp_path):
         figures.read(tmp_path)
 
 
-def test_the_picture_is_drawn(tmp_path):
+def test_the_picture_names_each_panel_once_and_says_which_side_is_better():
+    matplotlib = pytest.importorskip("matplotlib")
+    from benchmarks.plot import draw
+
+    _, results = figures.read(RESULTS)
+    with matplotlib.rc_context(palette.STYLE):
+        figure = draw(results)
+    titles = [axes.get_title("left") for axes in figure.axes]
+    assert len(titles) == len(set(titles)) == 6
+    for axes in figure.axes:
+        assert re.search("right is better →|← left is better", axes.get_xlabel())
+        assert (axes.get_xscale() == "log") == ("log scale" in axes.get_xlabel())
+    assert any(axes.get_xscale() == "log" for axes in figure.axes)
+    said = r"A training step \(bf16, batch 1 a rank\) takes .* under npuzero, .* under its peers"
+    assert re.match(said, figure.get_suptitle())
+
+
+def test_the_picture_has_both_ways_of_a_collective_in_one_row():
     pytest.importorskip("matplotlib")
-    from benchmarks.plot import plot
+    from benchmarks.plot import NPUZERO, SLOTS, figure_rows
+
+    _, results = figures.read(RESULTS)
+    rows = {row.label: row for row in figure_rows(results, "comm")}
+    assert not any("in place" in label for label in rows)
+    assert set(rows["reduce_scatter, 2 ranks"].dots) == {SLOTS, NPUZERO}
+    assert len(rows["reduce_scatter, 2 ranks"].dots[NPUZERO]) == 3
+
+
+def test_a_part_of_the_figures_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import draw, plot
 
     step = result("step/bf16-batch4", **{"compute only": [1.0], "npuzero zero2": [1.1], "ddp": [1.3]})
     own = result("cast/nearest", **{"torch fused": [1.0], "npuzero": [0.9]})
-    plot({found.name: found for found in (step, own)}, tmp_path / "figures.png")
+    results = {found.name: found for found in (step, own)}
+    plot(results, tmp_path / "figures.png", "a source")
     assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+    assert draw(results).get_suptitle().strip() == "npuzero's figures, and their goals"
 
 
 def test_without_records_there_is_nothing_to_draw(tmp_path, capsys):

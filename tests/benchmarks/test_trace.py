@@ -1,0 +1,86 @@
+"""The picture of a step: waiting is not computing, and all that is drawn is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib")
+
+from benchmarks import trace  # noqa: E402 - after it is known that matplotlib is there
+from benchmarks.trace import Span, draw, finding, last_step, short, together, without  # noqa: E402
+from npuzero.cli.palette import STYLE, WORK  # noqa: E402
+
+RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "trace" / "step.json"
+
+
+def event(category: str, name: str, begin_ms: float, end_ms: float, rank: int = 0) -> dict:
+    return {
+        "ph": "X", "pid": rank, "cat": category, "name": name,
+        "ts": 1000 * begin_ms, "dur": 1000 * (end_ms - begin_ms), "args": {},
+    }  # fmt: skip
+
+
+STEP = [
+    event("step", "forward", 100, 140),
+    event("step", "backward", 140, 200),
+    event("step", "update", 200, 220),
+    event("wait for gather", "root", 110, 120),
+    event("comm gather", "gather root", 110, 120),
+    event("comm gather", "gather blocks.0", 125, 135),
+    event("comm reduce", "reduce blocks.0[0]", 150, 170),
+    event("comm control", "gradient norm", 205, 210),
+]
+BEFORE = [event("step", "forward", 0, 50), event("step", "backward", 50, 90), event("step", "update", 90, 99)]
+
+
+def test_the_last_step_begins_at_nought():
+    spans = last_step([*BEFORE, *STEP, {"ph": "i", "pid": 0, "cat": "start", "name": "x", "ts": 0}])
+    assert [span.name for span in spans if span.category == "step"] == ["forward", "backward", "update"]
+    assert spans[0] == Span(0, "step", "forward", 0.0, 40.0) and max(span.end for span in spans) == 120.0
+
+
+def test_what_is_waited_for_is_not_computed():
+    forward = Span(0, "step", "forward", 0, 40)
+    waits = [Span(0, "wait for gather", "b", 30, 50), Span(0, "wait for gather", "a", 10, 20)]
+    assert without(forward, waits) == [(0, 10), (20, 30)]
+    assert without(forward, []) == [(0, 40)] and without(forward, [Span(0, "w", "a", 0, 40)]) == []
+
+
+def test_waits_near_each_other_share_a_label():
+    spans = [Span(0, "w", "b", 12, 14), Span(0, "w", "a", 0, 10), Span(0, "w", "c", 90, 91)]
+    assert together(spans, near=5) == [(7.0, 12), (90.5, 1)]
+
+
+def test_units_are_named_briefly():
+    names = ("gather root", "reduce blocks.3[0]", "gradient norm", "parameters in use")
+    assert [short(name) for name in names] == ["root", "3", "norm", "vote"]
+
+
+def test_the_picture_names_every_segment_and_computes_nowhere_while_it_waits():
+    spans = last_step(STEP)
+    assert finding(spans).startswith("67% of communication")  # 45 ms, of which 15 are waited for
+    with matplotlib.rc_context(STYLE):
+        figure = draw(spans, {"title": "a step"})
+    (axes,) = figure.axes
+    assert axes.get_title("left") == "Rank 0: 45 ms of collectives, 15 ms waited for"
+    assert {"forward", "backward", "update", "wait 10 ms", "wait 5 ms", "root", "0", "norm"} <= {
+        text.get_text() for text in axes.texts
+    }
+    boxes: dict[str, list[tuple[float, float]]] = {"compute": [], "waiting": []}
+    for bars in axes.collections:
+        face = bars.get_facecolor()
+        for kind, found in boxes.items():
+            if len(face) and matplotlib.colors.to_hex(face[0]).upper() == WORK[kind]:
+                extents = [path.get_extents() for path in bars.get_paths()]
+                found += [(extent.x0, extent.x1) for extent in extents]
+    assert sorted(boxes["compute"]) == [(0, 10), (20, 40), (40, 100), (100, 105), (110, 120)]
+    assert sorted(boxes["waiting"]) == [(10, 20), (105, 110)]
+
+
+def test_the_committed_trace_is_drawn(tmp_path):
+    trace.main([str(RECORD), "--out", str(tmp_path / "overlap.png")])
+    assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
+    assert "zero3" in json.loads(RECORD.read_text("utf-8"))["otherData"]["title"]
