@@ -92,5 +92,5 @@ def caption(figure: Figure, finding: str, subject: str, source: str, legend: Seq
     figure.text(0.01, 1 - 0.36 / inches, subject, fontsize=10, color=FAINT, va="top")
     figure.supxlabel(source, fontsize=9, color=FAINT, x=0.99, ha="right")
     if legend:
-        place = {"loc": "upper left", "bbox_to_anchor": (0.003, 1 - 0.53 / inches), "borderaxespad": 0.2}
-        figure.legend(handles=legend, ncols=len(legend), fontsize=10, **place)
+        where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.003, 1 - 0.53 / inches)}
+        figure.legend(handles=legend, ncols=len(legend), fontsize=10, borderaxespad=0.2, **where)
