@@ -1,0 +1,55 @@
+"""The nanoGPT-like script, before and after: few lines apart, and the same losses."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "nanogpt"
+
+
+def printed(script: str, ranks: int, folder: Path, *arguments: str) -> dict[str, float]:
+    """What rank 0 prints, by step and name."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(FOLDER / script), "--out", str(folder), "--eval-every", "2", *arguments]
+    ended = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=500,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    found = {}
+    for step, values in re.findall(r"step (\d+): (.*)", ended.stdout):
+        found |= {f"{step} {name}": float(value) for name, value in re.findall(r"([a-z-]+(?: loss)?) ([\d.]+)", values)}
+    return found
+
+
+def test_few_lines_are_changed() -> None:
+    before, after = ((FOLDER / name).read_text("utf-8").splitlines() for name in ("before.py", "train.py"))
+    changed = written = 0
+    for what, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if what != "equal":
+            gone, come = (sum(bool(line.strip()) for line in lines) for lines in (before[a:b], after[c:d]))
+            changed, written = changed + max(gone, come), written + come
+    assert (changed, written) == (15, 8)
+    assert "15 lines apart: 8 are written" in (FOLDER / "README.md").read_text("utf-8")
+
+
+@pytest.mark.world
+def test_both_train_alike_and_go_on(tmp_path: Path) -> None:
+    before = printed("before.py", 1, tmp_path / "before", "--steps", "4")
+    assert len(before) == 10 and before["3 loss"] < before["0 loss"]
+    assert printed("train.py", 1, tmp_path / "one", "--steps", "4") == pytest.approx(before, rel=1e-5)
+    assert printed("train.py", 2, tmp_path / "two", "--steps", "4") == pytest.approx(before, rel=1e-5)
+    resumed = printed("train.py", 1, tmp_path / "two", "--steps", "4", "--resume")  # from step 2, saved by two ranks
+    assert resumed == pytest.approx({key: value for key, value in before.items() if key[0] in "23"}, rel=1e-5)
