@@ -65,7 +65,7 @@ def evaluate():
 
 options.out.mkdir(parents=True, exist_ok=True)
 for step in range(first, options.steps):
-    if step % options.eval_every == 0 and rank == 0:
+    if step % options.eval_every == 0 and step > first and rank == 0:
         print(f"step {step}: held-out loss {evaluate():.6f}")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, checkpoint)
     for group in optimizer.param_groups:

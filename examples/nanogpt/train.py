@@ -61,7 +61,7 @@ def evaluate():
 
 options.out.mkdir(parents=True, exist_ok=True)
 for step in range(first, options.steps):
-    if step % options.eval_every == 0:
+    if step % options.eval_every == 0 and step > first:
         print(f"step {step}: held-out loss {evaluate():.6f}")
         npuzero.checkpoint.save(checkpoint, model, optimizer, step=step)
     for group in optimizer.param_groups:

@@ -48,8 +48,8 @@ def test_few_lines_are_changed() -> None:
 @pytest.mark.world
 def test_both_train_alike_and_go_on(tmp_path: Path) -> None:
     before = printed("before.py", 1, tmp_path / "before", "--steps", "4")
-    assert len(before) == 10 and before["3 loss"] < before["0 loss"]
+    assert len(before) == 9 and before["3 loss"] < before["0 loss"]
     assert printed("train.py", 1, tmp_path / "one", "--steps", "4") == pytest.approx(before, rel=1e-5)
     assert printed("train.py", 2, tmp_path / "two", "--steps", "4") == pytest.approx(before, rel=1e-5)
     resumed = printed("train.py", 1, tmp_path / "two", "--steps", "4", "--resume")  # from step 2, saved by two ranks
-    assert resumed == pytest.approx({key: value for key, value in before.items() if key[0] in "23"}, rel=1e-5)
+    assert resumed == pytest.approx({key: value for key, value in before.items() if key[0] in "23" and "held" not in key}, rel=1e-5)
