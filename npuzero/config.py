@@ -140,7 +140,7 @@ class Settings(_Checked):
         True,
         bool,
         "communicate while computing: gradients beside backward, parameters beside forward and backward, or both; "
-        "False runs every verb to its end at once",
+        "False runs every collective to its end at once",
         or_one_of=("gradients", "parameters"),
     )
     prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)

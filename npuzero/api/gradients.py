@@ -1,4 +1,4 @@
-"""What programs ask of gradients between backward and the step: clipping, norms, and a whole one."""
+"""What programs ask of gradients between backward and the step: clipping, norms, and an unsharded one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npuzero.shard.ownership import engine_behind, engine_of
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the gradients of a cut model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
+    """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
 
     The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
     optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before.
@@ -26,7 +26,7 @@ def clip_grad_norm_(
         The norm before clipping, a float32 scalar on the device.
 
     Raises:
-        StateError: the model is not cut; with ``error_if_nonfinite``, gradients that are inf or nan.
+        StateError: the model is not sharded; with ``error_if_nonfinite``, gradients that are inf or nan.
         ConfigError: ``max_norm`` or ``norm_type`` is no positive number.
 
     Example::
@@ -51,7 +51,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
         clip_value: positive.
 
     Raises:
-        StateError: the model is not cut.
+        StateError: the model is not sharded.
         ConfigError: ``clip_value`` is no positive number.
 
     Example::
@@ -79,7 +79,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
         gradient on any rank are left out.
 
     Raises:
-        StateError: the model is not cut.
+        StateError: the model is not sharded.
         ConfigError: ``norm_type`` is no positive number.
 
     Example::
@@ -93,7 +93,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Gather the whole gradient of one parameter of a cut model. Collective: call it on every rank, for the same one.
+    """Gather the full gradient of one parameter of a sharded model. Collective: call it on every rank,
+    for the same one.
 
     It is what ``parameter.grad`` would be under plain torch with the data of all ranks: averaged over them, after
     clipping if it was called before. Where a plan leaves each rank all of it (``zero0``, or one rank alone),

@@ -1,4 +1,4 @@
-"""Functions on a model: cut it, look at it, make it whole for a while."""
+"""Functions on a model: shard it, look at it, unshard it for a while."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def init(
 
 
 @keywords(preset="plan", strategy="plan", dtype="precision", **SETTING_KEYWORDS)
-def zero(  # noqa: PLR0913 - the door to everything, by name
+def zero(  # noqa: PLR0913 - all there is to choose, by name
     model: Model,
     stage: int | float | None = None,
     *,
@@ -78,7 +78,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
     world: World | None = None,
     settings: Settings | None = None,
 ) -> Model:
-    """Cut ``model`` over the ranks, in place, and return it.
+    """Shard ``model`` over the ranks, in place, and return it.
 
     The native loop stays as it is: forward, ``loss.backward()``, an npuzero optimizer's ``step()``. All ranks start
     from rank 0's weights and buffers. Gradients are averaged over all ranks.
@@ -90,7 +90,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
         plan: a preset's name (see :data:`npuzero.PRESETS`) or a :class:`Plan`.
         precision: a name of :data:`npuzero.PRECISIONS` such as ``"bf16"``, the dtype that the parameters (and the
             root's floating inputs) are converted to, or a :class:`Precision`. None keeps each parameter's dtype.
-        local_size: ranks in a group for presets that cut within groups; None: those that share a host; <= 0: all.
+        local_size: ranks in a group for presets that shard within groups; None: those that share a host; <= 0: all.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
         unit_plans: plans of single units by name (``"root"``, ``"blocks.3"``), where they have others than the model's:
@@ -110,7 +110,7 @@ def zero(  # noqa: PLR0913 - the door to everything, by name
         ConfigError: plan, precision, model or world that cannot work, ranks that disagree, or a tensor on meta that
             nobody has values for.
         CheckpointError: ``weights`` are missing, torn, or do not fit the model.
-        StateError: the model is cut already.
+        StateError: the model is sharded already.
 
     Example::
 
@@ -184,7 +184,7 @@ def report(model: nn.Module) -> Report:
     in the shape of :func:`predict`.
 
     Raises:
-        StateError: the model is not cut, or has taken no step.
+        StateError: the model is not sharded, or has taken no step.
 
     Example::
 
@@ -201,7 +201,7 @@ def report(model: nn.Module) -> Report:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Let backward passes inside the block add up on each rank alone; the next one outside it reduces them.
 
-    Fewer bytes are sent; a plan that cuts gradients then keeps them whole (float32) until that next pass.
+    Fewer bytes are sent; a plan that shards gradients then keeps them unsharded (float32) until that next pass.
 
     Example::
 
@@ -215,18 +215,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let the method ``name`` of ``module`` be called as its forward is: with its parameters whole, and with gradients.
+    """Let the method ``name`` of ``module`` be called as its forward is: with its parameters unsharded.
 
     For methods beside ``forward`` that use parameters themselves, such as ``encode(x)`` with ``x @ self.projection``;
-    what calls modules needs nothing. Like a forward, all ranks call it together. As for a forward, whole is what
-    ``module`` and the units around it own; units inside it are whole when they are called, as ever.
+    what calls modules needs nothing. Like a forward, all ranks call it together. As for a forward, unsharded is
+    what ``module`` and the units around it own; units inside it are unsharded when they are called, as ever.
 
     Args:
         module: a model made by :func:`zero`, or a module inside of it.
         name: of a method of its class.
 
     Raises:
-        StateError: ``module`` has no parameter of a cut model.
+        StateError: ``module`` has no parameter of a sharded model.
         ConfigError: its class has no such method.
 
     Example::
@@ -257,7 +257,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 @contextlib.contextmanager
 def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
-    """Make all parameters whole and readable inside the block, on every rank. Collective.
+    """Unshard all parameters inside the block, to be read and written, on every rank. Collective.
 
     What is written into parameters inside lasts, under every plan: shards and masters follow it. All ranks write the
     same values. Without ``write`` this goes for what torch sees written: operations in place, also through ``p.data``

@@ -2,8 +2,8 @@
 
 Started by itself on a CPU it makes teams of 2 and of 4 ranks; under a launcher (torchrun, Slurm) the launcher's ranks
 take part. Sizes are those of the whole on one rank: what is scattered, gathered, exchanged or reduced. Bytes are those
-a rank sends by a ring (plan.ring_bytes), so that bytes per second can be compared between verbs and numbers of ranks.
-The probe ``copy`` is a copy within each rank's own memory, on all ranks at once, of as many bytes as the verb has to
+a rank sends by a ring (plan.ring_bytes), so that bytes per second compare between collectives and numbers of ranks.
+The probe ``copy`` is a copy within each rank's own memory, on all ranks at once, of as many bytes as it has to
 read and write: what a collective takes less than that, it owes to the caches.
 """
 
@@ -103,7 +103,7 @@ class Ranks:
     """Take one rank's part in the suite; all ranks call the same methods in the same order.
 
     Args:
-        others: further contenders, by verb and name; each as good on plain tensors as on any.
+        others: further contenders, by collective and name; each as good on plain tensors as on any.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The state of a cut model for torch.distributed.checkpoint: each tensor as the boxes that this rank has of it."""
+"""The state of a sharded model for torch.distributed.checkpoint: each tensor as the boxes that this rank has of it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CutTensor(torch.Tensor):
         raise StateError(
             str(function),
             expected="a whole tensor",
-            got="one that is cut over the ranks",
+            got="one that is sharded over the ranks",
             do="Hand it to torch.distributed.checkpoint, read its boxes, or use npuzero.full_state_dict(model).",
         )
 

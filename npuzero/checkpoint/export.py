@@ -1,4 +1,4 @@
-"""Whole weights out of a cut model into safetensors files, a piece of a tensor at a time.
+"""Unsharded weights out of a sharded model into safetensors files, a piece of a tensor at a time.
 
 What is written appears under its names at once or not at all: files are written beside their places and renamed when
 all are on the disk, the index last. Where a process is killed before, the partial files stay, under names that nobody
@@ -255,7 +255,7 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
     return facts
 
 
-# -- out of a cut model ------------------------------------------------------------------------------------------------
+# -- out of a sharded model --------------------------------------------------------------------------------------------
 
 
 @keywords()
@@ -268,7 +268,7 @@ def export(
     file_bytes: int = FILE_BYTES,
     rename: Callable[[str], str | None] | None = None,
 ) -> None:
-    """Write the whole weights of a cut model into safetensors files, as transformers and others read them. Collective.
+    """Write the unsharded weights of a model into safetensors files, as transformers and others read them. Collective.
 
     Rank 0 writes, and holds a piece of one tensor at a time beyond what rests with it. The files appear when all are
     complete. Tied tensors are written once, under the first of their names; buffers as they are on rank 0.
@@ -282,7 +282,7 @@ def export(
         rename: the name in the files of the model's tensor of a name; None: it is left out.
 
     Raises:
-        StateError: the model is not cut.
+        StateError: the model is not sharded.
         ConfigError: an argument that cannot work.
         StorageError: rank 0 cannot write there; raised on every rank.
 

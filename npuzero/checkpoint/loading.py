@@ -1,4 +1,4 @@
-"""Loading: every rank reads the elements it keeps, whoever wrote them and however they were cut."""
+"""Loading: every rank reads the elements it keeps, whoever wrote them and however they were sharded."""
 
 from __future__ import annotations
 

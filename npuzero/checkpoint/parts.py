@@ -1,4 +1,4 @@
-"""What a cut model's checkpoint consists of, and which rank writes which part of it: the same answer on every rank.
+"""What a sharded model's checkpoint consists of, and which rank writes which part of it: the same answer on every rank.
 
 A flat's shard lies on as many ranks as there are replicas of it; each writes an equal part of it. So with N ranks each
 writes one N-th of every flat, whatever the plan, and where everything goes follows from the plan by arithmetic.
@@ -29,7 +29,7 @@ MODEL, OPTIMIZER = "model", "optim"
 ITEM_BYTES = 64 << 20
 
 Path = tuple["str | int", ...]
-#: Per slot of a flat: the optimizer's numbers by name, None for each tensor that is cut like the parameter.
+#: Per slot of a flat: the optimizer's numbers by name, None for each tensor that is sharded like the parameter.
 SlotStates = list[dict[str, "float | None"]]
 
 
@@ -85,7 +85,7 @@ class Part:
     """
 
     flat: Flat
-    rest: Rest  # as which part of the flat it is cut
+    rest: Rest  # as which part of the flat it is sharded
     cuts: tuple[Cut, ...]
     read: Callable[[slice], Tensor]
 

@@ -49,7 +49,7 @@ class Job:
     """Describe one save, as one rank knows it.
 
     Attributes:
-        parts: the cut tensors.
+        parts: the sharded tensors.
         entries: what is the same on all ranks; rank 0 writes it.
         own: what each rank has for itself, by name.
         facts: for the manifest.
@@ -383,7 +383,7 @@ class Place:
             if (report.items, report.signature) != (count, signature):
                 raise CheckpointError(
                     f"save {job.path}",
-                    expected=f"{count} items from rank {rank}, as rank 0 has cut the model",
+                    expected=f"{count} items from rank {rank}, as rank 0 has sharded the model",
                     got=f"{report.items}" + (" others" if report.items == count else ""),
                     do="Pass the same model and optimizer on every rank.",
                     rank=rank,

@@ -215,6 +215,6 @@ def stored(weights: object) -> StoredWeights:
             "npuzero.zero(): weights",
             expected="a path, or npuzero.Weights(path, ...)",
             got=type(weights).__name__,
-            do="Give the path of safetensors files; whole tensors go by npuzero.load_full_state_dict.",
+            do="Give the path of safetensors files; unsharded tensors go by npuzero.load_full_state_dict.",
         )
     return StoredWeights(weights)

@@ -1,4 +1,4 @@
-"""``npuzero export``: the whole weights in a checkpoint as safetensors files, without the model."""
+"""``npuzero export``: the unsharded weights in a checkpoint as safetensors files, without the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="the weights in a checkpoint as safetensors files",
-        description="Write the whole weights in a checkpoint as safetensors files.",
+        description="Write the unsharded weights in a checkpoint as safetensors files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

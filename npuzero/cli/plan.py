@@ -32,10 +32,10 @@ at least (12 below 250M), 32,000 words (below 2B: 50,000, tied); --units and --v
 models of that size traffic is then within 0.2 % and memory under zero0 within 2 %. Under zero3, where embeddings stay
 gathered, an 8B model with 128,000 words needs half as much again, unless --vocabulary is given. Table: docs/plan.md.
 
-presets, and what each cuts over the ranks (docs/plan.md, "Presets"):
+presets, and what each shards over the ranks (docs/plan.md, "Presets"):
   zero0       nothing, as DDP                     zero3       parameters too
-  zero1       states                              zero3-keep  the same, parameters whole from forward to backward
-  zero1.5     states, within a host               hpz         the same, parameters cut within a host meanwhile
+  zero1       states                              zero3-keep  the same, unsharded from forward to backward
+  zero1.5     states, within a host               hpz         the same, sharded within a host meanwhile
   zero2       gradients and states                hsdp, mics  all, within a host
 
 Memory is of the training state and the engine's buffers; activations come on top. Traffic is what each rank sends
@@ -231,7 +231,7 @@ def _advice(reports: dict[str, Report], memory_bytes: int) -> str:
 
 def _title(model: ModelShape, options: argparse.Namespace) -> str:
     frozen = f" ({model.frozen:,} frozen)" if model.frozen else ""
-    sums = ", sums as wires" if options.sums == "wire" else ""
+    sums = ", sums in the communication dtype" if options.sums == "wire" else ""
     ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
     batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
     return f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {ranks}, {batches}"

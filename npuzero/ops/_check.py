@@ -90,7 +90,7 @@ def _fine(value: Any, dtypes: tuple[torch.dtype, ...], device: torch.device | No
 
 
 def released(value: torch.Tensor) -> bool:
-    """Tell whether the storage was resized to nothing under the tensor, as a cut unit's is:
+    """Tell whether the storage was resized to nothing under the tensor, as a sharded unit's is:
     its base address is then 0.
     """
     return value.data_ptr() == value.storage_offset() * value.element_size() and value.numel() > 0

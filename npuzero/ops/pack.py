@@ -1,4 +1,4 @@
-"""Many tensors to one flat wire buffer, and back. Contract: csrc/ops/pack.h.
+"""Many tensors to one flat communication buffer, and back. Contract: csrc/ops/pack.h.
 
 A step packs hundreds of small tensors, so what is done per tensor is kept to about a microsecond: plain integers, one
 loop, text only where something is wrong.
@@ -32,7 +32,7 @@ def pack(
 
     Args:
         tensors: contiguous, any shape; float32, bfloat16 or float16, not necessarily all the same.
-        offsets: elements of the wire, one per tensor; the ranges are disjoint, in any order.
+        offsets: elements of the communication buffer ``wire``, one per tensor; the ranges are disjoint, in any order.
         wire: flat; float32, bfloat16 or float16.
         scale: a number, or float32[1] on the device, so that it may depend on data; None means no multiplication.
         accumulate: add to the target instead of replacing it.

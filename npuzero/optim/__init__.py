@@ -1,4 +1,6 @@
-"""Optimizers: fused rules and torch's own, over cut models and plain parameters; loss scaling and the finite guard."""
+"""Optimizers: fused rules and torch's own, over sharded models and plain parameters;
+loss scaling and the finite guard.
+"""
 
 from npuzero.optim.adam import Adam, AdamW, dynamic_rows
 from npuzero.optim.counts import TakenSteps

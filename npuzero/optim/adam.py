@@ -140,7 +140,7 @@ class Adam(ZeroOptimizer):
 class AdamW(Adam):
     """Replace ``torch.optim.AdamW``: one launch for all shards of a model does unscaling, update and the rounded copy.
 
-    Over a model made by :func:`npuzero.zero` the moments and masters are cut as its plan says. Over plain parameters
+    Over a model made by :func:`npuzero.zero` moments and masters are sharded as its plan says. Over plain parameters
     it is a drop-in whose ``state_dict`` is torch's (with a ``master`` of each parameter in 16 bits), and all of them
     are updated by one launch. A program may write into plain parameters between steps, but where they have masters not
     in place through ``p.data``, which torch does not show.

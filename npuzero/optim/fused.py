@@ -1,4 +1,4 @@
-"""A fused rule at work: over the shards of cut models, and over plain parameters."""
+"""A fused rule at work: over the shards of sharded models, and over plain parameters."""
 
 from __future__ import annotations
 

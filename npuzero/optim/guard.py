@@ -22,7 +22,7 @@ class FiniteGuard:
         scaler: the loss scaler in use. Gradients that overflow are its business then, until it is at its floor.
 
     Raises:
-        StateError: the model is not cut.
+        StateError: the model is not sharded.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""The door of all optimizers: torch's calls, over cut models and over plain ones; a worker does the updates."""
+"""The API of all optimizers: torch's calls, over sharded models and over plain ones; a worker does the updates."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return what a copy or pickle takes along; torch's has neither worker nor hooks.
 
         Raises:
-            StateError: the parameters are of a cut model, of which each rank holds a part.
+            StateError: the parameters are of a sharded model, of which each rank holds a part.
         """
         if self._engines():
             raise uncopied("copied or pickled")
@@ -118,7 +118,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Update the parameters once. Collective where the model is sharded: call it on every rank.
 
         Raises:
-            StateError: parameters of a deleted model, or of a cut and an uncut model mixed up; or a graph is being
+            StateError: parameters of a deleted model, or of a sharded and a plain model mixed up; or a graph is being
                 captured, and a group is not ``capturable``.
         """
         _check_capture(type(self).__name__, self.param_groups, self._worker.alike)
@@ -139,7 +139,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return the engines of the models whose parameters these are, each once, in order.
 
         Raises:
-            StateError: beside cut parameters there are plain ones, whose gradients nobody reduces.
+            StateError: beside sharded parameters there are plain ones, whose gradients nobody reduces.
         """
         engines, plain = self._owners()
         if plain and any(engine.world.size > 1 for engine in engines):
@@ -161,7 +161,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. A cut gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
+        """Drop the gradients. A sharded gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
         engines, plain = self._owners()
         kept = () if set_to_none else {id(parameter) for parameter in plain}
         with torch._C.DisableTorchFunctionSubclass():
@@ -182,7 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> Options:
         """Return what the torch optimizer of a plain model would: unsharded tensors by parameter number.
 
-        Tensors of cut parameters are on the CPU. Collective where the model is cut: call it on every rank.
+        Tensors of sharded parameters are on the CPU. Collective where the model is sharded: call it on every rank.
         """
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(states.members(self.param_groups))}
         state: dict[int, Options] = {

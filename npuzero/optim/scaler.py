@@ -1,4 +1,4 @@
-"""Loss scaling with the calls of ``torch.amp.GradScaler``, over cut models and plain ones."""
+"""Loss scaling with the calls of ``torch.amp.GradScaler``, over sharded models and plain ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LossScaler:
     It stands in the place of ``torch.amp.GradScaler``, which cannot read sharded gradients.
 
     Every rank decides alike: a gradient that is inf or NaN anywhere skips the step everywhere, and parameters, masters
-    and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over a cut model the host waits for nothing:
+    and moments stay as they are. For :class:`npuzero.AdamW` and ``Adam`` over such a model the host waits for nothing:
     whether a step was taken, and how many were (for the bias correction), is known on the device alone; over plain
     parameters likewise with ``fused=True`` or ``capturable=True``, and so for torch's. Others wait for the decision, as
     under torch's scaler.
@@ -109,7 +109,7 @@ class LossScaler:
 
     @_disable_dynamo
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale. Collective over a cut model; once a step.
+        """Divide the optimizer's gradients by the scale. Collective over a sharded model; once a step.
 
         Raises:
             StateError: called out of turn, or there is no gradient.
@@ -284,7 +284,7 @@ def _out_of_turn(call: str, expected: str, got: str) -> StateError:
 
 
 def _split(optimizer: torch.optim.Optimizer) -> tuple[list[Engine], list[Tensor]]:
-    """Return the engines of the optimizer's cut parameters, and the gradients of its plain ones."""
+    """Return the engines of the optimizer's sharded parameters, and the gradients of its plain ones."""
     engines: dict[int, Engine] = {}
     plain = []
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""A fused rule over the shards of cut models: moments by flat, step counts by slot, and the launches of a step."""
+"""A fused rule over the shards of sharded models: moments by flat, step counts by slot, and the launches of a step."""
 
 from __future__ import annotations
 

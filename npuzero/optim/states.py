@@ -1,4 +1,6 @@
-"""States of optimizers in torch's shape, whole tensors by parameter number: gathered from ranks, and taken apart."""
+"""States of optimizers in torch's shape, unsharded tensors by parameter number: gathered from ranks,
+and taken apart.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
 
 
 def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
-    """Put together, per slot of ``flat``, its whole state from what the ranks say they have. Collective."""
+    """Put together, per slot of ``flat``, its full state from what the ranks say they have. Collective."""
     said = cast(list[list[Options]], engine.world.exchange([describe(worker, flat, i) for i in flat.slots]))
     known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
     names = sorted({name for slot in known for name, value in slot.items() if value is None})
@@ -44,7 +46,7 @@ def describe(worker: Worker, flat: Flat, i: int) -> dict[str, float | None]:
 
 
 def cut(flat: Flat, i: int, state: Mapping[str, Any]) -> Options:
-    """Return this rank's part of the state of slot ``i``, whose tensors are whole."""
+    """Return this rank's part of the state of slot ``i``, whose tensors are unsharded."""
     parameter = flat.parameters[i]
     return {k: flat.cut_like_own(i, v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
 

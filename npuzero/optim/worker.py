@@ -1,4 +1,4 @@
-"""Who works behind the door that :class:`~npuzero.optim.optimizer.ZeroOptimizer` is: it updates, and keeps states."""
+"""Who works behind the API that :class:`~npuzero.optim.optimizer.ZeroOptimizer` is: it updates, and keeps states."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Worker(ABC):
         for the update.
         """
 
-    # -- states: of cut parameters by flat and slot, of plain ones by themselves -------------------------------------
+    # -- states: of sharded parameters by flat and slot, of plain ones by themselves ----------------------------------
 
     @abstractmethod
     def state_names(self, groups: list[Options]) -> tuple[str, ...]:

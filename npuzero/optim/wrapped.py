@@ -44,7 +44,7 @@ class Wrapped(Worker):
         self._class = optimizer_class
         self._options = options
         self._inner: torch.optim.Optimizer | None = None
-        self._stand_ins: dict[int, Tensor] = {}  # by id of a cut parameter: this rank's range of its master
+        self._stand_ins: dict[int, Tensor] = {}  # by id of a sharded parameter: this rank's range of its master
 
     def __getstate__(self) -> Options:
         """Leave stand-ins out: they are ranges of a sharded model, of which there are no copies."""
@@ -101,7 +101,7 @@ class Wrapped(Worker):
         return self._inner
 
     def _counterpart(self, group: Options) -> Options:
-        """Return ``group`` for the inner optimizer; frozen parameters of a cut model have no part in it."""
+        """Return ``group`` for the inner optimizer; frozen parameters of a sharded model have no part in it."""
         members: list[Tensor] = []
         for parameter in group["params"]:
             engine = engine_behind(parameter)

@@ -1,7 +1,7 @@
 """THE TABLE: where each part of a training state rests, and what follows from it by arithmetic.
 
 A training state (parameters, gradients, optimizer states) is described by three facts: over which mesh axes it is
-cut and in which memory it rests (a :class:`Placement` each), and in which dtype it is kept (one :class:`Precision`).
+sharded and in which memory it rests (a :class:`Placement` each), and its dtype (one :class:`Precision`).
 ZeRO-0/1/2/3 (Rajbhandari et al., 2020), ZeRO-1.5
 (InternEvo), HSDP and MiCS, hpZ (ZeRO++, Wang et al., 2023) are values of this one table. A stage number appears in
 :meth:`Plan.preset` and nowhere else.

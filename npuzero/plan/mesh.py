@@ -45,7 +45,7 @@ def ring_bytes(verb: str, nbytes: int, size: int) -> int:
 
     Args:
         verb: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier.
-        nbytes: bytes of the whole (ungathered: size times the shard) buffer.
+        nbytes: bytes of the unsharded buffer, size times the shard.
         size: ranks that take part.
     """
     factors = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "barrier": 0}

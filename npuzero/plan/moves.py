@@ -47,7 +47,7 @@ class Collective:
     Attributes:
         unit: index of the unit whose flat it moves; 0 for control.
         axes, size: the group, and its number of ranks.
-        nbytes: of the whole (ungathered: size times the shard) buffer.
+        nbytes: of the unsharded buffer, size times the shard.
     """
 
     purpose: Purpose

@@ -1,4 +1,4 @@
-"""Where a part of the training state rests: over which mesh axes it is cut, and in which memory."""
+"""Where a part of the training state rests: over which mesh axes it is sharded, and in which memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Placement:
     """Say where one part of the training state is kept.
 
     Attributes:
-        axes: mesh axes it is cut over, outermost first; ``()`` means whole on each rank.
+        axes: mesh axes it is sharded over, outermost first; ``()`` means unsharded.
         memory: where it rests.
 
     Example::

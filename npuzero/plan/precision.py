@@ -9,17 +9,17 @@ import torch
 
 from npuzero.errors import ConfigError, did_you_mean, keywords
 
-#: Each parameter starts on a multiple of this many elements: 16 bytes even on an 8-bit wire.
+#: Each parameter starts on a multiple of this many elements: 16 bytes even in 8 bits.
 START_ELEMENTS = 16
 
-#: Dtypes of parameters and wires, by the names people give them.
+#: Dtypes of parameters and of communication, by the names people give them.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes an element of the masters takes beside a low-precision parameter: the whole of it; the lower half, of which the
 #: bfloat16 parameter is the upper; nothing, where the parameter is all there is and is rounded stochastically.
 MASTERS = {"fp32": 4, "split": 2, "none": 0}
 #: Bytes an element of a moment takes; int8 has a byte beside each :data:`MOMENT_BLOCK` elements: their exponent.
 MOMENTS = {"fp32": 4, "bf16": 2, "int8": 1}
-#: Elements of a flat that share an exponent. Every shard starts and ends on a multiple, so no cut goes through a block.
+#: Elements of a flat that share an exponent. Every shard starts and ends on a multiple of them.
 MOMENT_BLOCK = 64
 #: How float32 matrix products are computed: as written, or with inputs rounded to TF32 (on an NPU: HF32).
 MATMULS = ("ieee", "tf32")
@@ -34,14 +34,15 @@ class Precision:
 
     Attributes:
         parameters: what they are converted to, and with them the root's floating inputs; None: each keeps its own.
-        wires: in which gradients travel; None: the parameters'. Parameters travel as they are.
+        wires: the communication dtype of gradients (FSDP's reduce_dtype); None: the parameters'. Parameters are sent
+            as they are.
         accumulation: in which gradients are summed: over ranks and over micro-batches.
         masters: beside parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with the same
             results; ``"none"``, the parameters themselves, rounded stochastically.
         moments: the optimizer's: ``"fp32"``, ``"bf16"``, or ``"int8"`` with an exponent for each block.
         matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has them (on an NPU: HF32).
-        sums: in which finished sums of gradients travel to the ranks that keep the same states (R3's all_reduce):
-            ``"fp32"``, or ``"wire"``, rounded to the dtype of the wires. Where states are cut over all ranks none does.
+        sums: in which finished sums of gradients are sent to the ranks that keep the same states (R3's all_reduce):
+            ``"fp32"``, or ``"wire"``, rounded to the communication dtype. Where all ranks shard states none are.
 
     Raises:
         ConfigError: a value that is none of these, or several that make no sense together.

@@ -54,7 +54,7 @@ class Plan:
                     f"plan {self.name!r}, {part}",
                     expected="a Placement with a tuple of axes",
                     got=repr(placement),
-                    do="Write e.g. Placement(axes=('node', 'local')); () is whole on each rank.",
+                    do="Write e.g. Placement(axes=('node', 'local')); () is unsharded.",
                 )
             _check_placement(self.name, part, placement)
         for shallow, deep in itertools.pairwise(parts):

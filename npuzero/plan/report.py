@@ -21,8 +21,8 @@ class Report:
 
     Attributes:
         held: by memory space (:class:`Memory`), then by state: ``parameters``, ``gradients``, ``states``, ``buffers``
-            (high water of what lives within a step only: gathered units, held copies, wires).
-        bytes_sent: by verb, payload bytes this rank sends; ``control`` is what the engine says to itself (which
+            (high water of what lives within a step only: gathered units, held copies, communication buffers).
+        bytes_sent: by collective, payload bytes this rank sends; ``control`` is what the engine says to itself (which
             parameters took part, the norm) and never grows with the model's size in elements.
         plan: the plan it belongs to.
         world: number of ranks.

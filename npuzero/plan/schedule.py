@@ -89,7 +89,7 @@ def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[
         wire = None
     if boundary and kind.many(plan.beyond):
         numel, sums = kind.shard(plan.states), plan.precision.sums_of(kind.dtype)
-        # Where sums are wider than wires they are scattered as wires and gathered as sums.
+        # Where sums are wider than the communication dtype they are scattered in that, and gathered as sums.
         verb = "all_reduce" if sums == kind.wire else "reduce_scatter"
         beyond = kind.collective(Purpose.BOUNDARY, unit, verb, plan.beyond, numel, kind.wire)
         made = kind.as_wire(numel) if wire is None else None
@@ -156,7 +156,7 @@ class _Rank:
         self._step = step
         self._prefetch = step.prefetch if step.overlaps_parameters else 0
         self._moves: list[Move] = []
-        # In the order of forward; only what is cut is gathered ahead.
+        # In the order of forward; only what is sharded is gathered ahead.
         self._trace = [unit for unit in units if unit.cut]
         self._under_way: list[list[_Stage]] = []
 

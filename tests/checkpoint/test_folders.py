@@ -86,7 +86,7 @@ def test_what_a_rank_wrote_is_compared_with_what_it_should_have_written(
         training = Training(world, "zero3")
         training.steps(0, 1)
         training.save(tmp_path, 1)
-        with pytest.raises(CheckpointError, match=r"\d+ items from rank 1, as rank 0 has cut the model; got \d+"):
+        with pytest.raises(CheckpointError, match=r"\d+ items from rank 1, as rank 0 has sharded the model; got \d+"):
             way = without_optimizer if world.rank else everything
             way(training, tmp_path, step=2, keep_last=1)
 

@@ -157,7 +157,7 @@ def test_small_rows_keep_their_digits(capsys):
 def test_sums_may_travel_as_wires(capsys):
     assert main(["plan", "--parameters", "1B", "--world", "16", "--local", "4", "--sums", "wire", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert "sums as wires" in facts["model"]
+    assert "sums in the communication dtype" in facts["model"]
     for name in PRESETS:
         plan = Plan.preset(name, precision=npuzero.Precision(torch.bfloat16, sums="wire"), local_size=4)
         report = from_size(10**9).predict(plan, 16, Settings())
