@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError, StateError
-from npuzero.shard.ownership import engine_behind, engine_of
+from npuzero.shard.ownership import engine_behind, engine_over
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    model: nn.Module | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
 
@@ -17,7 +23,7 @@ def clip_grad_norm_(
     optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before.
 
     Args:
-        model: made by :func:`zero`.
+        model: made by :func:`zero`, or all of its parameters that train.
         max_norm: positive.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
         error_if_nonfinite: raise where the norm is inf or NaN.
@@ -37,17 +43,19 @@ def clip_grad_norm_(
     """
     _check_positive("clip_grad_norm_: max_norm", max_norm)
     _check_positive("clip_grad_norm_: norm_type", norm_type)
-    return engine_of(model).gradients.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+    return engine_over("clip_grad_norm_", model).gradients.clip_norm(
+        float(max_norm), float(norm_type), error_if_nonfinite
+    )
 
 
-def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
     """Bring every element of the gradients into ``[-clip_value, clip_value]``, as ``torch.nn.utils.clip_grad_value_``.
 
     The elements are those of the averaged gradients of all ranks. Collective: call it on every rank. With a loss
     scaler, call ``unscale_`` before.
 
     Args:
-        model: made by :func:`zero`.
+        model: made by :func:`zero`, or all of its parameters that train.
         clip_value: positive.
 
     Raises:
@@ -61,17 +69,17 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
         optimizer.step()
     """
     _check_positive("clip_grad_value_: clip_value", clip_value)
-    engine_of(model).gradients.clip_values(float(clip_value))
+    engine_over("clip_grad_value_", model).gradients.clip_values(float(clip_value))
 
 
-def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
+def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0) -> dict[str, float]:
     """Measure the gradient of each parameter, over all ranks, by one collective: the same floats on every rank.
 
     Of what the optimizer would see now: averaged over the ranks, after clipping if it was called before. Waits for the
     device. Collective: call it on every rank.
 
     Args:
-        model: made by :func:`zero`.
+        model: made by :func:`zero`, or all of its parameters that train.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
 
     Returns:
@@ -89,7 +97,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, float]:
             print(f"{name}: {norm:.3g}")
     """
     _check_positive("grad_norms: norm_type", norm_type)
-    return engine_of(model).gradients.norms(float(norm_type))
+    return engine_over("grad_norms", model).gradients.norms(float(norm_type))
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -28,6 +28,10 @@ _FOREIGN = (
     "<",
 )
 
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+# Frames of torch that stand around what was called.
+_WRAPPERS = {"wrapper", "decorate_context", "inner", "fn"}
+
 _names: dict[CodeType, str] = {}
 
 
@@ -55,7 +59,37 @@ def here() -> Place:
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         call = _names.get(frame.f_code, call)
         frame = frame.f_back
-    return Place(call, "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+    return Place(call, _line(frame))
+
+
+def torchs() -> Place:
+    """Return the function of torch's Python that the user's innermost frame called, "" if none, and that frame's line.
+
+    ``torch.optim.AdamW.step``, ``clip_grad_norm_``: what somebody did whom an operator's name tells nothing.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    call = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+        code = frame.f_code
+        name = code.co_name
+        public = name == "__init__" or not (name.startswith("_") or name in _WRAPPERS)
+        if public and code.co_filename.startswith(_TORCH):
+            call = f"{_kind(frame.f_locals.get('self'))}{name}".removesuffix(".__init__")
+        frame = frame.f_back
+    return Place(call, _line(frame))
+
+
+def _kind(owner: object) -> str:
+    """Return the name of an object's class before a method's: torch's own with their package, none without one."""
+    if owner is None or isinstance(owner, torch.Tensor):
+        return "" if owner is None else "Tensor."
+    home, _, rest = type(owner).__module__.partition(".")
+    package = f"{home}.{rest.partition('.')[0]}." if home == "torch" and rest else ""
+    return f"{package}{type(owner).__name__}."
+
+
+def _line(frame: FrameType | None) -> str:
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def subject(operation: str, rank: int) -> str:

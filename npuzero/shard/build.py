@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -64,8 +64,13 @@ def agree(
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
     same = {
-        "plan": _said(plans),
-        "settings": repr(settings),
+        **_fields("plan", plans.model),
+        **{
+            key: text
+            for name, own in plans.units.items()
+            for key, text in _fields(f"unit_plans[{name!r}]", own).items()
+        },
+        **_fields("settings", settings),
         "weights": weights,
         "buffers": repr(buffers),
     }
@@ -73,8 +78,12 @@ def agree(
     return specs, own, shape
 
 
-def _said(plans: Plans) -> str:
-    return repr(plans.model) + "".join(f", {name}: {own!r}" for name, own in sorted(plans.units.items()))
+def _fields(path: str, record: object) -> dict[str, str]:
+    """Return the fields of a dataclass by path, each in words; its name, which says most, before the others."""
+    if not is_dataclass(record):
+        return {path: repr(record)}
+    names = sorted((item.name for item in fields(record)), key=lambda name: name != "name")
+    return {k: text for name in names for k, text in _fields(f"{path}.{name}", getattr(record, name)).items()}
 
 
 def build_units(specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings, mesh: CountingMesh) -> list[Unit]:
@@ -308,10 +317,10 @@ def _check_agreement(
                 do="Mend it on that rank.",
                 rank=rank,
             )
-    for subject in same:
+    for subject in dict.fromkeys(key for other in said for key in other if key not in ("problem", "model")):
         for rank, other in enumerate(said):
-            if other[subject] != said[0][subject]:
-                raise _disagreement(subject, said[0][subject], rank, other[subject])
+            if other.get(subject) != said[0].get(subject):
+                raise _disagreement(subject, said[0].get(subject, "none"), rank, other.get(subject, "none"))
     if any(other["model"] != said[0]["model"] for other in said):
         models: list[Any] = world.exchange(model)
         for rank, other in enumerate(models):

@@ -37,7 +37,7 @@ def _conversion(module_of: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
         if not isinstance(fn, _Outside):
             for name, parameter in module.named_parameters(recurse=recurse):
                 if owned(parameter):
-                    _check(name, parameter, fn)
+                    _check(f"{type(module).__name__}.{_called(fn)}", name, parameter, fn)
             fn = _Outside(fn)
         plain: Callable[..., nn.Module] = type(module)._apply
         return plain(module, fn, recurse)
@@ -56,25 +56,38 @@ class _Outside:
 
 
 @torch.no_grad()
-def _check(name: str, parameter: nn.Parameter, fn: _Function) -> None:
+def _check(call: str, name: str, parameter: nn.Parameter, fn: _Function) -> None:
     """Try ``fn`` on a small tensor that has what a conversion looks at: device, dtype and dimensions."""
     sizes = [min(size, 2) for size in parameter.shape]
     value = next(_values) % 251  # memory that is handed out unwritten may have the last one
     probe = nn.Parameter(torch.full(sizes, value, dtype=parameter.dtype, device=parameter.device))
     memory, version = probe.data_ptr(), probe._version
-    found: Any = fn(probe)
-    difference = _difference(probe, found)
+    try:
+        found: Any = fn(probe)
+        difference = _difference(probe, found)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:  # a device or dtype that torch has not
+        raise _refused(call, name, probe, f"a conversion that fails: {error}") from error
     if not difference and (probe.data_ptr() != memory or probe._version != version or not (found == value).all()):
         difference = "a function for Module._apply that writes"
     if difference:
-        raise StateError(
-            f"parameter {name}, which npuzero.zero() has laid into a flat buffer",
-            expected=f"to stay {_facts(probe)}, as it is, contiguous and where it lies",
-            got=difference,
-            do="Precision and placement belong to npuzero.zero(model, precision=...): convert and move before it, and "
-            "take full tensors out with npuzero.full_state_dict. (channels_last needs no conversion: a convolution "
-            "follows its input.)",
-        )
+        raise _refused(call, name, probe, difference)
+
+
+def _called(fn: _Function) -> str:
+    """Return the method that a function for Module._apply comes from: ``half()``, ``to()``."""
+    method, inner, _ = getattr(fn, "__qualname__", "").partition(".<locals>")
+    return f"{method.rpartition('.')[2]}()" if inner else "_apply()"
+
+
+def _refused(call: str, name: str, probe: Tensor, got: str) -> StateError:
+    return StateError(
+        f"{call} after npuzero.zero()",
+        expected=f"parameter {name} to stay {_facts(probe)}, contiguous and where it lies: in a flat buffer",
+        got=got,
+        do="Move and convert the model before npuzero.zero(), or say npuzero.zero(model, precision=...); take full "
+        "tensors out with npuzero.full_state_dict. (channels_last needs no conversion: a convolution follows its "
+        "input.)",
+    )
 
 
 _values = itertools.count()

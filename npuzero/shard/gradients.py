@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from npuzero.comm import World
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import collective, torchs
 from npuzero.errors import StateError
 from npuzero.shard.accord import Words
 from npuzero.shard.boundary import Boundary
@@ -95,9 +95,10 @@ class Gradients:
             self._boundary.finish()
         slot = flat.layout.slots[i]
         if flat.rests.states.cut or not self._boundary.summed:
+            call, line = torchs()
             cut = f"plan {flat.plan.name!r}, which leaves each rank a shard of the sum"
             raise StateError(
-                f"reading the gradient of {slot.name}",
+                f"reading the gradient of {slot.name}" + (call and f" by {call}") + (line and f", called at {line}"),
                 expected="a gradient that this rank has unsharded, after the ranks have summed it",
                 got=cut if flat.rests.states.cut else "one that is not summed yet",
                 do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "

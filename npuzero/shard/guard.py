@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from npuzero.comm.calls import torchs
 from npuzero.errors import StateError
 
 _GETTERS = [
@@ -241,6 +242,9 @@ class GradientMarker(Tensor):
 
     #: The gradient itself, or a StateError that says why not and what to do.
     whole: Callable[[], Tensor]
+    #: The parameter's name, and the plan that leaves each rank a shard of the gradient; "" where it leaves all of it.
+    name: str = "a parameter"
+    sharded_by: str = ""
     _added: Tensor | None
     #: The parameter; no reference to it, not even a weak one: torch.utils.swap_tensors refuses what has any.
     _find: Callable[[], Tensor | None]
@@ -262,7 +266,7 @@ class GradientMarker(Tensor):
         if func in _VALUES:
             return func(args[0]._read(), *args[1:], **(kwargs or {}))
         if func in _READS and not described:
-            raise cls._unreadable(func.__name__)
+            raise args[0]._unreadable(f"Tensor.{func.__name__}")
         if func in (Tensor.detach_, Tensor.requires_grad_):
             args[0]._detached = True
         with torch._C.DisableTorchFunctionSubclass():
@@ -279,7 +283,9 @@ class GradientMarker(Tensor):
             args[0]._drop()
             return args[0]
         if func._schema.is_mutable:
-            raise cls._unreadable(str(func), _SCALER if func is _UNSCALING else INSTEAD)
+            marker = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+            name = func._schema.name.removeprefix("aten::")
+            raise marker._unreadable(f"Tensor.{name}", _SCALER if func is _UNSCALING else INSTEAD)
         args, kwargs = tree_map_only(cls, cls._read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -298,12 +304,15 @@ class GradientMarker(Tensor):
         added, self._added = self._added, None
         return added
 
-    @staticmethod
-    def _unreadable(operation: str, instead: str = INSTEAD) -> StateError:
+    def _unreadable(self, operation: str, instead: str = INSTEAD) -> StateError:
+        call, line = torchs()
+        why = "the engine keeps this gradient in a buffer of its own, and would not see what is written into p.grad"
+        if self.sharded_by:
+            why = f"plan {self.sharded_by!r} leaves each rank a shard of this gradient, and no rank has it unsharded"
         return StateError(
-            f"{operation} on a sharded gradient",
+            f"{call or operation} on the gradient of {self.name}" + (line and f", called at {line}"),
             expected="npuzero's optimizers and npuzero.clip_grad_norm_ on a model made by npuzero.zero()",
-            got="a plain torch operation: no rank holds this gradient whole",
+            got=f"a plain torch operation: {why}",
             do=f"Use {instead}.",
         )
 

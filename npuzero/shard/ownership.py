@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from torch import Tensor, nn
 
+from npuzero.config import describe
 from npuzero.errors import StateError
 from npuzero.shard.flat import Flat
 from npuzero.shard.unit import Unit
@@ -31,7 +32,8 @@ def claim(reference: EngineReference, unit: Unit) -> None:
             parameter._npuzero_engine = reference  # type: ignore[attr-defined]
             parameter._npuzero_open = _opener(reference, unit, slot.name)  # type: ignore[attr-defined]
         for i, marker in enumerate(flat.gradient.markers if flat.trainable else ()):
-            marker.whole = _reader(reference, flat, i)
+            marker.whole, marker.name = _reader(reference, flat, i), flat.layout.slots[i].name
+            marker.sharded_by = flat.plan.name if flat.rests.states.cut else ""
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -44,6 +46,40 @@ def engine_of(model: nn.Module) -> Engine:
     if engine is None:
         raise not_cut(model)
     return engine  # type: ignore[no-any-return]
+
+
+def engine_over(subject: str, model: nn.Module | Iterable[nn.Parameter]) -> Engine:
+    """Return the engine of a model made by :func:`npuzero.zero`, given itself or all of its parameters that train.
+
+    Raises:
+        StateError: there is none, or these are some parameters only.
+    """
+    engine = getattr(model, "_npuzero", None)
+    if engine is None and isinstance(model, nn.Module):
+        raise not_cut(model)
+    return _engine_of_all(subject, model) if engine is None else engine
+
+
+def _engine_of_all(subject: str, parameters: object) -> Engine:
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else []
+    if not given and isinstance(parameters, Iterable):
+        given = list(parameters)
+    engines, plain = owners(given) if all(isinstance(p, nn.Parameter) for p in given) else ([], given)
+    got = f"{len(plain)} that no model made by npuzero.zero() has" if plain else describe(parameters)
+    if len(engines) > 1:
+        got = f"parameters of {len(engines)} models"
+    elif engines and not plain:
+        trained = {id(p) for flat in engines[0].flats() for p in flat.parameters if p.requires_grad}
+        missing = trained - {id(p) for p in given}
+        if not missing:
+            return engines[0]
+        got = f"{len(trained) - len(missing)} of its {len(trained)} parameters that train"
+    raise StateError(
+        f"npuzero.{subject}",
+        expected="the model that npuzero.zero() returned, or all of its parameters that train",
+        got=got,
+        do=f"Pass the model: npuzero.{subject}(model, ...); for plain parameters there is torch.nn.utils.",
+    )
 
 
 def engine_behind(parameter: nn.Parameter) -> Engine | None:
@@ -84,9 +120,13 @@ def not_cut(model: nn.Module) -> StateError:
     return StateError(
         type(model).__name__,
         expected="a model made by npuzero.zero()",
-        got="a plain module",
+        got="a part of one" if _has_owned(model) else "a plain module",
         do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
     )
+
+
+def _has_owned(model: object) -> bool:
+    return isinstance(model, nn.Module) and any("_npuzero_engine" in p.__dict__ for p in model.parameters())
 
 
 def deleted(subject: str) -> StateError:

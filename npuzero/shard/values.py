@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.comm import World
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import collective, torchs
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
 from npuzero.plan import AXES
@@ -18,11 +18,13 @@ from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitSpec
 from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
+from npuzero.shard.guard import INSTEAD
 from npuzero.shard.layout import overlap
 from npuzero.shard.origin import Origin
 from npuzero.shard.restore import Restorer
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
+from npuzero.shard.wrappers import refuse_reader
 from npuzero.shard.writes import Writes, digests
 
 #: Elements that are read, or sent to be written, at once.
@@ -149,14 +151,15 @@ class Values:
         if not unit.cut:
             self._restorer.finish(unit)
             return
+        call, line = torchs()
+        refuse_reader(call)
         raise StateError(
-            f"parameter {name}",
+            (call and f"{call} on ") + f"parameter {name}" + (line and f", called at {line}"),
             expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} shards it over the ranks)",
-            do="Use npuzero.full_state_dict(model), or `with npuzero.gathered(model):` on every rank; if a forward "
-            "reads it, run that module through the model's forward or name it in units=; if a method does, see "
-            "npuzero.register_forward_method. "
-            "DistributedDataParallel, FSDP and the like do not belong around it.",
+            do=f"To train, use {INSTEAD}. To look at it, use npuzero.full_state_dict(model), or "
+            "`with npuzero.gathered(model):` on every rank; if a forward reads it, run that module through the model's "
+            "forward or name it in units=; if a method does, see npuzero.register_forward_method.",
         )
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:

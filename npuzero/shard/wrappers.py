@@ -10,6 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from npuzero.errors import StateError
 from npuzero.shard.guard import owned
 
+# What other engines are called by.
+_ENGINES = (DistributedDataParallel.__name__, "FullyShardedDataParallel", "fully_shard", "DataParallel")
+
 
 class _Refusal:
     """Raise when DistributedDataParallel reads it: the names of the parameters it should leave alone."""
@@ -30,11 +33,18 @@ def check_unwrapped() -> None:
         raise wrapped()
 
 
-def wrapped() -> StateError:
+def refuse_reader(call: str) -> None:
+    """Raise StateError where ``call``, which reads a parameter of an engine, is another engine's constructor."""
+    for engine in _ENGINES:
+        if engine in call.split("."):
+            raise wrapped(engine)
+
+
+def wrapped(engine: str = DistributedDataParallel.__name__) -> StateError:
     return StateError(
-        "DistributedDataParallel around a model made by npuzero.zero()",
+        f"{engine} around a model made by npuzero.zero()",
         expected="the model as npuzero.zero() returned it: it averages the gradients of all ranks itself",
         got="a second engine, which would do so once more",
-        do="Leave DistributedDataParallel out, also where a trainer adds it: docs/frameworks.md says how for "
+        do=f"Leave {engine} out: npuzero.zero() replaces it. Where a trainer adds it, docs/frameworks.md says how for "
         "accelerate, transformers' Trainer and Lightning.",
     )

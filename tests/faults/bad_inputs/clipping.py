@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 import npuzero
 from npuzero import PRESETS, ConfigError, StateError
@@ -37,9 +40,40 @@ for _name, _call in {
     bad(f"{_name} of a plain model", StateError, "ToyGPT", r"npuzero\.zero")(lambda world, call=_call: call(build()))
 
 
-@bad("clip_grad_norm_ of parameters", StateError, "npuzero.zero", "module|model", ranks=2)
+_WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters()": lambda model: model.parameters(),
+    "a list": lambda model: list(model.parameters()),
+    "those that train": lambda model: (p for p in model.parameters() if p.requires_grad),
+}
+for _name, _way in _WAYS.items():
+
+    @fine(f"clipping of {_name}")
+    def _(world: World, way: Callable[[nn.Module], Any] = _way) -> None:
+        model = cut(world)
+        backward(model, world)
+        norms = npuzero.grad_norms(way(model))
+        norm = npuzero.clip_grad_norm_(way(model), 1)
+        assert norm > 1
+        torch.testing.assert_close(norm.item(), math.hypot(*norms.values()))
+        torch.testing.assert_close(npuzero.clip_grad_norm_(model, 1.0).item(), 1.0)
+        npuzero.clip_grad_value_(way(model), 0.5)
+
+
+for _name, _some, _says in [
+    ("some parameters", lambda model: list(model.parameters())[:4], r"of its \d+ parameters that train"),
+    ("one parameter", lambda model: model.norm.weight, r"1 of its \d+ parameters that train"),
+    ("parameters of another model", lambda model: build().parameters(), r"\d+ that no model made by npuzero\.zero"),
+    ("nothing", lambda model: [], "list"),
+    ("a number", lambda model: 3, "int"),
+]:
+    bad(f"clip_grad_norm_ of {_name}", StateError, "npuzero.clip_grad_norm_", "Pass the model", _says, ranks=2)(
+        lambda world, some=_some: npuzero.clip_grad_norm_(some(cut(world)), 1.0)
+    )
+
+
+@bad("clip_grad_norm_ of a part of a model", StateError, "Block", "a part of one", "outermost", ranks=2)
 def _(world: World) -> None:
-    npuzero.clip_grad_norm_(cut(world).parameters(), 1.0)
+    npuzero.clip_grad_norm_(cut(world).blocks[0], 1.0)
 
 
 @bad("report before a step", StateError, "step", ranks=2)

@@ -199,7 +199,7 @@ def _(world: World) -> None:
     cut(world, 3, precision="bf16" if world.rank else None)
 
 
-@bad("ranks disagree on settings", ConfigError, "settings", "prefetch=1", "prefetch=2", "rank 1", ranks=2)
+@bad("ranks disagree on settings", ConfigError, r"settings\.prefetch", "rank 0: 1", "rank 1: 2", ranks=2)
 def _(world: World) -> None:
     cut(world, settings=Settings(prefetch=1 + world.rank))
 

@@ -162,6 +162,38 @@ for _stage in ("zero0", "zero1", "zero2", "zero3", "zero3-keep"):
             lambda world, change=_change, stage=_stage, before=_before: _step(world, change, stage, before)
         )
 
+for _stage in ("zero0", "zero3"):
+    for _name, _call in {
+        "to": lambda model: model.to(torch.bfloat16),
+        "half": lambda model: model.half(),
+        "to, of a device": lambda model: model.to("meta"),
+        "xpu": lambda model: model.xpu(),  # this torch has none, and says so in words of its own
+    }.items():
+        _says = (rf"ToyGPT\.{_name.partition(',')[0]}\(\) after npuzero\.zero\(\)", r"before npuzero\.zero\(\)")
+        bad(f"who converts, {_stage}: {_name}", StateError, *_says, ranks=2)(
+            lambda world, call=_call, stage=_stage: call(cut(world, plan=stage))
+        )
+
+    @bad(f"who writes into a gradient, {_stage}: torch's SGD", StateError, r"^torch\.optim\.SGD\.step on", ranks=2)
+    def _(world: World, stage: str = _stage) -> None:
+        model = cut(world, plan=stage)
+        backward(model, world)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    _why = "no rank has it unsharded" if _stage == "zero3" else "in a buffer of its own"
+
+    @bad(f"why, {_stage}", StateError, r"^Tensor\.mul_ on the gradient of norm\.weight, called at", _why, ranks=2)
+    def _(world: World, stage: str = _stage) -> None:
+        model = cut(world, plan=stage)
+        backward(model, world)
+        model.norm.weight.grad.mul_(2)
+
+
+@bad("who reads: state_dict", StateError, r"^ToyGPT\.state_dict on parameter", "called at parameters.py", ranks=2)
+def _(world: World) -> None:
+    cut(world).state_dict()
+
+
 for _name, _call in {
     "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
