@@ -39,13 +39,13 @@ def scaled(world: World, scaler: Any) -> Any:
     return optimizer
 
 
-@bad("torch's GradScaler on a sharded model", StateError, "sharded gradient", r"npuzero\.LossScaler", ranks=2)
+@bad("torch's GradScaler on a sharded model", StateError, "gradient of scale", r"npuzero\.LossScaler", ranks=2)
 def _(world: World) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.step(scaled(world, scaler))
 
 
-@bad("zeros in the place of a gradient", StateError, "zero_", "sharded gradient")
+@bad("zeros in the place of a gradient", StateError, "zero_", "on the gradient of")
 def _(world: World) -> None:
     model = cut(world, 2)
     backward(model, world)
