@@ -73,7 +73,7 @@ def run(page: str) -> None:
 def main() -> None:
     start = Path.cwd()
     for page in sys.argv[1:] or PAGES:
-        print(f"--- {page}", flush=True)
+        print(f"--- {page}\n", end="", flush=True)  # one write: other ranks print, too
         folder = start / page.replace("/", "-")
         folder.mkdir(exist_ok=True)
         os.chdir(folder)
