@@ -75,8 +75,8 @@ def _check(call: str, name: str, parameter: nn.Parameter, fn: _Function) -> None
 
 def _called(fn: _Function) -> str:
     """Return the method that a function for Module._apply comes from: ``half()``, ``to()``."""
-    method, inner, _ = getattr(fn, "__qualname__", "").partition(".<locals>")
-    return f"{method.rpartition('.')[2]}()" if inner else "_apply()"
+    kind, _, method = getattr(fn, "__qualname__", "").partition(".<locals>")[0].rpartition(".")
+    return f"{method}()" if kind == nn.Module.__name__ else "_apply()"
 
 
 def _refused(call: str, name: str, probe: Tensor, got: str) -> StateError:
