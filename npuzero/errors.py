@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -142,6 +142,23 @@ def did_you_mean(given: object, known: Iterable[str], otherwise: str) -> str:
     """Return what to do about the unknown word ``given``: ask for the nearest one, or ``otherwise``."""
     near = nearest(given, known)
     return otherwise if near is None else f"Did you mean {near!r}?"
+
+
+def differing_names(missing: Sequence[str], unknown: Sequence[str], most: int = 5) -> str:
+    """Return how names differ: the first ``most`` that are missing, with the nearest unknown ones, and those; counts.
+
+    ``missing 'scale' (there is 'scaled'), 'norm.bias'; unknown 'scaled' and 3 more``
+    """
+    near = {name: nearest(name, unknown) for name in missing[:most]}
+    lists = {
+        "missing": [f"{name!r}" + (f" (there is {other!r})" if other else "") for name, other in near.items()],
+        "unknown": [repr(name) for name in unknown[:most]],
+    }
+    rest = {"missing": len(missing) - most, "unknown": len(unknown) - most}
+    words = {
+        kind: ", ".join(names) + (f" and {rest[kind]} more" if rest[kind] > 0 else "") for kind, names in lists.items()
+    }
+    return "; ".join(f"{kind} {text}" for kind, text in words.items() if text)
 
 
 def keywords(**formerly: str) -> Callable[[_Callable], _Callable]:

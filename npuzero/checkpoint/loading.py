@@ -15,7 +15,7 @@ from npuzero.checkpoint import parts, rng
 from npuzero.checkpoint.metadata import Tensors
 from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part
 from npuzero.checkpoint.source import Source, Wanted
-from npuzero.errors import CheckpointError
+from npuzero.errors import CheckpointError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.flat import Flat
@@ -67,11 +67,14 @@ class Names:
         if len(fitting) != 1:
             likely = fitting or [max(prefixes, key=lambda p: sum(p + n in keys for n in named), default="model.")]
             missing = [name for name in named if likely[0] + name not in keys]
-            raise self._misfit("the tensors of the model, once", f"{fitting or 'none'}; missing {missing[:5]}")
+            strangers = [key.removeprefix(likely[0]) for key in keys if key.startswith(likely[0])]
+            others = differing_names(missing, [key for key in strangers if key not in named])
+            found = f"those under {fitting}" if fitting else f"{len(named) - len(missing)} of its {len(named)}"
+            raise self._misfit("the tensors of the model, once", f"{found}; {others}" if others else found)
         prefix = fitting[0]
         unknown = [key for key in keys if prefix and key.startswith(prefix) and key[len(prefix) :] not in named]
         if unknown:
-            raise self._misfit("no tensors that the model does not have", str(unknown[:5]))
+            raise self._misfit("no tensors that the model does not have", differing_names([], unknown))
         return {
             name: next(prefix + other for other in (name, *aliases[id(value)]) if prefix + other in keys)
             for name, value in named.items()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from npuzero import observe
 from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
-from npuzero.errors import CheckpointError, ConfigError, keywords
+from npuzero.errors import CheckpointError, ConfigError, keywords, nearest
 from npuzero.memory import zeros
 from npuzero.shard.extra import is_extra
 
@@ -72,7 +72,10 @@ class StoredWeights:
                 _check_fits(names[0], tensor, entries[there[0]])
                 self._found |= dict.fromkeys(names, entries[there[0]])
             elif theirs:
-                raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", "none")
+                near = nearest(theirs[0], entries)
+                got = "none; " + (f"there is {near!r}" if near else f"there are {', '.join(map(repr, [*entries][:5]))}")
+                got += f" among {len(entries)} names"
+                raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", got)
         unknown = sorted(entries.keys() - wanted)
         if unknown and not self._weights.partial:
             got = f"{len(unknown)} that the model has not, such as {', '.join(unknown[:3])}"

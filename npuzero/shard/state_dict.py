@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.comm.calls import collective
-from npuzero.errors import CheckpointError, StateError
+from npuzero.errors import CheckpointError, StateError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.ownership import engine_of
@@ -108,7 +108,7 @@ def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
         return CheckpointError(
             "load_full_state_dict",
             expected="the names of model.state_dict()",
-            got=f"missing {missing[:5]}, unknown {unknown[:5]}",
+            got=differing_names(missing, unknown),
             do=do,
             missing=missing,
             unknown=unknown,

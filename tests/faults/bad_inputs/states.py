@@ -25,8 +25,14 @@ def _load(world: World, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 for _name, _change, _says in [
-    ("name missing", lambda state: state.pop("scale") and None, (r"missing \['scale'\]",)),
-    ("name unknown", lambda state: state.update(scaled=torch.ones(())), (r"unknown \['scaled'\]",)),
+    ("name missing", lambda state: state.pop("scale") and None, (r"missing 'scale'\.",)),
+    ("name unknown", lambda state: state.update(scaled=torch.ones(())), (r"got unknown 'scaled'\.",)),
+    (
+        "name misspelt",
+        lambda state: state.update(scaled=state.pop("scale")),
+        (r"missing 'scale' \(there is 'scaled'\)",),
+    ),
+    ("many unknown", lambda state: state.update({f"x{i}": 0 for i in range(9)}), ("unknown 'x0', .*'x4' and 4 more",)),
     ("wrong shape", lambda state: state.update({"norm.weight": torch.ones(17)}), ("norm.weight", "16", "17")),
     ("wrong shape of a buffer", lambda state: state.update(seen=torch.ones(2)), ("seen", "2")),
     ("no tensor", lambda state: state.update(scale=1.0), ("scale", "float")),
