@@ -72,7 +72,7 @@ class StoredWeights:
                 _check_fits(names[0], tensor, entries[there[0]])
                 self._found |= dict.fromkeys(names, entries[there[0]])
             elif theirs:
-                near = nearest(theirs[0], entries)
+                near = nearest(theirs[0], list(entries))
                 got = "none; " + (f"there is {near!r}" if near else f"there are {', '.join(map(repr, [*entries][:5]))}")
                 got += f" among {len(entries)} names"
                 raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", got)

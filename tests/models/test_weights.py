@@ -259,6 +259,10 @@ def without(name: str) -> Callable[[State], State]:
 
 MISFITS: dict[str, tuple[Callable[[State], State], str]] = {
     "missing": (without("norm.weight"), r"tensor norm.weight: expected values of norm.weight, \[16\]; got none"),
+    "misspelt": (
+        lambda state: {f"norms{name[4:]}" if name == "norm.weight" else name: value for name, value in state.items()},
+        r"tensor norm.weight: .* got none; there is 'norms.weight' among \d+ names",
+    ),
     "unknown": (lambda state: state | {"more": torch.zeros(2)}, "1 that the model has not, such as more"),
     "shape": (lambda state: state | {"norm.weight": torch.zeros(17)}, r"tensor norm.weight: expected \[16\].*\[17\]"),
     "dtype": (lambda state: state | {"norm.weight": torch.zeros(16, dtype=torch.int32)}, "norm.weight.*int32"),
