@@ -86,8 +86,6 @@ class _Buffers:
 def check_ops(device: torch.device, quick: bool = False) -> Iterator[Finding]:
     """Every op, size, start offset and dtype on `device` against the reference on the host."""
     for name, case, sizes in cases(QUICK_SIZES if quick else SIZES):
-        if device.type == "npu" and name.startswith("flat_lion"):
-            continue  # no kernel there
         finding = Finding(name)
         for numel in sizes:
             for offset in OFFSETS:
