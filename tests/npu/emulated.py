@@ -30,7 +30,8 @@ SCHEDULES = ("in order", "stores late", "loads early", "loads late", "random")  
 CORES = 3
 _SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
 _F32, _U8, _I16 = 0, 6, 7
-_FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno")
+# Without unique symbols, of which a process takes one: constants of a mutant would be those of every library after it.
+_FLAGS = ("-std=c++17", "-fPIC", "-fno-gnu-unique", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno")
 
 
 class Fault(AssertionError):
@@ -59,7 +60,7 @@ def _compile(source: Path, changes: Mapping[Path, str]) -> Path:
     included = _includes(source)
     changes = {path: text for path, text in changes.items() if path in included}
     texts = [changes.get(path) or path.read_text() for path in sorted(included)]
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join((*_FLAGS, *texts)).encode()).hexdigest()[:16]
     target = BUILD / f"{source.stem}-{digest}.o"
     if target.exists():
         return target
