@@ -1,4 +1,4 @@
-// Moments in 8 bits, as ops/flat_adam.h has them: codes, and an exponent for each block of 64 elements, which is one
+// Moments in 8 bits, as core/flat.h has them: codes, and an exponent for each block of 64 elements, which is one
 // repeat of the vector unit in f32. A value is a number of f16 that follows from its code alone, times a power of two
 // that follows from its block's exponent; to round, elements are scaled so that their block's exponent is one and the
 // same. So what is done for every element is done in 16 bits as soon as can be, twice as many a repeat, and with
@@ -78,37 +78,15 @@ class Codes {
   // And back: with a sign to nearest, ties away from zero,
   __aicore__ inline void RoundSigned(const LocalTensor<uint8_t>& place, const LocalTensor<uint8_t>& exponents,
                                      const LocalTensor<float>& t, const LocalTensor<float>& rest, int32_t count) {
-    const int32_t blocks = Blocks(count);
-    const LocalTensor<int32_t> pattern = t.ReinterpretCast<int32_t>();
-    const LocalTensor<int16_t> sign = t.ReinterpretCast<int16_t>(), some = sign[tile_];
-    const LocalTensor<int16_t> code = rest.ReinterpretCast<int16_t>();
-    const LocalTensor<uint16_t> sign_bits = sign.ReinterpretCast<uint16_t>();
-    Measure(place.ReinterpretCast<float>(), t, count);
-    Mul(t, place.ReinterpretCast<float>(), OfBlock(0).ReinterpretCast<float>(), kWhole, Repeats(blocks), ByBlock());
-    PipeBarrier<PIPE_V>();
-    Mul(pattern, pattern, OfBlock(1), kWhole, Repeats(blocks), ByBlock());
-    PipeBarrier<PIPE_V>();
-    Adds(rest.ReinterpretCast<int32_t>(), pattern, kHalfCode, count);
+    ScaleSigned(place, t, count);
+    Adds(rest.ReinterpretCast<int32_t>(), t.ReinterpretCast<int32_t>(), kHalfCode, count);
     PipeBarrier<PIPE_V>();
     Cast(t.ReinterpretCast<bfloat16_t>(), rest, RoundMode::CAST_TRUNC, count);
     PipeBarrier<PIPE_V>();
-    And16(code, sign, 1, count);
+    And16(rest.ReinterpretCast<int16_t>(), t.ReinterpretCast<int16_t>(), 1, count);
     PipeBarrier<PIPE_V>();
-    // 1 where an element is at least 2^-8 of its block's exponent, and so no zero: its bits with 1020 more are 2^14.
-    Adds(some, code, static_cast<int16_t>((1 << 14) - ((kScaled - 8) << 7) - (kHalfCode >> 16)), count);
-    ShiftRight(sign_bits, sign_bits, static_cast<uint16_t>(15), count);
-    PipeBarrier<PIPE_V>();
-    ShiftRight(some, some, static_cast<int16_t>(14), count);
-    ShiftRight(code, code, static_cast<int16_t>(kDropped - 16), count);
-    ShiftLeft(sign_bits, sign_bits, static_cast<uint16_t>(7), count);
-    PipeBarrier<PIPE_V>();
-    Adds(code, code, static_cast<int16_t>(-16 * (kScaled - 7)), count);
-    PipeBarrier<PIPE_V>();
-    Max(code, code, some, count);
-    PipeBarrier<PIPE_V>();
-    Add(code, code, sign, count);
-    PipeBarrier<PIPE_V>();
-    ToBytes(place, exponents, code, t.ReinterpretCast<half>(), count);
+    EncodeSigned(place, exponents, t, rest, rest.ReinterpretCast<int16_t>(),
+                 static_cast<int16_t>(kAbove - (kHalfCode >> 16)), count);
   }
 
   // without one alike,
@@ -121,12 +99,27 @@ class Codes {
 
   // or stochastically, by the draws of its elements that are in `rest`.
   __aicore__ inline void RoundByChance(const LocalTensor<uint8_t>& place, const LocalTensor<uint8_t>& exponents,
-                                       const LocalTensor<float>& t, const LocalTensor<float>& rest, int32_t count) {
+                                       const LocalTensor<float>& t, const LocalTensor<float>& rest, bool with_sign,
+                                       int32_t count) {
     const LocalTensor<int32_t> bits = rest.ReinterpretCast<int32_t>();
     ShiftLeft(bits, bits, kDropped - 16, count);
-    Scale(place, t, count);
+    if (!with_sign) {
+      Scale(place, t, count);
+      Add(bits, t.ReinterpretCast<int32_t>(), bits, count);
+      Encode(place, exponents, t, rest, count);
+      return;
+    }
+    const LocalTensor<int16_t> drawn = t.ReinterpretCast<int16_t>(), own = place.ReinterpretCast<int16_t>();
+    ScaleSigned(place, t, count);
+    Cast(place.ReinterpretCast<bfloat16_t>(), t, RoundMode::CAST_TRUNC, count);
     Add(bits, t.ReinterpretCast<int32_t>(), bits, count);
-    Encode(place, exponents, t, rest, count);
+    PipeBarrier<PIPE_V>();
+    Cast(drawn.ReinterpretCast<bfloat16_t>(), rest, RoundMode::CAST_TRUNC, count);
+    And16(own, own, 1, count);
+    PipeBarrier<PIPE_V>();
+    And16(rest.ReinterpretCast<int16_t>(), drawn, 1, count);
+    PipeBarrier<PIPE_V>();
+    EncodeSigned(place, exponents, t, rest, own, static_cast<int16_t>(kAbove), count);
   }
 
  private:
@@ -136,6 +129,8 @@ class Codes {
   static constexpr uint64_t kWhole = kRepeat;
   static constexpr uint16_t kEight = 8;
   static constexpr int32_t kHalfCode = 1 << (kDropped - 1);
+  // An element's upper bits with so many more are 2^14, or more, where it is at least 2^-8 of its block's exponent.
+  static constexpr int32_t kAbove = (1 << 14) - ((kScaled - 8) << 7);
 
   __aicore__ inline int32_t Blocks(int32_t count) { return (count + kCodeBlock - 1) / kCodeBlock; }
   __aicore__ inline uint8_t Repeats(int32_t blocks) { return static_cast<uint8_t>(blocks); }
@@ -197,6 +192,41 @@ class Codes {
     PipeBarrier<PIPE_V>();
     Mul(t, t, OfBlock(0).ReinterpretCast<float>(), kWhole, repeats, ByBlock());
     PipeBarrier<PIPE_V>();
+  }
+
+  // Of what has a sign: t = x scaled, zero where its block is lost.
+  __aicore__ inline void ScaleSigned(const LocalTensor<uint8_t>& place, const LocalTensor<float>& t, int32_t count) {
+    const LocalTensor<int32_t> pattern = t.ReinterpretCast<int32_t>();
+    const uint8_t repeats = Repeats(Blocks(count));
+    Measure(place.ReinterpretCast<float>(), t, count);
+    Mul(t, place.ReinterpretCast<float>(), OfBlock(0).ReinterpretCast<float>(), kWhole, repeats, ByBlock());
+    PipeBarrier<PIPE_V>();
+    Mul(pattern, pattern, OfBlock(1), kWhole, repeats, ByBlock());
+    PipeBarrier<PIPE_V>();
+  }
+
+  // t: the upper halves of ScaleSigned's patterns and what was added to them below a code's last bit; rest: those
+  // without their signs. magnitude and above say which elements are no zero: kAbove.
+  __aicore__ inline void EncodeSigned(const LocalTensor<uint8_t>& place, const LocalTensor<uint8_t>& exponents,
+                                      const LocalTensor<float>& t, const LocalTensor<float>& rest,
+                                      const LocalTensor<int16_t>& magnitude, int16_t above, int32_t count) {
+    const LocalTensor<int16_t> sign = t.ReinterpretCast<int16_t>(), some = sign[tile_];
+    const LocalTensor<int16_t> code = rest.ReinterpretCast<int16_t>();
+    const LocalTensor<uint16_t> sign_bits = sign.ReinterpretCast<uint16_t>();
+    Adds(some, magnitude, above, count);
+    ShiftRight(sign_bits, sign_bits, static_cast<uint16_t>(15), count);
+    PipeBarrier<PIPE_V>();
+    ShiftRight(some, some, static_cast<int16_t>(14), count);
+    ShiftRight(code, code, static_cast<int16_t>(kDropped - 16), count);
+    ShiftLeft(sign_bits, sign_bits, static_cast<uint16_t>(7), count);
+    PipeBarrier<PIPE_V>();
+    Adds(code, code, static_cast<int16_t>(-16 * (kScaled - 7)), count);
+    PipeBarrier<PIPE_V>();
+    Max(code, code, some, count);
+    PipeBarrier<PIPE_V>();
+    Add(code, code, sign, count);
+    PipeBarrier<PIPE_V>();
+    ToBytes(place, exponents, code, t.ReinterpretCast<half>(), count);
   }
 
   // rest: Scale's patterns and what was added to them below a code's last bit.

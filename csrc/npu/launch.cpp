@@ -94,12 +94,97 @@ PackRow row_of(const void* source, Dtype source_dtype, const void* target, Dtype
   return row;
 }
 
-AdamMoment moment_of(const Moment& moment, Dtype dtype) {
+FlatMoment moment_of(const Moment& moment, Dtype dtype) {
   return {address(moment.values), dtype == Dtype::u8 ? address(moment.exponents) : 0};
 }
 
 LinePart part_of(int64_t count, int64_t line, const void* target, Dtype dtype) {
   return {count, line, {{{address(target), itemsize(dtype)}}}, 1};
+}
+
+AdamGroup table_of(const FlatAdamGroup& group) {
+  return {group.beta1,
+          group.one_minus_beta1,
+          group.beta2,
+          group.one_minus_beta2,
+          group.eps,
+          group.weight_decay,
+          group.decay,
+          group.step_size,
+          group.bias2_sqrt,
+          group.l2,
+          group.maximize,
+          group.amsgrad,
+          static_cast<int32_t>(group.row),
+          group.step};
+}
+
+LionGroup table_of(const FlatLionGroup& group) {
+  return {group.beta1, group.one_minus_beta1, group.beta2,    group.one_minus_beta2,
+          group.decay, group.step_size,       group.maximize, static_cast<int32_t>(group.row),
+          group.step};
+}
+
+// One launch of an update of core/flat.h, whose formula needs so many `rooms` of scratch.
+template <class Args>
+void launch_update(const char* kernel, int rooms, const Args& args, Stream stream, int cores, Launcher& launcher) {
+  const std::vector<int64_t> order =
+      in_order(args.parts, args.part_count, [](const typename Args::Part& part) { return part.master; });
+  FlatHead head = {};
+  head.grad_scale = address(args.grad_scale);
+  head.skip = address(args.skip);
+  head.dynamic = address(args.dynamic);
+  head.seed = args.seed;
+  head.rooms = rooms;
+  int64_t last_group = -1;
+  bool drawn = false;
+  for (const int64_t i : order) {
+    const typename Args::Part& part = args.parts[i];
+    last_group = std::max(last_group, part.group);
+    head.moments = std::max(head.moments, args.groups[part.group].used());
+    const bool moments = part.moment_dtype != Dtype::f32, master = part.master_dtype != Dtype::f32;
+    if (moments || master) head.rooms = 2;
+    drawn |= moments || (master && !part.remainder);
+    head.coded |= part.moment_dtype == Dtype::u8;
+  }
+  head.tile = flat_tile(head.moments, head.rooms, drawn, head.coded);
+  std::vector<decltype(table_of(*args.groups))> groups;
+  for (int64_t i = 0; i <= last_group; ++i) groups.push_back(table_of(args.groups[i]));
+  std::vector<LinePart> parts;
+  std::vector<FlatRow> rows;
+  int64_t line = 0;
+  for (const int64_t i : order) {
+    const typename Args::Part& part = args.parts[i];
+    FlatRow row = {};
+    row.piece.tile = head.tile;
+    row.master = address(part.master);
+    row.remainder = address(part.remainder);
+    row.grad = address(part.grad);
+    row.low = address(part.low);
+    row.place = static_cast<uint64_t>(part.place);
+    row.master_dtype = static_cast<int32_t>(part.master_dtype);
+    row.moment_dtype = static_cast<int32_t>(part.moment_dtype);
+    row.grad_dtype = static_cast<int32_t>(part.grad_dtype);
+    row.low_dtype = static_cast<int32_t>(part.low_dtype);
+    row.group = static_cast<int32_t>(part.group);
+    row.stream = part.stream;
+    LinePart range{part.count, line, {}, 0};
+    const auto writes = [&](uint64_t at, int64_t size, int64_t elements = 1) {
+      if (at) range.written[range.written_count++] = {at, size, elements};
+    };
+    writes(row.master, itemsize(part.master_dtype));
+    for (int k = 0; k < args.groups[part.group].used(); ++k) {
+      const FlatMoment moment = row.moments[k] = moment_of(part.moments[k], part.moment_dtype);
+      writes(moment.values, itemsize(part.moment_dtype));
+      writes(moment.exponents, 1, kCodeBlock);
+    }
+    writes(row.remainder, 2);
+    writes(row.low, 2);
+    rows.push_back(row);
+    parts.push_back(range);
+    line += part.count;
+  }
+  launch(kernel, head, parts, rows, cores, stream, launcher, drawn ? columns_of(args.seed) : nullptr, groups);
 }
 
 }  // namespace
@@ -117,73 +202,11 @@ void launch_cast(const CastArgs& args, Stream stream, int cores, Launcher& launc
 }
 
 void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launcher& launcher) {
-  const std::vector<int64_t> order =
-      in_order(args.parts, args.part_count, [](const FlatAdamPart& part) { return part.master; });
-  AdamHead head = {};
-  head.grad_scale = address(args.grad_scale);
-  head.skip = address(args.skip);
-  head.dynamic = address(args.dynamic);
-  head.seed = args.seed;
-  int64_t last_group = -1;
-  bool drawn = false;
-  for (const int64_t i : order) {
-    const FlatAdamPart& part = args.parts[i];
-    last_group = std::max(last_group, part.group);
-    head.amsgrad |= args.groups[part.group].amsgrad;
-    const bool moments = part.moment_dtype != Dtype::f32, master = part.master_dtype != Dtype::f32;
-    head.narrow |= moments || master;
-    drawn |= moments || (master && !part.remainder);
-    head.coded |= part.moment_dtype == Dtype::u8;
-  }
-  head.tile = adam_tile(head.amsgrad, head.narrow, drawn, head.coded);
-  std::vector<AdamGroup> groups;
-  for (int64_t i = 0; i <= last_group; ++i) {
-    const FlatAdamGroup& group = args.groups[i];
-    groups.push_back({group.beta1, group.one_minus_beta1, group.beta2, group.one_minus_beta2, group.eps,
-                      group.weight_decay, group.decay, group.step_size, group.bias2_sqrt, group.l2, group.maximize,
-                      group.amsgrad, static_cast<int32_t>(group.row), group.step});
-  }
-  std::vector<LinePart> parts;
-  std::vector<AdamRow> rows;
-  int64_t line = 0;
-  for (const int64_t i : order) {
-    const FlatAdamPart& part = args.parts[i];
-    AdamRow row = {};
-    row.piece.tile = head.tile;
-    row.master = address(part.master);
-    row.remainder = address(part.remainder);
-    row.exp_avg = moment_of(part.moments[0], part.moment_dtype);
-    row.exp_avg_sq = moment_of(part.moments[1], part.moment_dtype);
-    row.max_exp_avg_sq = moment_of(part.moments[2], part.moment_dtype);
-    row.grad = address(part.grad);
-    row.low = address(part.low);
-    row.place = static_cast<uint64_t>(part.place);
-    row.master_dtype = static_cast<int32_t>(part.master_dtype);
-    row.moment_dtype = static_cast<int32_t>(part.moment_dtype);
-    row.grad_dtype = static_cast<int32_t>(part.grad_dtype);
-    row.low_dtype = static_cast<int32_t>(part.low_dtype);
-    row.group = static_cast<int32_t>(part.group);
-    row.stream = part.stream;
-    rows.push_back(row);
-    LinePart range{part.count, line, {}, 0};
-    const auto writes = [&](uint64_t at, int64_t size, int64_t elements = 1) {
-      if (at) range.written[range.written_count++] = {at, size, elements};
-    };
-    writes(row.master, itemsize(part.master_dtype));
-    const auto writes_moment = [&](const AdamMoment& moment) {
-      writes(moment.values, itemsize(part.moment_dtype));
-      writes(moment.exponents, 1, kCodeBlock);
-    };
-    writes_moment(row.exp_avg);
-    writes_moment(row.exp_avg_sq);
-    if (args.groups[part.group].amsgrad) writes_moment(row.max_exp_avg_sq);
-    writes(row.remainder, 2);
-    writes(row.low, 2);
-    parts.push_back(range);
-    line += part.count;
-  }
-  launch("npuzero_flat_adam", head, parts, rows, cores, stream, launcher, drawn ? columns_of(args.seed) : nullptr,
-         groups);
+  launch_update("npuzero_flat_adam", 1, args, stream, cores, launcher);
+}
+
+void launch_flat_lion(const FlatLionArgs& args, Stream stream, int cores, Launcher& launcher) {
+  launch_update("npuzero_flat_lion", 2, args, stream, cores, launcher);
 }
 
 void launch_norm(const NormArgs& args, Stream stream, int cores, Launcher& launcher) {

@@ -4,6 +4,7 @@
 
 #include "ops/cast.h"
 #include "ops/flat_adam.h"
+#include "ops/flat_lion.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
 
@@ -23,13 +24,14 @@ class Launcher {
 };
 
 // The kernels by name, each `NPUZERO_KERNEL(name, ...)` in <op>.cpp of this folder.
-inline constexpr const char* kernel_names[] = {"npuzero_cast", "npuzero_flat_adam", "npuzero_norm",
-                                               "npuzero_norm_finish", "npuzero_pack"};
+inline constexpr const char* kernel_names[] = {"npuzero_cast", "npuzero_flat_adam",   "npuzero_flat_lion",
+                                               "npuzero_norm", "npuzero_norm_finish", "npuzero_pack"};
 
 // `cores`: the vector cores of the device, asked of it. What a contract allows and no kernel does raises
 // KernelUnavailable.
 void launch_cast(const CastArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launcher& launcher);
+void launch_flat_lion(const FlatLionArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_norm(const NormArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_pack(const PackArgs& args, Stream stream, int cores, Launcher& launcher);
 

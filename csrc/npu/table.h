@@ -26,7 +26,7 @@ struct Share {
   int64_t begin, end, part;
 };
 
-// Every table begins with this. The shares follow the head, the parts the shares, groups (of flat_adam) the parts, and
+// Every table begins with this. The shares follow the head, the parts the shares, groups (of updates) the parts, and
 // the columns of draws all of it, `columns` bytes from the table's begin, where anything is rounded stochastically: two
 // arrays of kDrawTable integers (draws.h), a and C + a * a, each behind a spare block. 0: there are none.
 struct Head {
@@ -81,28 +81,37 @@ struct AdamGroup {
   uint32_t step;
 };
 constexpr int32_t kAdamColumns = 4;  // of dynamic: step_size, bias2_sqrt, decay, step
+
+struct LionGroup {
+  float beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size;
+  int32_t maximize, row;
+  uint32_t step;
+};
+constexpr int32_t kLionColumns = 3;  // of dynamic: step_size, decay, step
+
+constexpr int32_t kFlatMoments = 3;  // the most that an update has
 constexpr int32_t kCodeBlock = 64;   // elements of a moment in codes (kU8) that share an exponent
 
 // exponents: of codes, else 0
-struct AdamMoment {
+struct FlatMoment {
   uint64_t values, exponents;
 };
 
 // master_dtype kBF16: with a remainder its upper half, without one all there is, rounded stochastically.
-struct AdamRow {
+struct FlatRow {
   Piece piece;
   uint64_t master, remainder, grad, low, place;
-  AdamMoment exp_avg, exp_avg_sq, max_exp_avg_sq;
+  FlatMoment moments[kFlatMoments];
   int32_t master_dtype, moment_dtype, grad_dtype, low_dtype, group;
   uint32_t stream;
 };
 
-// tile: of all rows, by which UB is laid out. narrow: whether any master or moment is not kF32; coded: whether any
-// moment is kU8.
-struct AdamHead {
+// tile, moments: of all rows, by which UB is laid out. rooms: arrays of scratch, 1 or 2. coded: whether any moment is
+// kU8.
+struct FlatHead {
   Head head;
   uint64_t grad_scale, skip, dynamic, seed;
-  int32_t tile, amsgrad, narrow, coded;
+  int32_t tile, moments, rooms, coded;
 };
 
 }  // namespace npu

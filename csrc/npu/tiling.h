@@ -56,21 +56,21 @@ inline int32_t lead(const LinePart& part) { return static_cast<int32_t>(boundari
 // Of the widest dtype that a turn moves, kSlotBytes.
 inline int32_t tile_of(int64_t widest_itemsize) { return static_cast<int32_t>(kSlotBytes / widest_itemsize); }
 
-// The bytes of UB that flat_adam has for a tile: two slots of places and scratch, 4 bytes an element each, and what
-// lies between them; two masks and the divisor; draws.h's columns and masks; codes.h's lanes, what is spread of them,
-// masks.
-inline int64_t adam_bytes(int64_t tile, bool amsgrad, bool narrow, bool drawn, bool coded) {
-  const int64_t places = 2 * (amsgrad ? 5 : 4) + (narrow ? 2 : 1), blocks = (tile / kCodeBlock + 7) / 8 * 8;
+// The bytes of UB that an update (flat.h) has for a tile: two slots of places and scratch, 4 bytes an element each, and
+// what lies between them; two masks and a divisor; draws.h's columns and masks; codes.h's lanes, what is spread of
+// them, masks.
+inline int64_t flat_bytes(int64_t tile, int moments, int rooms, bool drawn, bool coded) {
+  const int64_t places = 2 * (2 + moments) + rooms, blocks = (tile / kCodeBlock + 7) / 8 * 8;
   return 4 * tile * places + 5 * (burst_bytes / 2) + 2 * (tile / 8) + line_bytes +
          (drawn ? 2 * 4 * kDrawTable + 2 * line_bytes : 0) +
          (coded ? blocks * (3 * 4 + 2 * line_bytes) + 2 * line_bytes : 0);
 }
 
-// The elements of a tile of flat_adam: what fits, not above what moves kSlotBytes.
-inline int32_t adam_tile(bool amsgrad, bool narrow, bool drawn, bool coded) {
+// The elements of a tile of an update: what fits, not above what moves kSlotBytes.
+inline int32_t flat_tile(int moments, int rooms, bool drawn, bool coded) {
   constexpr int64_t usable = 188160;
   int32_t tile = kSlotBytes / 4;
-  while (adam_bytes(tile, amsgrad, narrow, drawn, coded) > usable) tile -= kGrain;
+  while (flat_bytes(tile, moments, rooms, drawn, coded) > usable) tile -= kGrain;
   return tile;
 }
 

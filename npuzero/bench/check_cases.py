@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from npuzero import ops
 from npuzero.ops import storage
-from npuzero.ops.flat_adam import Segment
 from npuzero.optim import MOMENT_DTYPES, dynamic_rows
 from npuzero.plan import MASTERS, MOMENT_BLOCK
 
@@ -80,29 +81,38 @@ def _grid() -> Iterator[tuple[str, Case]]:
     for dtype in FLOATS:
         yield f"norm {short(dtype)}", partial(_norm, dtype, False)
         yield f"norm with {short(dtype)} added", partial(_norm, dtype, True)
+    for update in (_ADAM, _LION):
+        yield from _grid_of(update)
+    yield "flat_adam coefficients of lr and step, in float64", _coefficients
+
+
+def _grid_of(update: _Update) -> Iterator[tuple[str, Case]]:
     for grad in FLOATS:
         for low in (torch.bfloat16, torch.float16, None):
-            yield f"flat_adam {short(grad)} to {short(low) if low else 'nothing'}", partial(_adam, grad, low, {})
-    for name, options in (
-        ("l2", {"decoupled": False}),
-        ("maximize", {"maximize": True}),
-        ("amsgrad", {"amsgrad": True}),
-    ):
-        yield f"flat_adam {name}", partial(_adam, torch.bfloat16, torch.bfloat16, options)
+            name = f"{update.op} {short(grad)} to {short(low) if low else 'nothing'}"
+            yield name, partial(_update, update, grad, low, {})
+    for name, options in update.kinds.items():
+        yield f"{update.op} {name}", partial(_update, update, torch.bfloat16, torch.bfloat16, options)
     for masters, moments in itertools.product(MASTERS, MOMENT_DTYPES):
-        low = torch.bfloat16 if masters == "fp32" else None
         yield (
-            f"flat_adam with {masters} masters and {moments} moments, amsgrad",
-            partial(_adam, torch.bfloat16, low, {"amsgrad": True}, masters=masters, moments=moments),
+            f"{update.op} with {masters} masters and {moments} moments{update.suffix}",
+            _stored_so(update, masters, moments),
         )
-    yield "flat_adam coefficients of lr and step, in float64", _coefficients
+
+
+def _stored_so(update: _Update, masters: str, moments: str) -> partial[list[Tensor]]:
+    low = torch.bfloat16 if masters == "fp32" else None
+    return partial(_update, update, torch.bfloat16, low, update.all_moments, masters=masters, moments=moments)
 
 
 def _probes() -> Iterator[tuple[str, Case]]:
     odd: dict[str, Make] = {"NaNs": _nans, "infinities": _infinities}
     yield from _probes_of_cast(odd)
     yield from _probes_of_pack(odd)
-    yield from _probes_of_flat_adam(odd)
+    yield from _probes_of_copies(odd)
+    yield "flat_adam of many tensors by one launch", _many
+    for update in (_ADAM, _LION):
+        yield from _probes_of(update, odd)
 
 
 def _probes_of_cast(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
@@ -123,17 +133,18 @@ def _probes_of_pack(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     yield "pack f32 added to bf16: infinities", partial(_pack, *_F32_TO_BF16, True, make=_infinities)
 
 
-def _probes_of_flat_adam(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+def _probes_of_copies(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for what, make in {"ties": _ties(torch.bfloat16), **odd}.items():
         yield f"flat_adam copies to bf16: {what}", partial(_copy, torch.bfloat16, make)
         yield f"flat_adam split masters: {what}", partial(_copy, None, make)
     for what, make in {"ties": _ties(torch.float16), **odd}.items():
         yield f"flat_adam copies to f16: {what}", partial(_copy, torch.float16, make)
-    yield "flat_adam of many tensors by one launch", _many
+
+
+def _probes_of(update: _Update, odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
     for masters, moments in (("fp32", "fp32"), ("split", "bf16"), ("none", "int8")):
-        low = torch.bfloat16 if masters == "fp32" else None
-        stored = partial(_adam, torch.bfloat16, low, {"amsgrad": True}, masters=masters, moments=moments)
-        name = f"flat_adam with {masters} masters and {moments} moments"
+        stored = _stored_so(update, masters, moments)
+        name = f"{update.op} with {masters} masters and {moments} moments"
         for skip in (0.0, 1.0, torch.nan):
             yield f"{name}: skip = {skip:g}", partial(stored, skip=skip)
         for what, make in odd.items():
@@ -249,7 +260,69 @@ def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make =
     return [out.cpu().float(), *([x] if added else [])]
 
 
-def _adam(  # noqa: PLR0913 - all that a case may vary, by name
+@dataclass(frozen=True)
+class _Update:
+    """An update of flat shards, and what its cases are made of.
+
+    `run`: the op, whose moments come as one sequence. `segment`: one of its segments, of begin, end, lr, weight decay
+    and step. `signed`: whether its moments have a sign. `kinds`: its options by name. `all_moments`: those by which it
+    uses all of its moments; `suffix`: what names say of them. `rows`: of `dynamic`.
+    """
+
+    op: str
+    run: Callable[..., None]
+    segment: Callable[..., Any]
+    signed: tuple[bool, ...]
+    kinds: Mapping[str, Mapping[str, bool]]
+    all_moments: Mapping[str, bool]
+    suffix: str
+    rows: tuple[tuple[float, ...], ...]
+
+
+def _run_adam(master: Tensor, moments: Sequence[Tensor], *rest: Any, **options: Any) -> None:
+    exp_avg, exp_avg_sq, top = moments
+    ops.flat_adam(master, exp_avg, exp_avg_sq, *rest, max_exp_avg_sq=top, **options)
+
+
+def _adam_segment(*fields: float, **options: Any) -> ops.Segment:
+    begin, end, lr, weight_decay, step = fields
+    options = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
+    return ops.Segment(int(begin), int(end), lr, 0.9, 0.99, 1e-8, weight_decay, int(step), **options)
+
+
+def _run_lion(master: Tensor, moments: Sequence[Tensor], *rest: Any, **options: Any) -> None:
+    ops.flat_lion(master, *moments, *rest, **options)
+
+
+def _lion_segment(*fields: float, **options: Any) -> ops.LionSegment:
+    begin, end, lr, weight_decay, step = fields
+    return ops.LionSegment(int(begin), int(end), lr, 0.9, 0.99, weight_decay, int(step), **options)
+
+
+_ADAM = _Update(
+    "flat_adam",
+    _run_adam,
+    _adam_segment,
+    (True, False, False),
+    {"l2": {"decoupled": False}, "maximize": {"maximize": True}, "amsgrad": {"amsgrad": True}},
+    {"amsgrad": True},
+    ", amsgrad",
+    ((1e-1, 0.5, 0.99, 1), (1e-2, 0.75, 0.9, 70_000), (1e-3, 1, 1, 2**24)),
+)
+_LION = _Update(
+    "flat_lion",
+    _run_lion,
+    _lion_segment,
+    (True,),
+    {"maximize": {"maximize": True}},
+    {},
+    "",
+    ((1e-1, 0.99, 1), (1e-2, 0.9, 70_000), (1e-3, 1, 2**24)),
+)
+
+
+def _update(  # noqa: PLR0913 - all that a case may vary, by name
+    update: _Update,
     grad: torch.dtype,
     low: torch.dtype | None,
     options: Mapping[str, bool],
@@ -265,35 +338,35 @@ def _adam(  # noqa: PLR0913 - all that a case may vary, by name
     dynamic: bool = False,
 ) -> list[Tensor]:
     """Run an update; `last`: of streams, steps and seeds; `dynamic`: what depends on lr and step lies on the device."""
-    flags = {"decoupled": True, "maximize": False, "amsgrad": False, **options}
     coded = moments == "int8"  # one value that is not finite spoils a block
     make = _finite if coded else values
     upper, lower = storage.split(make(numel, torch.float32, 1))
     master = put(make(numel, torch.float32, 1) if masters == "fp32" else upper)
     remainder = put(lower) if masters == "split" else None
     dtype = MOMENT_DTYPES[moments]
-    m, v, top = (put(_stored(make(numel, torch.float32, seed), dtype, signed=seed == 2)) for seed in (2, 3, 4))
+    kept = [
+        put(_stored(make(numel, torch.float32, seed), dtype, signed=signed))
+        for seed, signed in zip((2, 3, 4), update.signed, strict=False)
+    ]
     gradient, scale = put((make_grad or make)(numel, grad, 5)), put(torch.tensor([0.5]))
     rounded = None if low is None else put(torch.zeros(numel, dtype=low))
     thirds = [bound // MOMENT_BLOCK * MOMENT_BLOCK if coded else bound for bound in (numel // 3, numel // 2)]
     segments = []
     for k, (begin, end) in enumerate(itertools.pairwise([0, *thirds, numel]), 1):
         step, stream = (2**32 - k, 2**31 - k) if last else (k, k)
-        hyper = (10.0**-k, 0.9, 0.99, 1e-8, 0.1 * k, step)
-        row = k - 1 if dynamic else None
-        segments.append(Segment(begin, end, *hyper, **flags, row=row, stream=stream, place=place(numel) + begin))
-    table = torch.tensor([[1e-1, 0.5, 0.99, 1], [1e-2, 0.75, 0.9, 70_000], [1e-3, 1, 1, 2**24]])
-    ops.flat_adam(
-        *(master, m, v, gradient, segments),
+        named = {"row": k - 1 if dynamic else None, "stream": stream, "place": place(numel) + begin, **options}
+        segments.append(update.segment(begin, end, 10.0**-k, 0.1 * k, step, **named))
+    table = torch.tensor(update.rows)
+    update.run(
+        *(master, kept, gradient, segments),
         low=rounded,
         remainder=remainder,
-        max_exp_avg_sq=top,
         grad_scale=scale,
         skip=None if skip is None else put(torch.tensor([skip])),
         dynamic=put(table.flatten()).view(table.shape) if dynamic else None,
         seed=2**64 - 1 if last else 7,
     )
-    return [tensor for tensor in (master, remainder, m, v, top, rounded) if tensor is not None]
+    return [tensor for tensor in (master, remainder, *kept, rounded) if tensor is not None]
 
 
 def _many(put: Put, numel: int) -> list[Tensor]:
@@ -305,10 +378,8 @@ def _many(put: Put, numel: int) -> list[Tensor]:
     grads = [put(_finite(n, FLOATS[k % 3], 30 + k)) for k, n in enumerate(numels)]
     lows = [put(torch.zeros(n, dtype=torch.bfloat16)) if k % 2 else None for k, n in enumerate(numels)]
     bounds = [0, *itertools.accumulate(numels)]
-    flags = {"decoupled": True, "maximize": False, "amsgrad": False}
     segments = [
-        Segment(begin, end, 10.0**-k, 0.9, 0.99, 1e-8, 0.1, k, **flags)
-        for k, (begin, end) in enumerate(itertools.pairwise(bounds), 1)
+        _adam_segment(begin, end, 10.0**-k, 0.1, k) for k, (begin, end) in enumerate(itertools.pairwise(bounds), 1)
     ]
     ops.flat_adam(p, m, v, grads, segments, low=lows)
     return [*p, *m, *v, *(low for low in lows if low is not None)]
@@ -322,8 +393,7 @@ def _copy(low: torch.dtype | None, make: Make, put: Put, numel: int) -> list[Ten
     remainder = put(lower) if low is None else None
     rounded = None if low is None else put(torch.zeros(numel, dtype=low))
     m, v, grad = (put(torch.zeros(numel)) for _ in range(3))
-    segment = Segment(0, numel, 1e-3, 0.9, 0.99, 1e-8, 0.0, 1, decoupled=True, maximize=False, amsgrad=False)
-    ops.flat_adam(master, m, v, grad, [segment], low=rounded, remainder=remainder)
+    ops.flat_adam(master, m, v, grad, [_adam_segment(0, numel, 1e-3, 0.0, 1)], low=rounded, remainder=remainder)
     return [tensor for tensor in (master, remainder, rounded) if tensor is not None]
 
 

@@ -15,6 +15,7 @@ import enum
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from operator import is_
 
 import torch
@@ -121,8 +122,12 @@ class Gradient:
         self.contribution.check()
         if route is not Route.SEND:
             self._accumulate()
-        for i in self.contribution.arrived:
-            self.content[i] = Content.SUMMED if route is Route.SEND else Content.ALONE
+        where = Content.SUMMED if route is Route.SEND else Content.ALONE
+        if self.contribution.complete:
+            self.content = [where] * len(self.content)
+        else:
+            for i in self.contribution.arrived:
+                self.content[i] = where
         wire = None if route is Route.KEEP else self.fill_wire()
         self.contribution.arrived.clear()
         return wire
@@ -133,8 +138,11 @@ class Gradient:
             self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
         whole = self.unsynced if self.unsynced is not None else self.buffer
         arrived = self.contribution.arrived
+        if Content.ALONE not in self.content:
+            self.contribution.pack(arrived, whole, self.scale, accumulate=False)
+            return
         # Slots that have a gradient are added to, the others overwritten: what they hold has not been zeroed.
-        for again in (False, True) if Content.ALONE in self.content else (False,):
+        for again in (False, True):
             chosen = {i: gradient for i, gradient in arrived.items() if (self.content[i] is Content.ALONE) is again}
             self.contribution.pack(chosen, whole, self.scale, accumulate=again)
 
@@ -160,6 +168,8 @@ class Gradient:
 
     def zero_absent(self, whole: Tensor) -> None:
         """Zero those slots of unsharded gradients ([n], this rank's alone) of which nothing is there."""
+        if self.content.count(Content.ALONE) == len(self.content):
+            return
         for slot, content in zip(self.layout.slots, self.content, strict=True):
             if content is not Content.ALONE:
                 whole[slot.begin : slot.end].zero_()
@@ -209,8 +219,11 @@ class Gradient:
             StateError: somebody else put a gradient there.
         """
         found = [parameter.grad for parameter in self._parameters]
-        if all(map(is_, found, self.markers)):  # as nearly always; asked several times a step
+        # Nearly always all or none, and asked several times a step.
+        if all(map(is_, found, self.markers)):
             return [True] * len(found)
+        if all(map(is_, found, repeat(None))):
+            return [False] * len(found)
         for i, (gradient, marker) in enumerate(zip(found, self.markers, strict=True)):
             if gradient is not None and gradient is not marker:
                 raise StateError(
@@ -228,7 +241,7 @@ class Gradient:
 
     def dropped(self, present: Sequence[bool]) -> list[int]:
         """Return the slots of which something is here, and which the user has dropped since (``p.grad = None``)."""
-        if False not in present:
+        if False not in present or self.content.count(Content.NOWHERE) == len(self.content):
             return []
         return [i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE]
 

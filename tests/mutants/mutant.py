@@ -84,7 +84,7 @@ def passes(tests: Iterable[str], folder: Path, *, slow: bool, limit_s: float = L
         said, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
-        process.wait()
+        process.communicate()  # which closes the pipe
         return False
     if process.returncode > _FAILED:
         raise RuntimeError(f"{' '.join(tests)}: pytest ended with {process.returncode}\n{said[-3000:]}")

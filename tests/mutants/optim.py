@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
+LION = "world/test_lion.py::test_over_plain_parameters_it_has_the_bits_of_plain_torch"
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "parameters whose step counts differ are corrected by one of them",
@@ -284,5 +286,49 @@ MUTANTS: tuple[Mutant, ...] = (
         'trial["lr"] = 0.1  # by',
         "pass  # by",
         ("world/test_elementwise.py::test_a_learning_rate_of_zero_hides_nothing",),
+    ),
+    # Lion
+    Mutant(
+        "Lion's momentum takes the beta of its update, and the update that of the momentum",
+        "optim/lion.py",
+        "beta1, beta2 = options",
+        "beta2, beta1 = options",
+        (LION,),
+    ),
+    Mutant(
+        "Lion goes down where it should go up",
+        "optim/lion.py",
+        'options["maximize"],\n',
+        "False,\n",
+        ("world/test_lion.py::test_it_goes_up_where_it_is_told_to",),
+    ),
+    Mutant(
+        "the decay of a Lion whose lr lies on the device is by the lr of the host, which is none",
+        "optim/lion.py",
+        "1 - lr * decay",
+        "torch.ones_like(lr)",
+        ("world/test_lion.py::test_an_overflow_skips_a_step_and_lr_may_lie_on_the_device",),
+    ),
+    Mutant(
+        "Lion moves what has no gradient and no momentum",
+        "ops/reference/flat_lion.py",
+        "torch.where(c < 0, -one, c)",
+        "torch.where(c < 0, -one, one)",
+        ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
+    ),
+    Mutant(
+        "Lion's weight decay shrinks what the update has moved already",
+        "ops/reference/flat_lion.py",
+        "p.copy_(p * f32(k.decay, p) - f32(k.step_size, p) * sign)",
+        "p.copy_((p - f32(k.step_size, p) * sign) * f32(k.decay, p))",
+        ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
+    ),
+    Mutant(
+        "Lion's momentum has the gradient before the update looks at it",
+        "ops/reference/flat_lion.py",
+        "    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g\n",
+        "    m.copy_(f32(k.beta2, p) * m + f32(k.one_minus_beta2, p) * g)\n"
+        "    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g\n",
+        ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
     ),
 )

@@ -421,4 +421,11 @@ MUTANTS = (
         "if self._frozen:",
         ("world/test_accord.py::test_ranks_that_differ[another clip value-zero0]",),
     ),
+    Mutant(
+        "a forward that raises leaves the units that it came to gathered",
+        "shard/passes.py",
+        "if unit.cut and whole and not in_backward():",
+        "if False:",
+        ("world/test_raising.py::test_nothing_stays_gathered",),
+    ),
 )

@@ -30,7 +30,8 @@ SCHEDULES = ("in order", "stores late", "loads early", "loads late", "random")  
 CORES = 3
 _SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
 _F32, _U8, _I16 = 0, 6, 7
-_FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno")
+# Without unique symbols, of which a process takes one: constants of a mutant would be those of every library after it.
+_FLAGS = ("-std=c++17", "-fPIC", "-fno-gnu-unique", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno")
 
 
 class Fault(AssertionError):
@@ -59,7 +60,7 @@ def _compile(source: Path, changes: Mapping[Path, str]) -> Path:
     included = _includes(source)
     changes = {path: text for path, text in changes.items() if path in included}
     texts = [changes.get(path) or path.read_text() for path in sorted(included)]
-    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\0".join((*_FLAGS, *texts)).encode()).hexdigest()[:16]
     target = BUILD / f"{source.stem}-{digest}.o"
     if target.exists():
         return target
@@ -149,7 +150,7 @@ class Emulator:
 
     def functions(self) -> dict[str, Callable[..., None]]:
         """By the names that they have in `npuzero._native`."""
-        return {"cast": self.cast, "flat_adam": self.flat_adam, "norm": self.norm, "pack": self.pack}
+        return {op: getattr(self, op) for op in ("cast", "flat_adam", "flat_lion", "norm", "pack")}
 
     def counts(self) -> Counts:
         found = (ctypes.c_int64 * len(Counts.__dataclass_fields__))()
@@ -201,33 +202,39 @@ class Emulator:
         )
         self._run("norm", call, *views, ctypes.c_float(scale), unwritten={workspace.data})
 
-    def flat_adam(  # noqa: PLR0917 - as the extension has it
+    def flat_adam(self, *arguments: Any) -> None:
+        self._update("flat_adam", 9, *arguments)
+
+    def flat_lion(self, *arguments: Any) -> None:
+        self._update("flat_lion", 6, *arguments)
+
+    def _update(
         self,
+        op: str,
+        floats: int,
         line: Sequence[tuple[int, ...]],
         ranges: Sequence[tuple[int, int, int, int, int]],
         groups: Sequence[Sequence[float]],
-        grad_scale: Any,
-        skip: Any,
-        dynamic: Any,
-        seed: int,
-        device: int,
-        stream: int,
+        *rest: Any,
     ) -> None:
+        """`floats`: how many of a group's fields come first and are floats. `rest`: what is no table."""
+        grad_scale, skip, dynamic, seed, _, _ = rest
         call = _Call()
         rows: list[int] = []
-        start = 0
+        start = count_of_parts = 0
         for *addresses, count, master, moment, low, grad in line:
             for begin, end, group, stream_of, place in ranges:
                 first, last = max(begin - start, 0), min(end - start, count)
                 if first < last:
                     rows += _part(call, addresses, count, (master, moment, low, grad), first, last)
                     rows += [last - first, master, moment, low, grad, group, stream_of, place + start + first - begin]
+                    count_of_parts += 1
             start += count
-        words = [word for group in groups for word in (*map(_bits, group[:9]), *map(int, group[9:]))]
+        words = [word for group in groups for word in (*map(_bits, group[:floats]), *map(int, group[floats:]))]
         scalars = [ctypes.c_void_p(call.view(view)[0] or None) for view in (grad_scale, skip, dynamic)]
-        counts = (ctypes.c_int64(len(rows) // 18), ctypes.c_int64(len(groups)))
+        counts = (ctypes.c_int64(count_of_parts), ctypes.c_int64(len(groups)))
         arguments = (_words(rows), counts[0], _words(words), counts[1], *scalars, ctypes.c_uint64(seed))
-        self._run("flat_adam", call, *arguments)
+        self._run(op, call, *arguments)
 
     def _run(self, op: str, call: _Call, *arguments: Any, unwritten: Collection[int] = ()) -> None:
         function = getattr(self._library, f"run_{op}")
@@ -261,10 +268,11 @@ def _part(
 ) -> Iterator[int]:
     """The buffers of [first, last) of a tensor, as parts_of in csrc/bindings.cpp has them."""
     master, moment, low, grad = dtypes
-    kinds = (master, moment, moment, moment, low, _I16, grad)
+    moments = len(addresses) - 4
+    kinds = (master, *(moment,) * moments, low, _I16, grad)
     for i, (address, kind) in enumerate(zip(addresses, kinds, strict=True)):
-        yield call.buffer(address and address + first * _SIZES[kind], last - first, kind, writes=i < 6)
-        if i in (1, 2, 3):
+        yield call.buffer(address and address + first * _SIZES[kind], last - first, kind, writes=i < len(kinds) - 1)
+        if 0 < i <= moments:
             blocks = address if moment == _U8 else 0
             numel = -(-last // 64) - first // 64
             yield call.buffer(blocks and blocks + count + first // 64, numel, _U8, writes=True)

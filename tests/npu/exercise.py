@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 
 from npuzero import _native, ops
-from npuzero.ops import storage
-from npuzero.ops.flat_adam import Segment
+from npuzero.ops import LionSegment, Segment, storage
 from ops import grid
 
 F32, BF16, F16 = grid.FLOATS
@@ -27,6 +27,15 @@ KINDS = (
     # The master as it is, the moments the gradient and its square: what is given as a tie is rounded as one.
     replace(ADAMW, lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0, amsgrad=True),
     replace(ADAMW, decoupled=False, amsgrad=True, maximize=True, eps=0.0),
+)
+LION = LionSegment(0, 0, 1e-3, 0.9, 0.99, 0.1, 3)
+LIONS = (
+    LION,
+    replace(LION, weight_decay=0.0, step=1),
+    replace(LION, maximize=True),
+    # The update follows the gradient alone, the moment is it: zeros of both signs, ties.
+    replace(LION, lr=0.0, weight_decay=0.0, beta1=0.0, beta2=0.0),
+    replace(LION, lr=0.05, beta1=0.0, beta2=0.5),
 )
 ENDS = (5000, 5032, 5505, 6016)  # of their ranges, and the end of everything; of codes, one block and a bit, and whole
 ROW = 2048  # places that share a word of the draws
@@ -179,7 +188,36 @@ def flat_adam() -> None:
         _adam(700, F32, "fp32", BF16, skip=skip)
 
 
-def _adam(
+def flat_lion() -> None:
+    for dtype, low in ((BF16, BF16), (F32, F16), (F16, None)):
+        _lion(LENGTH, dtype, "fp32", low)
+    _lion(LENGTH // 2, BF16, "split", None, moments=BF16)
+    _lion(LENGTH // 2, F32, "none", None)
+    _lion(LENGTH, F32, "fp32", BF16, moments=BF16)
+    _lion(LENGTH, BF16, "fp32", BF16, moments=CODES)
+    _lion(LENGTH // 2, F32, "none", None, moments=CODES)
+    for skip in (0.0, 1.0, torch.nan):
+        _lion(700, F32, "fp32", BF16, skip=skip)
+
+
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}  # whether with a sign
+_ROWS = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, ADAMW.step]])
+
+
+def _adam(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, **options: Any) -> None:
+    _update(ops.flat_adam, KINDS, _MOMENTS, _ROWS, n, dtype, masters, low, **options)
+
+
+def _lion(n: int, dtype: torch.dtype, masters: str, low: torch.dtype | None, **options: Any) -> None:
+    rows = _ROWS[:, [0, 2, 3]].contiguous()
+    _update(ops.flat_lion, LIONS, {"exp_avg": True}, rows, n, dtype, masters, low, **options)
+
+
+def _update(  # noqa: PLR0913, PLR0917 - the op, and how its buffers are stored
+    op: Callable[..., None],
+    kinds: Sequence[Any],
+    signed: Mapping[str, bool],
+    rows: torch.Tensor,
     n: int,
     dtype: torch.dtype,
     masters: str,
@@ -190,14 +228,15 @@ def _adam(
 ) -> None:
     coded = moments == CODES  # one value that is not finite spoils a block of 64
     grad = values(n, dtype, special=not coded)
-    content = {name: values(n, special=not coded) for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
-    for name in ("exp_avg_sq", "max_exp_avg_sq"):  # the larger of 0.0 and -0.0 is whichever comes first
-        content[name].abs_()
+    content = {name: values(n, special=not coded) for name in ("master", *signed)}
+    for name, with_sign in signed.items():
+        if not with_sign:  # the larger of 0.0 and -0.0 is whichever comes first
+            content[name].abs_()
     if coded and n > ENDS[0]:
         _make_special(grad, *content.values())
-    for name in tuple(content)[1:]:
+    for name, with_sign in signed.items():
         moment = torch.zeros(storage.stored_numel(n, moments), dtype=moments)
-        storage.narrow(content[name], moment, signed=name == "exp_avg")
+        storage.narrow(content[name], moment, signed=with_sign)
         if coded:
             moment[5120:5248] = moment[n + 80 : n + 82] = 0  # as before the first step
             if name == "exp_avg":
@@ -214,15 +253,14 @@ def _adam(
     begins = [min(-(-end // 64) * 64, n) if coded else end for end in [0, *ends[:-1]]]
     segments = [
         replace(kind, begin=begin, end=max(begin, end), row=(None, 0, 1)[i % 3], stream=STREAMS[i], place=PLACES[i])
-        for i, (kind, begin, end) in enumerate(zip(KINDS, begins, ends, strict=True))
+        for i, (kind, begin, end) in enumerate(zip(kinds, begins, ends, strict=True))
     ]
-    table = torch.tensor([[1e-3, 0.1, 0.9, 70_000.0], [2e-3, 0.2, 0.8, ADAMW.step]])
-    options = {"dynamic": table, "seed": 2**63 + 5}
+    options = {"dynamic": rows, "seed": 2**63 + 5}
     options |= {"grad_scale": torch.tensor([0.25])} if skip is None else {"skip": torch.tensor([skip])}
 
     def update(buffers: list[grid.Guarded]) -> None:
         named = {name: buffer.inner for name, buffer in zip(content, buffers, strict=True)}
-        ops.flat_adam(grad=grad, segments=segments, **named, **options)
+        op(grad=grad, segments=segments, **named, **options)
 
     _compare(update, list(actual.values()), list(expected.values()))
 
@@ -251,4 +289,4 @@ def _compare(
         one.assert_guards()
 
 
-ALL = {"cast": cast, "flat_adam": flat_adam, "norm": norm, "pack": pack}
+ALL = {"cast": cast, "flat_adam": flat_adam, "flat_lion": flat_lion, "norm": norm, "pack": pack}

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from npu.emulated import Counts, Emulator, build
-from npu.exercise import ADAMW, BF16, CODES, F16, F32
+from npu.exercise import ADAMW, BF16, CODES, F16, F32, LION
 from npuzero import _native, ops
 from npuzero.ops import storage
 
@@ -48,18 +49,34 @@ def _adam(
     moments: torch.dtype = F32,
     amsgrad: bool = False,
 ) -> Call:
+    names = ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)
+    return _update(ops.flat_adam, replace(ADAMW, amsgrad=amsgrad), names, masters, grad, low, moments)
+
+
+def _lion(masters: str, grad: torch.dtype, low: torch.dtype | None, *, moments: torch.dtype = F32) -> Call:
+    return _update(ops.flat_lion, LION, ("exp_avg",), masters, grad, low, moments)
+
+
+def _update(
+    op: Callable[..., None],
+    kind: Any,
+    names: Sequence[str],
+    masters: str,
+    grad: torch.dtype,
+    low: torch.dtype | None,
+    moments: torch.dtype,
+) -> Call:
     def call(n: int) -> None:
         master = F32 if masters == "fp32" else BF16
         named = {"master": _flat(master, n)}
-        for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad):
+        for name in names:
             named[name] = _flat(moments, storage.stored_numel(n, moments)).zero_()
         if masters == "split":
             named["remainder"] = _flat(torch.int16, n)
         if low is not None:
             named["low"] = _flat(low, n)
-        segment = replace(ADAMW, end=n, amsgrad=amsgrad)
         scalars = {"grad_scale": torch.ones(1), "skip": torch.zeros(1)}
-        ops.flat_adam(grad=_flat(grad, n), segments=[segment], **scalars, **named)
+        op(grad=_flat(grad, n), segments=[replace(kind, end=n)], **scalars, **named)
 
     return call
 
@@ -91,6 +108,11 @@ CASES: dict[str, tuple[float, Call]] = {
     "flat_adam bf16 moments, gradient and copy": (20, _adam("fp32", BF16, BF16, moments=BF16)),
     "flat_adam 8-bit moments, bf16 gradient and copy": (16 + 4 / 64, _adam("fp32", BF16, BF16, moments=CODES)),
     "flat_adam 8-bit moments, bf16 masters": (10 + 4 / 64, _adam("none", BF16, None, moments=CODES)),
+    "flat_lion bf16 gradient and copy": (20, _lion("fp32", BF16, BF16)),
+    "flat_lion f32 throughout": (20, _lion("fp32", F32, None)),
+    "flat_lion split masters, bf16 gradient": (18, _lion("split", BF16, None)),
+    "flat_lion bf16 masters and moments, stochastic": (10, _lion("none", BF16, None, moments=BF16)),
+    "flat_lion 8-bit moments, bf16 gradient and copy": (14 + 2 / 64, _lion("fp32", BF16, BF16, moments=CODES)),
     "cast f32 to bf16": (6, _cast(F32, BF16)),
     "cast f16 to f32": (6, _cast(F16, F32)),
     "cast bf16 to f16": (4, _cast(BF16, F16)),

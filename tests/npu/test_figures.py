@@ -17,6 +17,8 @@ DRAWN = (
     "flat_adam bf16 moments, gradient and copy",
     "flat_adam 8-bit moments, bf16 gradient and copy",
     "flat_adam 8-bit moments, bf16 masters",
+    "flat_lion bf16 masters and moments, stochastic",
+    "flat_lion 8-bit moments, bf16 gradient and copy",
 )
 NORMS = ("norm of f32", "norm of bf16", "norm of f32 + bf16")
 
@@ -41,7 +43,7 @@ def test_the_update_reads_no_two_sources_from_one_group_of_banks() -> None:
     assert measured(REFERENCE)["conflicts"] <= 0.5 / 64
 
 
-@pytest.mark.parametrize("name", [name for name in figures.CASES if "adam" in name and name not in DRAWN])
+@pytest.mark.parametrize("name", [name for name in figures.CASES if name.startswith("flat_") and name not in DRAWN])
 def test_the_ordinary_update_is_bound_by_its_bytes(name: str) -> None:
     row = measured(name)
     assert row["bytes"] == row["least_bytes"] and row["share_of_hbm"] == 1

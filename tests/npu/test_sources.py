@@ -38,7 +38,9 @@ def code_of(path: Path) -> str:
 
 
 def test_there_are_kernels() -> None:
-    assert {"cast.cpp", "flat_adam.cpp", "norm.cpp", "pack.cpp"} <= {path.name for path in device_sources()}
+    assert {"cast.cpp", "flat_adam.cpp", "flat_lion.cpp", "norm.cpp", "pack.cpp"} <= {
+        path.name for path in device_sources()
+    }
 
 
 @pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)
@@ -85,7 +87,7 @@ def test_no_function_comes_to_call_itself() -> None:
     for path in device_sources():
         for _, name, body in functions(path):
             calls.setdefault(name, set()).update(re.findall(r"\b([A-Z]\w+)\(", body))
-    assert {"Update", "Encode", "Make", "Square"} <= set(calls)
+    assert {"Update", "Apply", "Encode", "Make", "Square"} <= set(calls)
     for name in calls:
         reached, new = set(), {name}
         while new:

@@ -111,12 +111,14 @@ def test_norms_shares_are_blocks_with_room_for_every_cores_sums(count: int, core
     assert made == 1 or 256 * made <= 16 * (-(-count // 8192))  # 16 bytes a block of the contract: csrc/ops/norm.h
 
 
-@pytest.mark.parametrize(("amsgrad", "narrow", "drawn", "coded"), list(itertools.product([0, 1], repeat=4)))
-def test_a_tile_of_flat_adam_fits(amsgrad: int, narrow: int, drawn: int, coded: int) -> None:
-    tile = ctypes.CDLL(str(build())).adam_tile(amsgrad, narrow, drawn, coded)
+@pytest.mark.parametrize(
+    ("moments", "rooms", "drawn", "coded"), list(itertools.product([1, 2, 3], [1, 2], [0, 1], [0, 1]))
+)
+def test_a_tile_of_an_update_fits(moments: int, rooms: int, drawn: int, coded: int) -> None:
+    tile = ctypes.CDLL(str(build())).flat_tile(moments, rooms, drawn, coded)
     assert 2048 <= tile <= TILE and tile % 256 == 0
-    assert tile == TILE or narrow or drawn or coded  # moves of 16 KB wherever nothing is rounded on the way
-    used = 4 * tile * (2 * (4 + amsgrad) + 1 + narrow) + 32 + 2 * (tile // 8) + 5 * 256  # what is out of step
+    assert tile == TILE or rooms > 1 or drawn or coded  # moves of 16 KB wherever nothing is rounded on the way
+    used = 4 * tile * (2 * (2 + moments) + rooms) + 32 + 2 * (tile // 8) + 5 * 256  # what is out of step
     if drawn:
         used += 2 * 4 * (2048 + 8) + 2 * 32  # draws.h
     if coded:

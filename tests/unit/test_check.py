@@ -43,7 +43,7 @@ def test_the_report_of_a_machine_that_is_right(
     assert main(["check", "--quick", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
     report = read(tmp_path)
     assert wrong_in(report) == {} and report["complete"]
-    assert {entry["name"].split()[0] for entry in report["ops"]} == {"cast", "pack", "norm", "flat_adam"}
+    assert {entry["name"].split()[0] for entry in report["ops"]} == {"cast", "pack", "norm", "flat_adam", "flat_lion"}
     assert len(report["collectives"]) == 27 and len(report["setup"]) == 2
     assert [entry["cases"] for entry in report["training"]] == [2 * check_training.STEPS] * len(check_training.RUNS)
     assert len(report["losses"]) == 2 * len(check_training.RUNS)
@@ -188,6 +188,14 @@ def with_the_first_tensor(op: Op, line: Any, ranges: Any, *rest: Any) -> None:
     op(line, [fields for fields in ranges if fields[1] <= line[0][7]], *rest)
 
 
+def with_the_betas_swapped(op: Op, line: Any, ranges: Any, groups: Any, *rest: Any) -> None:
+    op(line, ranges, [(*fields[2:4], *fields[:2], *fields[4:]) for fields in groups], *rest)
+
+
+def without_maximize(op: Op, line: Any, ranges: Any, groups: Any, *rest: Any) -> None:
+    op(line, ranges, [group._replace(maximize=False) for group in groups], *rest)
+
+
 def with_half_away(op: Op, source: Any, target: Any, rounding: int, *rest: Any) -> None:
     op(source, target, 3 if (source.dtype, target.dtype, rounding) == (0, 1, 0) else rounding, *rest)
 
@@ -219,6 +227,16 @@ def with_nan_for_infinity(op: Op, x: Any, out: Any, *rest: Any) -> None:
         ("flat_adam", partial(with_places_of, 32), ": draws", {"across 2^32", "across 2^45", "up to 2^62"}),
         ("flat_adam", partial(with_places_of, 45), ": draws", {"across 2^45", "up to 2^62"}),
         ("flat_adam", with_the_first_row, ": coefficients", {"coefficients on the device"}),
+        ("flat_lion", without_skip, "flat_lion", {"skip = 1", "skip = nan"}),
+        ("flat_lion", partial(with_places_of, 45), "flat_lion", {"across 2^45", "up to 2^62"}),
+        ("flat_lion", with_the_first_row, "flat_lion", {"coefficients on the device"}),
+        (
+            "flat_lion",
+            with_the_betas_swapped,
+            "flat_lion f32",
+            {"flat_lion f32 to bf16", "flat_lion f32 to f16", "flat_lion f32 to nothing"},
+        ),
+        ("flat_lion", without_maximize, "flat_lion", {"flat_lion maximize"}),
         ("flat_adam", with_the_first_tensor, "flat_adam ", {"flat_adam of many tensors by one launch"}),
         ("cast", with_half_away, "cast f32 to bf16:", {"ties"}),
         ("cast", without_a_look_for_nan, "cast f32 to bf16:", {"NaNs"}),

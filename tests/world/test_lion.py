@@ -98,6 +98,13 @@ def test_over_plain_parameters_it_has_the_bits_of_plain_torch() -> None:
     assert_same_bits(momenta(optimizers[0]), momenta(optimizers[1]))
 
 
+def test_it_goes_up_where_it_is_told_to() -> None:
+    p = torch.nn.Parameter(torch.zeros(3))
+    p.grad = torch.tensor([1.0, 0.0, -2.0])
+    npuzero.Lion([p], lr=0.5, maximize=True).step()
+    assert p.tolist() == [0.5, 0.0, -0.5]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_stages_give_the_same_bits(precision: str) -> None:
     first = run_cut(trained, 2, plan="zero0", precision=PRECISIONS[precision])[0]

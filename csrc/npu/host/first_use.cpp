@@ -18,6 +18,7 @@ constexpr unsigned char unwritten = 0xA5;
 // What the ops read and write. Results are exact in whatever order they are computed: no device rounds them otherwise.
 struct Trial {
   float given[numbers], master[numbers], exp_avg[numbers], exp_avg_sq[numbers];
+  float lion_master[numbers], lion_exp_avg[numbers];
   alignas(32) uint16_t cast[numbers];
   alignas(32) float pack[numbers];
   alignas(32) double norm[2];
@@ -32,13 +33,15 @@ constexpr Output outputs[] = {
     {CastArgs::op, offsetof(Trial, cast), sizeof(Trial::cast)},
     {PackArgs::op, offsetof(Trial, pack), sizeof(Trial::pack)},
     {NormArgs::op, offsetof(Trial, norm), sizeof(Trial::norm)},
-    {FlatAdamArgs::op, offsetof(Trial, master), offsetof(Trial, cast) - offsetof(Trial, master)},
+    {FlatAdamArgs::op, offsetof(Trial, master), offsetof(Trial, lion_master) - offsetof(Trial, master)},
+    {FlatLionArgs::op, offsetof(Trial, lion_master), offsetof(Trial, cast) - offsetof(Trial, lion_master)},
 };
 
 void fill(Trial& trial) {
   std::memset(&trial, unwritten, sizeof trial);
   for (int i = 0; i < numbers; ++i) {
     trial.given[i] = static_cast<float>(i % 2 ? -(1 << i) : 1 << i);
+    trial.lion_master[i] = 1, trial.lion_exp_avg[i] = 0;
     trial.master[i] = 1, trial.exp_avg[i] = trial.exp_avg_sq[i] = 0;
   }
 }
@@ -61,6 +64,11 @@ void run_all(Trial* at, Device device, const Run& run) {
                           0,          Dtype::f32, Dtype::f32,
                           Dtype::f32, Dtype::bf16};
   run(FlatAdamArgs{&part, 1, numbers, &group, nullptr, nullptr, nullptr, 0});
+  const FlatLionGroup of_lion{0.5F, 0.5F, 0.75F, 0.25F, 1, 0.25F, false, 1, -1};
+  FlatLionPart lion = {};
+  lion.master = at->lion_master, lion.moments[0] = {at->lion_exp_avg, nullptr}, lion.grad = at->given;
+  lion.count = numbers, lion.low_dtype = Dtype::bf16;
+  run(FlatLionArgs{&lion, 1, numbers, &of_lion, nullptr, nullptr, nullptr, 0});
 }
 
 struct OnDevice {
@@ -70,6 +78,7 @@ struct OnDevice {
 
   void operator()(const CastArgs& args) const { launch_cast(args, stream, cores, launcher); }
   void operator()(const FlatAdamArgs& args) const { launch_flat_adam(args, stream, cores, launcher); }
+  void operator()(const FlatLionArgs& args) const { launch_flat_lion(args, stream, cores, launcher); }
   void operator()(const NormArgs& args) const { launch_norm(args, stream, cores, launcher); }
   void operator()(const PackArgs& args) const { launch_pack(args, stream, cores, launcher); }
 };

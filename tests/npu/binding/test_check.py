@@ -40,7 +40,13 @@ def test_ops_collectives_and_bandwidths_are_in_the_report(tmp_path):
     assert {*expected, "flat_adam, bf16 in and out", "host to device"} <= set(speeds)
     assert all(entry["gbs"] > 0 for entry in speeds.values()) and speeds["norm"]["of_nominal"] > 0
     assert report["device"]["soc"] == "Ascend910B1" and report["device"]["vector_cores"] == 48
-    assert set(report["kernels"]["blocks"]) >= {"npuzero_cast", "npuzero_pack", "npuzero_norm", "npuzero_flat_adam"}
+    assert set(report["kernels"]["blocks"]) >= {
+        "npuzero_cast",
+        "npuzero_pack",
+        "npuzero_norm",
+        "npuzero_flat_adam",
+        "npuzero_flat_lion",
+    }
     assert report["machine"]["device"].startswith("Ascend910B1")
     calls = (tmp_path / "hccl.log").read_text()
     assert all(name in calls for name in ("AllGather", "ReduceScatter", "AllReduce", "Broadcast", "AlltoAll"))

@@ -14,6 +14,7 @@
 extern "C" {
 [[gnu::weak]] void npuzero_cast(uint8_t* table);
 [[gnu::weak]] void npuzero_flat_adam(uint8_t* table);
+[[gnu::weak]] void npuzero_flat_lion(uint8_t* table);
 [[gnu::weak]] void npuzero_norm(uint8_t* table);
 [[gnu::weak]] void npuzero_norm_finish(uint8_t* table);
 [[gnu::weak]] void npuzero_pack(uint8_t* table);
@@ -33,6 +34,7 @@ struct Named {
 };
 const Named kernels[] = {{"npuzero_cast", npuzero_cast},
                          {"npuzero_flat_adam", npuzero_flat_adam},
+                         {"npuzero_flat_lion", npuzero_flat_lion},
                          {"npuzero_norm", npuzero_norm},
                          {"npuzero_norm_finish", npuzero_norm_finish},
                          {"npuzero_pack", npuzero_pack}};
@@ -78,6 +80,69 @@ const char* run(const Body& body) {
 
 View view(const int64_t* words) {
   return {reinterpret_cast<void*>(words[0]), words[1], static_cast<Dtype>(words[2]), Device::npu};
+}
+
+float real(int64_t word) {
+  const auto bits = static_cast<uint32_t>(word);
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+void take(const int64_t*& words, FlatAdamGroup& group) {
+  for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
+                       &group.weight_decay, &group.decay, &group.step_size, &group.bias2_sqrt}) {
+    *field = real(*words++);
+  }
+  for (bool* field : {&group.l2, &group.maximize, &group.amsgrad}) *field = *words++ != 0;
+}
+
+void take(const int64_t*& words, FlatLionGroup& group) {
+  for (float* field :
+       {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.decay, &group.step_size}) {
+    *field = real(*words++);
+  }
+  group.maximize = *words++ != 0;
+}
+
+template <class Args>
+const char* run_update(void (*launch)(const Args&, Stream, int, npu::Launcher&), const int64_t* rows, int64_t count,
+                       const int64_t* words, int64_t group_count, const float* grad_scale, const float* skip,
+                       const float* dynamic, uint64_t seed) {
+  return run([&](npu::Launcher& launcher) {
+    std::vector<typename Args::Group> groups(group_count);
+    for (auto& group : groups) {
+      take(words, group);
+      group.step = static_cast<uint32_t>(*words++);
+      group.row = *words++;
+    }
+    std::vector<typename Args::Part> parts(count);
+    int64_t total = 0;
+    for (auto& part : parts) {
+      const auto pointer = [&] { return reinterpret_cast<void*>(*rows++); };
+      part.master = pointer();
+      for (Moment& moment : part.moments) {
+        moment.values = pointer();
+        moment.exponents = static_cast<uint8_t*>(pointer());
+      }
+      part.low = pointer();
+      part.remainder = static_cast<int16_t*>(pointer());
+      part.grad = pointer();
+      part.count = *rows++;
+      for (Dtype* dtype : {&part.master_dtype, &part.moment_dtype, &part.low_dtype, &part.grad_dtype}) {
+        *dtype = static_cast<Dtype>(*rows++);
+      }
+      part.group = *rows++;
+      part.stream = static_cast<uint32_t>(*rows++);
+      part.place = *rows++;
+      part.line = total;
+      total += part.count;
+    }
+    Args args;
+    args.parts = parts.data(), args.part_count = count, args.total = total, args.groups = groups.data();
+    args.grad_scale = grad_scale, args.skip = skip, args.dynamic = dynamic, args.seed = seed;
+    launch(args, 0, setting.cores, launcher);
+  });
 }
 
 }  // namespace
@@ -143,49 +208,19 @@ const char* run_norm(const int64_t* x, const int64_t* out, const int64_t* worksp
   });
 }
 
-// Of each part: addresses of master, of values and exponents of the three moments, of low copy, remainder and gradient;
-// count; dtypes of master, moments, low copy and gradient; group, stream, place. Of each group: nine floats' patterns,
-// three flags, step, row.
+// Of each part: addresses of master, of values and exponents of the moments, of low copy, remainder and gradient; count;
+// dtypes of master, moments, low copy and gradient; group, stream, place. Of each group: its floats' patterns, its
+// flags, step, row.
 const char* run_flat_adam(const int64_t* rows, int64_t count, const int64_t* words, int64_t group_count,
                           const float* grad_scale, const float* skip, const float* dynamic, uint64_t seed) {
-  return run([&](npu::Launcher& launcher) {
-    const auto real = [](int64_t word) {
-      const auto bits = static_cast<uint32_t>(word);
-      float value;
-      std::memcpy(&value, &bits, sizeof value);
-      return value;
-    };
-    std::vector<FlatAdamGroup> groups;
-    for (int64_t i = 0; i < group_count; ++i, words += 14) {
-      groups.push_back({real(words[0]), real(words[1]), real(words[2]), real(words[3]), real(words[4]), real(words[5]),
-                        real(words[6]), real(words[7]), real(words[8]), words[9] != 0, words[10] != 0, words[11] != 0,
-                        static_cast<uint32_t>(words[12]), words[13]});
-    }
-    std::vector<FlatAdamPart> parts;
-    int64_t total = 0;
-    for (int64_t i = 0; i < count; ++i, rows += 18) {
-      const auto at = [&](int k) { return reinterpret_cast<void*>(rows[k]); };
-      const auto moment = [&](int k) { return Moment{at(k), static_cast<uint8_t*>(at(k + 1))}; };
-      const auto dtype = [&](int k) { return static_cast<Dtype>(rows[k]); };
-      parts.push_back({at(0),
-                       static_cast<int16_t*>(at(8)),
-                       {moment(1), moment(3), moment(5)},
-                       at(9),
-                       at(7),
-                       rows[10],
-                       total,
-                       rows[15],
-                       rows[17],
-                       static_cast<uint32_t>(rows[16]),
-                       dtype(11),
-                       dtype(12),
-                       dtype(14),
-                       dtype(13)});
-      total += rows[10];
-    }
-    npu::launch_flat_adam({parts.data(), count, total, groups.data(), grad_scale, skip, dynamic, seed}, 0,
-                          setting.cores, launcher);
-  });
+  return run_update<FlatAdamArgs>(npu::launch_flat_adam, rows, count, words, group_count, grad_scale, skip, dynamic,
+                                  seed);
+}
+
+const char* run_flat_lion(const int64_t* rows, int64_t count, const int64_t* words, int64_t group_count,
+                          const float* grad_scale, const float* skip, const float* dynamic, uint64_t seed) {
+  return run_update<FlatLionArgs>(npu::launch_flat_lion, rows, count, words, group_count, grad_scale, skip, dynamic,
+                                  seed);
 }
 
 // The shares of a line of parts: of each (count, buffers, then address, itemsize and elements of eight); out: begin,
@@ -212,8 +247,8 @@ int64_t cut_norm(int64_t count, int cores, int64_t* out) {
   return static_cast<int64_t>(shares.size());
 }
 
-int32_t adam_tile(int amsgrad, int narrow, int drawn, int coded) {
-  return npu::adam_tile(amsgrad != 0, narrow != 0, drawn != 0, coded != 0);
+int32_t flat_tile(int moments, int rooms, int drawn, int coded) {
+  return npu::flat_tile(moments, rooms, drawn != 0, coded != 0);
 }
 
 }  // extern "C"

@@ -4,45 +4,43 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-_SKIP = "ScalarAt(reinterpret_cast<__gm__ const AdamHead*>(table)->skip, 0.0f)"
+_SKIP = "ScalarAt(reinterpret_cast<__gm__ const FlatHead*>(table)->skip, 0.0f)"
 _IF_SKIP = f"if (!({_SKIP} == 0.0f))"
 
 MUTANTS = (
     # flags and barriers
-    Mutant(
-        "stores do not wait for the update", "flat_adam.cpp", "WaitFlag<HardEvent::V_MTE3>(updated_[mine]);", "", "race"
-    ),
+    Mutant("stores do not wait for the update", "flat.h", "WaitFlag<HardEvent::V_MTE3>(updated_[mine]);", "", "race"),
     Mutant(
         "no flag between update and stores",
-        "flat_adam.cpp",
+        "flat.h",
         "SetFlag<HardEvent::V_MTE3>(updated_[mine]);\n      WaitFlag<HardEvent::V_MTE3>(updated_[mine]);",
         "",
         "race",
     ),
     Mutant(
         "a slot is loaded while it is stored",
-        "flat_adam.cpp",
+        "flat.h",
         "if (used_[slot]) WaitFlag<HardEvent::MTE3_MTE2>(stored_[slot]);\n    used_[slot] = false;",
         "",
         "race",
     ),
     Mutant(
         "both slots have one flag",
-        "flat_adam.cpp",
+        "flat.h",
         "loaded_[i] = pipe_.AllocEventID<HardEvent::MTE2_V>();",
         "loaded_[i] = i == 0 ? pipe_.AllocEventID<HardEvent::MTE2_V>() : loaded_[0];",
         "flag",
     ),
     Mutant(
         "an event that was not allocated",
-        "flat_adam.cpp",
+        "flat.h",
         "stored_[i] = pipe_.AllocEventID<HardEvent::MTE3_MTE2>();",
         "stored_[i] = i;",
         "flag",
     ),
     Mutant(
         "the wrong pair of pipes",
-        "flat_adam.cpp",
+        "flat.h",
         "SetFlag<HardEvent::MTE2_V>(loaded_[slot]);",
         "SetFlag<HardEvent::MTE2_MTE3>(loaded_[slot]);",
         "flag",
@@ -72,16 +70,16 @@ MUTANTS = (
     ),
     Mutant(
         "an output that is never computed",
-        "flat_adam.cpp",
-        "npu::Round(Place(slot, 3), p, row->low_dtype, count, RoundMode::CAST_ROUND);",
-        "npu::Round(Place(slot, 3), p, row->low_dtype, count / 2, RoundMode::CAST_ROUND);",
+        "flat.h",
+        "npu::Round(Place(slot, kGradient), tile.p, row->low_dtype, count, RoundMode::CAST_ROUND);",
+        "npu::Round(Place(slot, kGradient), tile.p, row->low_dtype, count / 2, RoundMode::CAST_ROUND);",
         "values",
     ),
     Mutant(
         "a write to what is only read",
-        "flat_adam.cpp",
-        "npu::Store(row->low + at * 2, Place(slot, 3), count * 2);",
-        "npu::Store(row->grad + at * 2, Place(slot, 3), count * 2);",
+        "flat.h",
+        "npu::Store(row->low + at * 2, Place(slot, kGradient), count * 2);",
+        "npu::Store(row->grad + at * 2, Place(slot, kGradient), count * 2);",
         "bounds",
     ),
     # types, rounding, repeats
@@ -171,8 +169,8 @@ MUTANTS = (
     Mutant(
         "a second moment with a sign",
         "flat_adam.cpp",
-        "other_.Get<float>(), place == 1,\n                   count);",
-        "other_.Get<float>(), place != 4,\n                   count);",
+        "bool Signed(int32_t i) { return i == 0; }",
+        "bool Signed(int32_t i) { return i != 2; }",
         "values",
     ),
     Mutant(
@@ -189,16 +187,14 @@ MUTANTS = (
 
 MEANINGS = {
     "skip": (
-        Mutant("only 1 skips", "flat_adam.cpp", _IF_SKIP, f"if ({_SKIP} == 1.0f)", "values", quick=True),
-        Mutant("only what is positive skips", "flat_adam.cpp", _IF_SKIP, f"if ({_SKIP} > 0.0f)", "values"),
-        Mutant("NaN does not skip", "flat_adam.cpp", _IF_SKIP, f"if ({_SKIP} > 0.0f || {_SKIP} < 0.0f)", "values"),
-        Mutant(
-            "less than 1 does not skip", "flat_adam.cpp", _IF_SKIP, f"if (static_cast<int32_t>({_SKIP}) != 0)", "values"
-        ),
+        Mutant("only 1 skips", "flat.h", _IF_SKIP, f"if ({_SKIP} == 1.0f)", "values", quick=True),
+        Mutant("only what is positive skips", "flat.h", _IF_SKIP, f"if ({_SKIP} > 0.0f)", "values"),
+        Mutant("NaN does not skip", "flat.h", _IF_SKIP, f"if ({_SKIP} > 0.0f || {_SKIP} < 0.0f)", "values"),
+        Mutant("less than 1 does not skip", "flat.h", _IF_SKIP, f"if (static_cast<int32_t>({_SKIP}) != 0)", "values"),
         Mutant("skip is not handed over", "launch.cpp", "head.skip = address(args.skip);", "", "values"),
         Mutant(
             "no scale is another one",
-            "flat_adam.cpp",
+            "flat.h",
             "grad_scale_ = ScalarAt(head->grad_scale, 1.0f);",
             "grad_scale_ = ScalarAt(head->grad_scale, 2.0f);",
             "values",
@@ -238,7 +234,7 @@ MEANINGS = {
         Mutant("a moment's NaN takes a draw", "draws.h", "kLargest, CMPMODE::LE,", "kLargest, CMPMODE::NE,", "poison"),
         Mutant(
             "a NaN has a remainder",
-            "flat_adam.cpp",
+            "flat.h",
             "Select(rest, number, rest, 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, count);",
             "",
             "poison",
@@ -255,21 +251,21 @@ MEANINGS = {
         ),
         Mutant(
             "a bf16 copy's ties to even",
-            "flat_adam.cpp",
-            "p, row->low_dtype, count, RoundMode::CAST_ROUND);",
-            "p, row->low_dtype, count, RoundMode::CAST_RINT);",
+            "flat.h",
+            "tile.p, row->low_dtype, count, RoundMode::CAST_ROUND);",
+            "tile.p, row->low_dtype, count, RoundMode::CAST_RINT);",
             "values",
         ),
         Mutant(
             "a moment's ties to even",
-            "flat_adam.cpp",
+            "flat.h",
             "kBF16, count,\n               RoundMode::CAST_ROUND);",
             "kBF16, count,\n               RoundMode::CAST_RINT);",
             "values",
         ),
         Mutant(
             "a split master's ties to even",
-            "flat_adam.cpp",
+            "flat.h",
             "npu::Round(upper, p, kBF16, count, RoundMode::CAST_ROUND);",
             "npu::Round(upper, p, kBF16, count, RoundMode::CAST_RINT);",
             "poison",
@@ -321,9 +317,9 @@ MEANINGS = {
         ),
         Mutant(
             "the place is lost",
-            "flat_adam.cpp",
-            "row->place + static_cast<uint64_t>(at), stream, step_, count",
-            "static_cast<uint64_t>(at), stream, step_, count",
+            "flat.h",
+            "row->place + static_cast<uint64_t>(at), stream, formula_.step, count",
+            "static_cast<uint64_t>(at), stream, formula_.step, count",
             "values",
         ),
         Mutant(
@@ -341,9 +337,7 @@ MEANINGS = {
             "for (int32_t row = 0; row <= (column + count - 1) / kDrawColumns; ++row) {",
             "values",
         ),
-        Mutant(
-            "master and moment have one stream", "flat_adam.cpp", "row->stream + 0x80000000u", "row->stream", "values"
-        ),
+        Mutant("master and moment have one stream", "flat.h", "row->stream + 0x80000000u", "row->stream", "values"),
         Mutant(
             "draws of the group's step, where the device has it",
             "flat_adam.cpp",
@@ -370,14 +364,14 @@ MEANINGS = {
         ),
         Mutant(
             "the exponent of one element is not loaded",
-            "flat_adam.cpp",
+            "flat.h",
             "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);",
             "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 2) / kCodeBlock);",
             "poison",
         ),
         Mutant(
             "an exponent is loaded beyond the last",
-            "flat_adam.cpp",
+            "flat.h",
             "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, (count + kCodeBlock - 1) / kCodeBlock);",
             "npu::Load(Half(slot, place), moment.exponents + at / kCodeBlock, count / kCodeBlock + 1);",
             "bounds",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain
 
-from . import cast, flat_adam, norm, pack
+from . import cast, flat_adam, flat_lion, norm, pack
 from .mutant import Mutant
 
-KERNELS = {"cast": cast, "flat_adam": flat_adam, "norm": norm, "pack": pack}
+KERNELS = {"cast": cast, "flat_adam": flat_adam, "flat_lion": flat_lion, "norm": norm, "pack": pack}
 
 # Mistakes that break a rule of the device, or the arithmetic everywhere.
 MUTANTS: dict[str, tuple[Mutant, ...]] = {op: kernel.MUTANTS for op, kernel in KERNELS.items()}
