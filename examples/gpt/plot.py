@@ -17,53 +17,48 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from npuzero.cli.palette import CURVES, FAINT, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, caption
+
 LABELS = {"zero0": "stage 0", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
-ENLARGED_STEPS, ENLARGED = 25, "#f3f3f3"
-# Wide and pale beneath, narrow and dark on top: each of several equal curves stays visible.
-CURVES = (("#c6dbef", 9.0), ("#6baed6", 5.5), ("#2171b5", 2.8), ("#08193a", 0.9), ("#d94801", 0.9))
-PARTS = {"parameters": "#1b6ca8", "gradients": "#5fb49c", "states": "#f2b134", "buffers": "#b5b5b5"}
+ENLARGED_STEPS = 25
+WIDTHS = (9.0, 6.0, 3.5, 1.5, 0.8)  # wide beneath, narrow on top: each of several equal curves stays visible
+HELD = tuple(part for part in PARTS if part != "activations")  # of which reports say nothing
 LOOKS: dict[str, dict[str, Any]] = {"measured": {}, "predicted": {"alpha": 0.55, "hatch": "////"}}
-STYLE: dict[Any, Any] = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 12,
-    "axes.axisbelow": True,
-    "hatch.linewidth": 0.6,
-}
 
 
-def draw_losses(axes: Axes, stages: Mapping[str, Any]) -> None:
-    """Loss over steps, one curve a stage; an inset enlarges the last steps."""
+def draw_losses(axes: Axes, stages: Mapping[str, Any], difference: float) -> None:
+    """Draw loss over steps, one curve a stage; an inset enlarges the last steps."""
     steps = max(len(result["losses"]) for result in stages.values())
     shown = min(ENLARGED_STEPS, steps)
     inset = axes.inset_axes((0.4, 0.44, 0.58, 0.36))
-    for (name, result), (color, width) in zip(stages.items(), CURVES, strict=False):
+    for (name, result), (color, _), width in zip(stages.items(), CURVES, WIDTHS, strict=False):
         curve = list(enumerate(result["losses"], 1))
-        axes.plot(*zip(*curve, strict=True), color=color, linewidth=width / 2, label=LABELS.get(name, name))
+        axes.plot(*zip(*curve, strict=True), color=color, linewidth=width / 1.6, label=LABELS.get(name, name))
         inset.plot(*zip(*curve[-shown:], strict=True), color=color, linewidth=width)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte)", xlim=(0, steps * 1.02))
-    axes.grid(axis="y", color="#e6e6e6")
-    axes.legend(frameon=False, ncols=len(stages), loc="upper right", handlelength=1.5, columnspacing=1.2)
-    inset.set(xlim=(steps - shown + 0.5, steps + 0.5), facecolor=ENLARGED)
-    inset.set_title(f"the last {shown} steps", fontsize=10, pad=4)
+    axes.set(xlabel="step", ylabel="training loss, nats per byte", xlim=(0, steps * 1.02))
+    same = "equal to the bit: the curves lie on one another" if difference == 0 else f"apart by up to {difference:.1e}"
+    axes.set_title(f"Losses, {same}")
+    axes.grid(axis="y")
+    axes.legend(ncols=len(stages), loc="upper right", fontsize=10, handlelength=1.3, columnspacing=1.0)
+    inset.set(xlim=(steps - shown + 0.5, steps + 0.5), facecolor=SHADE)
+    inset.set_title(f"the last {shown} steps", fontsize=10, pad=4, fontweight="normal")
     inset.tick_params(labelsize=9)
-    axes.axvspan(steps - shown + 0.5, steps + 0.5, ymax=0.4, color=ENLARGED)
+    axes.axvspan(steps - shown + 0.5, steps + 0.5, ymax=0.4, color=SHADE)
 
 
 def draw_memory(axes: Axes, stages: Mapping[str, Any]) -> None:
-    """Bytes held per rank, by part: two bars a stage, measured (solid) and predicted (hatched)."""
+    """Draw bytes held per rank, by part: two bars a stage, measured (solid) and predicted (hatched)."""
     width = 0.38
     for place, result in enumerate(stages.values()):
-        for offset, (source, look) in zip((-0.2, 0.2), LOOKS.items(), strict=True):
+        for offset, source in zip((-0.2, 0.2), LOOKS, strict=True):
             bottom = 0.0
-            for part, color in PARTS.items():
+            for part in HELD:
                 height = result["bytes_held"][source][part] / 1e6
-                axes.bar(place + offset, height, width, bottom, color=color, edgecolor="white", linewidth=0.5, **look)
+                look = {"color": PARTS[part], "edgecolor": PAPER, "linewidth": 0.5, **LOOKS[source]}
+                axes.bar(place + offset, height, width, bottom, **look)
                 bottom += height
             axes.annotate(f"{bottom:.1f}", (place + offset, bottom), (0, 3), textcoords="offset points", ha="center")
     sent = (sum(result["bytes_sent"]["measured"].values()) / 1e6 for result in stages.values())
@@ -71,27 +66,41 @@ def draw_memory(axes: Axes, stages: Mapping[str, Any]) -> None:
     axes.set_xticks(range(len(labels)), labels)
     axes.tick_params(axis="x", length=0)
     axes.set(ylabel="MB held per rank", title="Memory per rank, and bytes sent per step")
-    axes.grid(axis="y", color="#e6e6e6")
+    axes.grid(axis="y")
     axes.set_ylim(top=1.22 * axes.get_ylim()[1])  # room for the legend above the lower bars
-    legend = [Patch(color=color, label=part) for part, color in PARTS.items()]
-    legend.append(Patch(facecolor="#777777", label="measured"))
-    legend.append(Patch(facecolor="#bbbbbb", hatch="////", edgecolor="white", label="predicted"))
-    axes.legend(handles=legend, frameon=False, ncols=3, loc="upper right")
+    legend = [Patch(color=PARTS[part], label=NAMES.get(part, part)) for part in HELD]
+    legend.append(Patch(facecolor=FAINT, label="measured"))
+    legend.append(Patch(facecolor=OTHER, hatch="////", edgecolor=PAPER, label="predicted"))
+    axes.legend(handles=legend, ncols=3, loc="upper right", fontsize=10)
+
+
+def finding(stages: Mapping[str, Any]) -> str:
+    """Return what the picture shows, in a line: what the first stage and the leanest hold."""
+    held = {name: sum(result["bytes_held"]["measured"].values()) / 1e6 for name, result in stages.items()}
+    first, least = next(iter(held)), min(held, key=held.__getitem__)
+    names = {name: LABELS.get(name, name) for name in held}
+    if held[least] == held[first]:
+        return f"All stages hold {held[first]:.1f} MB a rank"
+    return f"{names[least].capitalize()} holds {held[least]:.1f} MB a rank where {names[first]} holds {held[first]:.1f}"
+
+
+def draw(summary: Mapping[str, Any]) -> Figure:
+    """Return the picture of ``summary`` (see demo.py)."""
+    stages, difference = summary["stages"], summary["largest_difference_between_stages"]
+    first = next(iter(stages.values()))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6), width_ratios=(1, 1.1), layout="constrained")
+    draw_losses(left, stages, difference)
+    draw_memory(right, stages)
+    size = f"{first['parameters']:,} parameters on {summary['ranks']} ranks, {first['options']['precision']}"
+    why = "Stages say which rank holds what, and change no number." if difference == 0 else ""
+    caption(figure, finding(stages), f"A GPT of {size}. {why}", "Measured and predicted by examples/gpt/demo.py.")
+    return figure
 
 
 def plot(summary: Mapping[str, Any], path: Path) -> None:
     """Draw ``summary`` (see demo.py) to the image file ``path``."""
-    stages, difference = summary["stages"], summary["largest_difference_between_stages"]
-    first = next(iter(stages.values()))
     with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.6), width_ratios=(1, 1.1), layout="constrained")
-        draw_losses(left, stages)
-        draw_memory(right, stages)
-        alike = "bit-identical" if difference == 0 else f"apart by up to {difference:.1e}"
-        left.set_title(f"Losses of stages 0–3: {alike}")
-        figure.suptitle(
-            f"A GPT of {first['parameters']:,} parameters on {summary['ranks']} ranks, {first['options']['precision']}"
-        )
+        figure = draw(summary)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 from demo import STAGES, largest_difference, summarize
-from plot import PARTS, plot
+from plot import HELD, draw, plot
+
+from npuzero.cli.palette import STYLE
 
 
 def result(*losses: float) -> dict[str, Any]:
-    held, sent = dict.fromkeys(PARTS, 1_000_000), {"all_gather": 500_000, "reduce_scatter": 500_000}
+    held, sent = dict.fromkeys(HELD, 1_000_000), {"all_gather": 500_000, "reduce_scatter": 500_000}
     return {
         "options": {"precision": "fp32"},
         "parameters": 1000,
@@ -44,3 +47,14 @@ def test_the_picture_is_drawn(main: str, steps: int, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list(summary["stages"]) == list(results)
     assert summary["held_out_loss"] == 1
+
+
+def test_the_picture_says_that_equal_losses_are_equal_and_who_holds_the_least() -> None:
+    results = {stage: result(3.0, 2.0) for stage in STAGES}
+    results["zero3"]["bytes_held"] = {source: dict.fromkeys(HELD, 500_000) for source in ("measured", "predicted")}
+    with matplotlib.rc_context(STYLE):
+        figure = draw(summarize("zero3", results, seconds=1.0))
+        apart = draw({**summarize("zero3", results, seconds=1.0), "largest_difference_between_stages": 0.5})
+    assert figure.get_suptitle().strip() == "Stage 3 holds 2.0 MB a rank where stage 0 holds 4.0"
+    assert figure.axes[0].get_title("left") == "Losses, equal to the bit: the curves lie on one another"
+    assert apart.axes[0].get_title("left") == "Losses, apart by up to 5.0e-01"

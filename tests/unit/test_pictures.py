@@ -75,7 +75,7 @@ def named_colours(path: Path) -> list[str]:
 
 
 def test_only_the_palette_names_colours():
-    sources = [path for folder in ("npuzero", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in ("npuzero", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     palette_itself = Path(palette.__file__).resolve()
     assert [place for path in sources if path != palette_itself for place in named_colours(path)] == []
     assert named_colours(palette_itself)
