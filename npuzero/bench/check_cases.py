@@ -262,7 +262,7 @@ def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make =
 
 @dataclass(frozen=True)
 class _Update:
-    """An update of flat shards, and what its cases are made of.
+    """Describe an update of flat shards, and what its cases are made of.
 
     `run`: the op, whose moments come as one sequence. `segment`: one of its segments, of begin, end, lr, weight decay
     and step. `signed`: whether its moments have a sign. `kinds`: its options by name. `all_moments`: those by which it

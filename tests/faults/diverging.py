@@ -89,7 +89,7 @@ def _look_at(run: Run) -> None:
         sum(float(parameter.detach().sum()) for parameter in run.model.parameters())
 
 
-def _load_state_dict(run: Run) -> None:
+def _load_states(run: Run) -> None:
     npuzero.load_full_state_dict(run.model, build().state_dict())
 
 
@@ -254,7 +254,7 @@ CASES: dict[str, Callable[[World, str], None]] = {
     "barrier on rank 0 only": only_rank_0(_barrier),
     "zero() of a second model on rank 0 only": only_rank_0(_second_model),
     "zero() on rank 0 only": cuts_alone,
-    "load_full_state_dict on rank 0 only": only_rank_0(_load_state_dict),
+    "load_full_state_dict on rank 0 only": only_rank_0(_load_states),
     "clipping on one rank": only_the_culprit(lambda run: npuzero.clip_grad_norm_(run.model, 1.0)),
     "clipping by value on one rank": only_the_culprit(lambda run: npuzero.clip_grad_value_(run.model, 1.0)),
     "grad_norms on one rank": only_the_culprit(lambda run: npuzero.grad_norms(run.model)),
