@@ -48,7 +48,7 @@ def test_few_lines_are_changed() -> None:
 @pytest.mark.world
 def test_both_train_alike_and_go_on(tmp_path: Path) -> None:
     before = printed("before.py", 1, tmp_path / "before", "--steps", "4")
-    assert len(before) == 9 and before["3 loss"] < before["0 loss"]
+    assert len(before) == 9 and min(before[f"{step} loss"] for step in (1, 2, 3)) < before["0 loss"]
     assert printed("train.py", 1, tmp_path / "one", "--steps", "4") == pytest.approx(before, rel=1e-5)
     assert printed("train.py", 2, tmp_path / "two", "--steps", "4") == pytest.approx(before, rel=1e-5)
     resumed = printed("train.py", 1, tmp_path / "two", "--steps", "4", "--resume")  # from step 2, saved by two ranks
