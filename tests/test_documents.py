@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 import documents
 import npuzero
 from documents import PAGES, ROOT
+from examples.pages import run, run_script
 from npuzero.cli import main
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -24,22 +22,6 @@ COMMANDS = {
 }
 
 
-def run(program: Path, ranks: int, folder: Path) -> str:
-    """What it prints, run in `folder` by python or, on several ranks, by torchrun; fails where it does."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(program)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=500,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return done.stdout
-
-
 def test_the_first_program_is_twelve_lines():
     assert len([line for line in FIRST.splitlines() if line.strip()]) == 12
 
@@ -47,8 +29,7 @@ def test_the_first_program_is_twelve_lines():
 @pytest.mark.world
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_first_program_prints_rank_world_and_a_falling_loss(ranks, tmp_path):
-    (tmp_path / "train.py").write_text(FIRST)
-    printed = run(tmp_path / "train.py", ranks, tmp_path)
+    printed = run(FIRST, ranks, tmp_path)
     for rank in range(ranks):
         found = re.findall(rf"rank {rank} of {ranks}, step +(\d+): loss ([\d.]+)", printed)
         losses = [float(loss) for _, loss in found]
@@ -60,7 +41,7 @@ def test_the_first_program_prints_rank_world_and_a_falling_loss(ranks, tmp_path)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_programs_of_all_pages_run(ranks, tmp_path):
     pytest.importorskip("transformers")
-    printed = run(Path(documents.__file__), ranks, tmp_path)
+    printed = run_script(Path(documents.__file__), ranks, tmp_path)
     assert [page for page in PAGES if printed.count(f"--- {page}\n") != ranks] == []
 
 

@@ -18,17 +18,22 @@ def programs(page: str) -> list[str]:
 
 
 def run(program: str, ranks: int, folder: Path) -> str:
-    """What it prints, run in `folder` by python or, on several ranks, by torchrun; fails where it does."""
+    """Run a program's text in `folder`, as :func:`run_script` does."""
     (folder / "program.py").write_text(program)
+    return run_script(folder / "program.py", ranks, folder)
+
+
+def run_script(script: Path, ranks: int, folder: Path, *arguments: str) -> str:
+    """What it prints, run in `folder` by python or, on several ranks, by torchrun; fails where it does."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     ended = subprocess.run(
-        [sys.executable, *launcher, "program.py"],
+        [sys.executable, *launcher, str(script), *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=300,
+        timeout=500,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert ended.returncode == 0, ended.stdout[-6000:]
     return ended.stdout

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from examples.pages import ROOT, run_script
+
 FOLDER = ROOT / "examples" / "nanogpt"
 
 
 def printed(script: str, ranks: int, folder: Path, *arguments: str) -> dict[str, float]:
     """What rank 0 prints, by step and name."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(FOLDER / script), "--out", str(folder), "--eval-every", "2", *arguments]
-    ended = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=500,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert ended.returncode == 0, ended.stdout[-4000:]
+    folder.mkdir(exist_ok=True)
+    text = run_script(FOLDER / script, ranks, folder, "--out", str(folder), "--eval-every", "2", *arguments)
     found = {}
-    for step, values in re.findall(r"step (\d+): (.*)", ended.stdout):
+    for step, values in re.findall(r"step (\d+): (.*)", text):
         found |= {f"{step} {name}": float(value) for name, value in re.findall(r"([a-z-]+(?: loss)?) ([\d.]+)", values)}
     return found
 
