@@ -62,6 +62,8 @@ class Rule:
     def _holds(self, value: Any) -> bool:
         if self.choices:
             return value in self.choices
+        if self.kind is tuple:
+            return all(type(item) is str and item for item in value)
         # A comparison with nan is false, so nan never fits a range.
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
@@ -70,7 +72,8 @@ class Rule:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         words = "".join(f" or {word!r}" for word in self.or_one_of)
-        noun = {bool: "True or False", int: "an integer", float: "a number", str: "text"}[self.kind] + words
+        nouns = {bool: "True or False", int: "an integer", float: "a number", str: "text", tuple: "a tuple of text"}
+        noun = nouns[self.kind] + words
         if self.least is not None and self.most is not None:
             return f"{noun} from {self.least:.15g} to {self.most:.15g}"
         return noun if self.least is None else f"{noun} not below {self.least:.15g}"
@@ -146,8 +149,31 @@ class Settings(_Checked):
     prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
     bucket_bytes: int = setting(25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40)
     chunk_bytes: int = setting(
-        0, int, "bytes of masters and moments that are updated at a time; 0: all at once", least=0, most=2**40
+        0,
+        int,
+        "bytes of masters and moments that are updated at a time; 0: all at once, and of those off the device 32 MiB",
+        least=0,
+        most=2**40,
     )
+    nvme_paths: tuple[str, ...] = setting(
+        (), tuple, "folders on NVMe for what a plan places there, in turn; none: those of NPUZERO_NVME_PATHS"
+    )
+    host_bytes: int = setting(
+        0, int, "bytes that this rank may hold on the host beside the device; 0: as many as there are", least=0
+    )
+    update_on: str = setting(
+        "auto",
+        str,
+        "who updates what rests off the device: the host, or the device, which then reads it there",
+        choices=("auto", "host", "device"),
+    )
+    verify: bool = setting(True, bool, "compare checksums of what comes back from NVMe")
+    io_threads: int = setting(4, int, "threads of a rank that read and write on NVMe", least=1, most=256)
+
+    @property
+    def common(self) -> Settings:
+        """Return what all ranks must say alike: folders, and what a host has room for, are each rank's own."""
+        return self.replace(nvme_paths=(), host_bytes=0, io_threads=4)
 
     @property
     def overlaps_gradients(self) -> bool:
@@ -178,6 +204,7 @@ class Environment(_Checked):
     )
     timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
     npu_kernels: str = setting("", str, "the library of npu kernels, instead of the one that is looked for")
+    nvme_paths: str = setting("", str, "folders on NVMe with colons between, where settings name none")
 
     @classmethod
     def subject(cls, key: str) -> str:
@@ -224,6 +251,11 @@ def environment(variables: Mapping[str, str] | None = None) -> Environment:
     names = {VARIABLE_PREFIX + key.upper(): key for key in Environment.names()}
     check_keys("environment", mine, names)
     return _from_text(Environment, {key: variables[name] for name, key in names.items() if name in variables})
+
+
+def nvme_folders(settings: Settings, variables: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the folders for what a plan places on NVMe: of the settings, else of NPUZERO_NVME_PATHS; maybe none."""
+    return settings.nvme_paths or tuple(filter(None, environment(variables).nvme_paths.split(":")))
 
 
 def launched(variables: Mapping[str, str] | None = None) -> bool:

@@ -70,6 +70,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
     plan: Plan | str | None = None,
     precision: PrecisionLike = None,
     local_size: int | None = None,
+    offload: str | None = None,
     units: UnitRule = None,
     unit_plans: Mapping[str, PlanLike] | None = None,
     weights: str | Path | Weights | None = None,
@@ -91,6 +92,8 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         precision: a name of :data:`npuzero.PRECISIONS` such as ``"bf16"``, the dtype that the parameters (and the
             root's floating inputs) are converted to, or a :class:`Precision`. None keeps each parameter's dtype.
         local_size: ranks in a group for presets that shard within groups; None: those that share a host; <= 0: all.
+        offload: what rests off the device, whatever the stage or plan: ``"host"``: states on the host, and gradients
+            that are sharded as states are; ``"nvme"``: states in files instead. See :meth:`Plan.offloaded`.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
         unit_plans: plans of single units by name (``"root"``, ``"blocks.3"``), where they have others than the model's:
@@ -129,7 +132,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
     with contextlib.ExitStack() as files:
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
-        plans = Plans.named(_plan(stage, plan, precision, local_size), unit_plans)
+        plans = Plans.named(_plan(stage, plan, precision, local_size), unit_plans, offload)
         engine = Engine(model, plans, world, settings, units, origin, buffers)
     attach(engine, model)
     return model
@@ -142,6 +145,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     world: int | World,
     *,
     local_size: int | None = None,
+    offload: str | None = None,
     precision: PrecisionLike = None,
     units: UnitRule = None,
     unit_plans: Mapping[str, PlanLike] | None = None,
@@ -156,7 +160,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         model: may be on ``meta``; nothing is computed.
         plan: a Plan, a preset's name, or a stage.
         world: number of ranks, or the world that :func:`init` gave.
-        local_size, precision, units, unit_plans, settings: as for :func:`zero`.
+        local_size, offload, precision, units, unit_plans, settings: as for :func:`zero`.
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         clip: whether :func:`clip_grad_norm_` is called once a step.
         moments: states of the optimizer beside the master: Adam has 2, with amsgrad 3; Lion has 1.
@@ -176,7 +180,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     chosen = _plan(None, plan, precision, local_size)
     shape = chosen.mesh_shape(world.size, len(world.local)) if isinstance(world, World) else chosen.mesh_shape(world)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
-    return _predict(model, Plans.named(chosen, unit_plans), shape, units, _settings(settings), **facts)
+    return _predict(model, Plans.named(chosen, unit_plans, offload), shape, units, _settings(settings), **facts)
 
 
 def report(model: nn.Module) -> Report:

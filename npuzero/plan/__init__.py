@@ -38,20 +38,24 @@ from npuzero.plan.precision import (
     parse_precision,
 )
 from npuzero.plan.predict import predict_bytes
-from npuzero.plan.presets import PRESETS, Plan
-from npuzero.plan.report import VERBS, Report, sent_by_verb
+from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, Plan
+from npuzero.plan.report import LINKS, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
+from npuzero.plan.tiers import near_numel
 
 __all__ = [
     "AXES",
     "DIGEST_BITS",
     "DTYPES",
+    "LINKS",
     "LOCAL",
     "MASTERS",
     "MATMULS",
     "MOMENTS",
     "MOMENT_BLOCK",
     "NODE",
+    "OFFLOADED",
+    "OFFLOADS",
     "PRECISIONS",
     "PRESETS",
     "SHARD_BYTES",
@@ -71,6 +75,7 @@ __all__ = [
     "axes_between",
     "axes_beyond",
     "flattened",
+    "near_numel",
     "parse_precision",
     "predict_bytes",
     "ring_bytes",

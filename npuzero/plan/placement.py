@@ -36,15 +36,24 @@ class Placement:
     Attributes:
         axes: mesh axes it is sharded over, outermost first; ``()`` means unsharded.
         memory: where it rests.
+        share: the part of a rank's shard, above 0 and up to 1, that rests in ``memory``; the rest of it, in front,
+            rests on the device.
 
     Example::
 
         everywhere = npuzero.Placement(("node", "local"))  # sharded over all ranks
         unsharded = npuzero.Placement()
+        mostly = npuzero.Placement(("node", "local"), npuzero.Memory.HOST, share=0.8)  # a fifth of a shard stays
     """
 
     axes: Axes = ()
     memory: Memory = Memory.DEVICE
+    share: float = 1.0
+
+    @property
+    def far(self) -> bool:
+        """Tell whether any of it rests elsewhere than on the device."""
+        return self.memory is not Memory.DEVICE
 
 
 #: All of it on each rank's device, as without a plan.

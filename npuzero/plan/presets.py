@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan.mesh import MeshShape
@@ -29,7 +29,8 @@ class Plan:
 
     Raises:
         ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
-            broken, or a placement cannot be kept in this version.
+            broken, or that of memories: gradients rest on the host only where states rest off the device and are
+            sharded alike.
 
     Example::
 
@@ -66,6 +67,13 @@ class Plan:
                     got=f"{shallow}.axes={inner}, {deep}.axes={outer}",
                     do=f"Cut {deep} over {inner} first, or {shallow} over fewer axes.",
                 )
+        if self.gradients.far and not (self.states.far and self.gradients.axes == self.states.axes):
+            raise ConfigError(
+                f"plan {self.name!r}, gradients.memory",
+                expected="Memory.DEVICE, where states rest on the device or are sharded over other axes",
+                got=f"{self.gradients} beside {self.states}",
+                do="Keep gradients on the device, or place states off it over the same axes.",
+            )
         if not isinstance(self.precision, Precision):
             raise ConfigError(
                 f"plan {self.name!r}, precision",
@@ -93,15 +101,56 @@ class Plan:
             ConfigError: unknown name or precision.
         """
         key = f"zero{name:g}" if isinstance(name, (int, float)) and not isinstance(name, bool) else name
+        if isinstance(key, str) and key in _OFFLOADED:
+            row, offload = _OFFLOADED[key]
+            return replace(Plan.preset(row, precision=precision, local_size=local_size).offloaded(offload), name=key)
         if not isinstance(key, str) or key not in _ROWS:
             raise ConfigError(
                 "plan preset",
-                expected=f"one of {', '.join(PRESETS)} or a stage 0, 1, 1.5, 2, 3",
+                expected=f"one of {', '.join((*PRESETS, *OFFLOADED))} or a stage 0, 1, 1.5, 2, 3",
                 got=repr(name),
                 do=did_you_mean(name, _SPELLINGS, "Choose a preset, or build a Plan from Placements."),
             )
         parameters, after_forward, gradients, states = map(Placement, _ROWS[key])
         return Plan(parameters, after_forward, gradients, states, parse_precision(precision), local_size, key)
+
+    def offloaded(self, offload: str) -> Plan:
+        """Return this plan with parts of the training state farther away than the device.
+
+        Gradients go to the host where they are sharded, and as states are; else they stay on the device.
+
+        Args:
+            offload: ``"host"``: states and gradients on the host. ``"nvme"``: states in files on NVMe.
+
+        Raises:
+            ConfigError: none of these, or a plan that says where its parts rest.
+
+        Example::
+
+            plan = npuzero.Plan.preset("hsdp", precision="bf16").offloaded("host")
+        """
+        if not isinstance(offload, str) or offload not in OFFLOADS:
+            raise ConfigError(
+                "offload",
+                expected=f"None or one of {', '.join(OFFLOADS)}",
+                got=repr(offload),
+                do=did_you_mean(offload, OFFLOADS, "Choose among these, or build a Plan from Placements."),
+            )
+        if any(placement.far for placement in self.parts.values()):
+            raise ConfigError(
+                f"offload={offload!r}",
+                expected="a plan with all parts on the device",
+                got=f"plan {self.name!r}, which says where its parts rest",
+                do="Give either of them.",
+            )
+        memory = OFFLOADS[offload]
+        alike = self.gradients.axes == self.states.axes != ()
+        return replace(
+            self,
+            gradients=replace(self.gradients, memory=Memory.HOST if alike else Memory.DEVICE),
+            states=replace(self.states, memory=memory),
+            name=f"{self.name}+{offload}",
+        )
 
     @property
     def parts(self) -> dict[str, Placement]:
@@ -167,11 +216,20 @@ _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
     "hsdp": (_L, _L, _L, _L),
     "mics": (_L, _L, _L, _L),
 }
-#: Names :meth:`Plan.preset` takes.
+#: What ``offload`` takes, and where states rest then.
+OFFLOADS = {"host": Memory.HOST, "nvme": Memory.NVME}
+# preset: a row, and what of it rests farther away
+_OFFLOADED = {
+    "offload": ("zero2", "host"),
+    "offload3": ("zero3", "host"),
+    "infinity-states": ("zero3", "nvme"),
+}
+#: Names :meth:`Plan.preset` takes: those with everything on the device, and others.
 PRESETS = tuple(_ROWS)
+OFFLOADED = tuple(_OFFLOADED)
 # What people call some of them elsewhere.
 _SPELLINGS = {
-    **{name: name for name in PRESETS},
+    **{name: name for name in (*PRESETS, *OFFLOADED)},
     **{name.removeprefix("zero"): name for name in PRESETS},
     **{name.replace("zero", "stage"): name for name in PRESETS},
     "ddp": "zero0",
@@ -180,6 +238,19 @@ _SPELLINGS = {
     "full_shard": "zero3",
     "hybrid_shard": "hsdp",
     "zero++": "hpz",
+    "zero-offload": "offload",
+    "zero2-offload": "offload",
+    "zero3-offload": "offload3",
+    "zero-infinity": "infinity-states",
+}
+
+
+# Where each part can rest.
+_MEMORIES = {
+    "parameters": (Memory.DEVICE,),
+    "after_forward": (Memory.DEVICE,),
+    "gradients": (Memory.DEVICE, Memory.HOST),
+    "states": tuple(Memory),
 }
 
 
@@ -200,10 +271,19 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
             got=repr(placement.axes),
             do=_axes_meant(placement.axes),
         )
-    if placement.memory is not Memory.DEVICE:
+    if placement.memory not in _MEMORIES[part]:
         raise ConfigError(
             f"plan {plan!r}, {part}.memory",
-            expected="Memory.DEVICE (offload is not in this version)",
+            expected=" or ".join(map(str, _MEMORIES[part])),
             got=str(placement.memory),
-            do="Keep this part on the device.",
+            do="Keep this part there.",
+        )
+    shared = part == "states" and placement.far
+    share = placement.share
+    if type(share) not in (int, float) or not 0 < share <= 1 or (share < 1 and not shared):
+        raise ConfigError(
+            f"plan {plan!r}, {part}.share",
+            expected="a number above 0, up to 1" if shared else "1.0: states alone, off the device, are divided",
+            got=repr(share),
+            do="Give the part of a shard that rests off the device.",
         )

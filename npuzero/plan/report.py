@@ -13,6 +13,8 @@ from npuzero.plan.presets import Plan
 LABELS = ("parameters", "gradients", "states", "buffers")
 #: Verbs that every report lists; whatever else is sent stands before ``control``.
 VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
+#: Ways between memories that every report lists.
+LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Report:
             parameters took part, the norm) and never grows with the model's size in elements.
         plan: the plan it belongs to.
         world: number of ranks.
+        bytes_moved: by link between two memories of this rank (:data:`LINKS`), bytes copied.
 
     Example::
 
@@ -37,6 +40,7 @@ class Report:
     bytes_sent: dict[str, int]
     plan: Plan = field(repr=False)
     world: int
+    bytes_moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
 
     @property
     def bytes_held(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from npuzero import device
 from npuzero.comm import World
 from npuzero.config import Settings
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
-from npuzero.plan import FlatSize, MeshShape, Plan, Precision, Report, Step, predict_bytes
+from npuzero.plan import FlatSize, Memory, MeshShape, Plan, Precision, Report, Step, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.flat import Flat
@@ -58,6 +58,7 @@ def agree(
         shape = plans.model.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         own = plans.of([spec.name for spec in specs])
+        _check_memories([plans.model, *own])
         _check_model(model, specs, world)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model)
@@ -70,7 +71,7 @@ def agree(
             for name, own in plans.units.items()
             for key, text in _fields(f"unit_plans[{name!r}]", own).items()
         },
-        **_fields("settings", settings),
+        **_fields("settings", settings.common),
         "weights": weights,
         "buffers": repr(buffers),
     }
@@ -212,6 +213,23 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
             got=f"{type(error).__name__}: {error}",
             do="Correct the predicate; it is called with every module's qualified name and the module.",
         ) from error
+
+
+# What the engine cannot do yet, though plans and predictions can.
+_NOT_YET = {"gradients": (Memory.HOST,), "states": (Memory.HOST, Memory.NVME)}
+
+
+def _check_memories(plans: Sequence[Plan]) -> None:
+    for plan in plans:
+        for part, memories in _NOT_YET.items():
+            memory = plan.parts[part].memory
+            if memory in memories:
+                raise ConfigError(
+                    f"plan {plan.name!r}, {part}.memory",
+                    expected="Memory.DEVICE (npuzero.predict knows others; training with them is not in this version)",
+                    got=str(memory),
+                    do="Keep this part on the device.",
+                )
 
 
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:

@@ -24,10 +24,11 @@ class Plans:
     units: Mapping[str, Plan] = field(default_factory=dict)
 
     @staticmethod
-    def named(model: Plan, units: object) -> Plans:
+    def named(model: Plan, units: object, offload: str | None = None) -> Plans:
         """Return the plans that a user names: presets have the model's precision and groups of ranks.
 
         Args:
+            offload: what of them, and of units' presets, rests off the device, if anything.
             units: by name a Plan, a preset's name or a stage; or None.
 
         Raises:
@@ -37,8 +38,13 @@ class Plans:
             do = "Give a dict from the names of units to their plans."
             raise ConfigError("unit_plans", expected="a mapping", got=describe(units), do=do)
         preset = partial(Plan.preset, precision=model.precision, local_size=model.local_size)
+
+        def place(plan: Plan) -> Plan:
+            return plan if offload is None else plan.offloaded(offload)
+
         named = {} if units is None else units
-        return Plans(model, {name: own if isinstance(own, Plan) else preset(own) for name, own in named.items()})
+        own = {name: chosen if isinstance(chosen, Plan) else place(preset(chosen)) for name, chosen in named.items()}
+        return Plans(place(model), own)
 
     def of(self, names: Sequence[str]) -> list[Plan]:
         """Return the plan of each unit, by the names of all.

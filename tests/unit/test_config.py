@@ -20,10 +20,16 @@ def test_the_settings_there_are_is_a_promise():
         "Settings.prefetch",
         "Settings.bucket_bytes",
         "Settings.chunk_bytes",
+        "Settings.nvme_paths",
+        "Settings.host_bytes",
+        "Settings.update_on",
+        "Settings.verify",
+        "Settings.io_threads",
         "Environment.backend",
         "Environment.isa",
         "Environment.timeout_s",
         "Environment.npu_kernels",
+        "Environment.nvme_paths",
         "Launch.rank",
         "Launch.world_size",
         "Launch.local_rank",
@@ -37,7 +43,24 @@ def test_defaults():
         "prefetch": 1,
         "bucket_bytes": 25 * 2**20,
         "chunk_bytes": 0,
+        "nvme_paths": (),
+        "host_bytes": 0,
+        "update_on": "auto",
+        "verify": True,
+        "io_threads": 4,
     }
+
+
+def test_folders_on_nvme_are_those_of_the_settings_else_of_the_environment():
+    variables = {"NPUZERO_NVME_PATHS": "/a:/b:"}
+    assert config.nvme_folders(Settings(), variables) == ("/a", "/b")
+    assert config.nvme_folders(Settings(nvme_paths=("/c",)), variables) == ("/c",)
+    assert config.nvme_folders(Settings(), {}) == ()
+
+
+def test_what_ranks_must_say_alike_leaves_out_what_a_host_has():
+    here = Settings(nvme_paths=("/a",), host_bytes=2**30, io_threads=2, chunk_bytes=4096)
+    assert here.common == Settings(chunk_bytes=4096)
 
 
 def test_settings_are_frozen():
@@ -85,6 +108,14 @@ def test_an_unknown_key_names_the_nearest_known_one(make):
         ("bucket_bytes", 0, "an integer from 1 to "),
         ("bucket_bytes", 2**41, "an integer from 1 to "),
         ("chunk_bytes", -1, "an integer from 0 to "),
+        ("nvme_paths", "/mnt/nvme", "a tuple of text"),
+        ("nvme_paths", ["/mnt/nvme"], "a tuple of text"),
+        ("nvme_paths", ("/mnt/nvme", ""), "a tuple of text"),
+        ("nvme_paths", (3,), "a tuple of text"),
+        ("host_bytes", -1, "an integer not below 0"),
+        ("update_on", "npu", "one of auto, host, device"),
+        ("verify", 1, "True or False"),
+        ("io_threads", 0, "an integer from 1 to 256"),
     ],
 )
 def test_a_wrong_value_is_an_error_however_it_comes_in(key, value, expected):

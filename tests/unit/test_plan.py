@@ -16,6 +16,8 @@ from npuzero.plan import (
     MASTERS,
     MOMENT_BLOCK,
     MOMENTS,
+    OFFLOADED,
+    OFFLOADS,
     PRECISIONS,
     PRESETS,
     SHARD_BYTES,
@@ -30,6 +32,7 @@ from npuzero.plan import (
     axes_between,
     axes_beyond,
     flattened,
+    near_numel,
     parse_precision,
     predict_bytes,
     ring_bytes,
@@ -138,7 +141,10 @@ def test_a_world_is_a_positive_number(world):
 @pytest.mark.parametrize(
     "change",
     [
-        {"states": Placement(AXES, Memory.HOST)},
+        {"parameters": Placement((), Memory.HOST)},
+        {"states": Placement(AXES, Memory.HOST, 1.5)},
+        {"states": Placement(AXES, Memory.HOST, True)},
+        {"states": Placement(AXES, Memory.HOST, float("nan"))},
         {"precision": "bf16"},
         {"precision": torch.bfloat16},
         {"states": Placement(("node", "node"))},
@@ -152,6 +158,41 @@ def test_a_world_is_a_positive_number(world):
 def test_what_cannot_be_kept_is_no_plan(change):
     with pytest.raises(ConfigError):
         Plan(**change)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "gradients", "states"),
+    [
+        ("offload", "zero2", Memory.HOST, Memory.HOST),
+        ("offload3", "zero3", Memory.HOST, Memory.HOST),
+        ("infinity-states", "zero3", Memory.HOST, Memory.NVME),
+    ],
+)
+def test_a_preset_of_offload_is_another_s_axes_in_other_memories(name, row, gradients, states):
+    plan, resident = (Plan.preset(each, precision="bf16", local_size=2) for each in (name, row))
+    assert plan.name == name and (plan.precision, plan.local_size) == (resident.precision, 2)
+    assert [part.axes for part in plan.parts.values()] == [part.axes for part in resident.parts.values()]
+    memories = {part: placement.memory for part, placement in plan.parts.items() if placement.far}
+    assert memories == {"gradients": gradients, "states": states}
+    assert name in OFFLOADED and name not in PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_gradients_leave_the_device_where_they_are_sharded_as_states_are(name, offload):
+    plan = Plan.preset(name).offloaded(offload)
+    assert plan.states.memory is OFFLOADS[offload] and plan.name == f"{name}+{offload}"
+    assert plan.gradients.far is (name not in ("zero0", "zero1", "zero1.5"))
+    assert not plan.parameters.far and not plan.after_forward.far
+
+
+@pytest.mark.parametrize("numel", [64, 640, 64 * 1001])
+def test_a_share_keeps_whole_blocks_near_and_the_rest_far(numel):
+    assert near_numel(Placement(AXES), numel) == numel
+    assert near_numel(Placement(AXES, Memory.HOST), numel) == 0
+    for share in (0.01, 0.3, 0.5, 0.999):
+        near = near_numel(Placement(AXES, Memory.HOST, share), numel)
+        assert near % MOMENT_BLOCK == 0 and (1 - share) * numel - MOMENT_BLOCK < near <= (1 - share) * numel
 
 
 def test_differences_of_cuts():

@@ -14,6 +14,7 @@ import npuzero
 from npuzero import ConfigError, Memory, Placement, Plan, Precision, checkpoint
 from npuzero.comm import World
 from npuzero.errors import config_error_as
+from npuzero.plan import OFFLOADED
 from world.toy import ToyGPT, build
 
 from .case import Table, cut
@@ -23,6 +24,7 @@ bad = TABLE.bad
 D = ("node", "local")
 F32 = torch.float32
 STATES = Placement(D)
+WHOLE, HOST, NVME = Placement(), Placement(D, Memory.HOST), Placement(D, Memory.NVME)
 
 
 class Integers(nn.Module):
@@ -55,10 +57,20 @@ for _name, _make, _says in [
     ("axes are text", lambda: Plan(states=Placement("local")), ("local",)),
     ("axes are None", lambda: Plan(states=Placement(None)), ("None",)),
     ("axes are a list", lambda: Plan(states=Placement(["local"])), ("local",)),
-    ("offload to host", lambda: Plan(states=Placement(D, Memory.HOST)), ("states.memory", "not in this version")),
+    ("share 0", lambda: Plan(states=Placement(D, Memory.HOST, 0)), (r"states\.share", "above 0")),
+    ("share of half a part", lambda: Plan(states=Placement(D, share=0.5)), (r"states\.share", "1.0", "0.5")),
+    ("share is text", lambda: Plan(states=Placement(D, Memory.HOST, "half")), (r"states\.share", "'half'")),
+    ("gradients alone on the host", lambda: Plan(gradients=HOST, states=STATES), (r"gradients\.memory", "DEVICE")),
+    ("gradients on the host, states sharded further", lambda: Plan(gradients=Placement((), Memory.HOST), states=HOST),
+     (r"gradients\.memory", "same axes")),
+    ("gradients on nvme", lambda: Plan(gradients=NVME, states=NVME), (r"gradients\.memory", "Memory.HOST")),
+    ("parameters on the host", lambda: Plan(HOST, WHOLE, HOST, HOST), (r"parameters\.memory", "Memory.DEVICE")),
+    ("offload unknown", lambda: npuzero.predict(ToyGPT(), 3, 8, offload="disk"), ("host, nvme", "'disk'")),
+    ("offload is True", lambda: npuzero.predict(ToyGPT(), 3, 8, offload=True), ("offload", "True")),
+    ("offload twice", lambda: npuzero.predict(ToyGPT(), "offload", 8, offload="nvme"), ("either", "'offload'")),
     ("an old name of a field", lambda: Plan(held=Placement()), ("'held'", "Did you mean 'after_forward'")),
     ("a misspelt field", lambda: Plan(gradient=Placement()), ("'gradient'", "Did you mean 'gradients'?")),
-    ("offload to nvme", lambda: Plan(after_forward=Placement(memory=Memory.NVME)), ("forward.memory", "not in this")),
+    ("held on nvme", lambda: Plan(after_forward=Placement(memory=Memory.NVME)), ("forward.memory", "Memory.DEVICE")),
     ("memory is text", lambda: Plan(states=Placement(D, "device")), ("memory",)),
     ("accumulation in fp16", lambda: Precision(accumulation=torch.float16), (r"\.accumulation", "float32")),
     ("parameters in int8", lambda: Precision(torch.int8), (r"precision\.parameters", "int8")),
@@ -92,10 +104,17 @@ for _name, _make, _says in [
     bad(_name, ConfigError, *_says)(lambda world, make=_make: make())
 
 
+for _preset in OFFLOADED:
+    bad(f"{_preset}: not yet", ConfigError, r"\.memory", "not in this version")(
+        lambda world, preset=_preset: cut(world, plan=preset)
+    )
+
 #: What somebody writes, and the word that he is asked for.
 MISSPELT: dict[str, tuple[Callable[[World], object], str]] = {
     "plan='zero-3'": (lambda world: cut(world, plan="zero-3"), "'zero3'"),
     "plan='ZeRO-2'": (lambda world: cut(world, plan="ZeRO-2"), "'zero2'"),
+    "plan='zero-offload'": (lambda world: Plan.preset("zero-offload"), "'offload'"),
+    "offload='NVME'": (lambda world: cut(world, 3, offload="NVME"), "'nvme'"),
     "plan='fsdp'": (lambda world: cut(world, plan="fsdp"), "'zero3'"),
     "stage='1.5'": (lambda world: cut(world, "1.5"), "'zero1.5'"),
     "a unit's preset": (lambda world: cut(world, unit_plans={"blocks.1": "zero-1"}), "'zero1'"),
