@@ -41,12 +41,23 @@ from npuzero.plan.predict import predict_bytes
 from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, Plan
 from npuzero.plan.report import LINKS, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
-from npuzero.plan.tiers import near_numel
+from npuzero.plan.tiers import (
+    FAR_CHUNK_BYTES,
+    RING_SLOTS,
+    Part,
+    Sections,
+    divide,
+    far_block_bytes,
+    near_numel,
+    sections,
+    whole_pages,
+)
 
 __all__ = [
     "AXES",
     "DIGEST_BITS",
     "DTYPES",
+    "FAR_CHUNK_BYTES",
     "LINKS",
     "LOCAL",
     "MASTERS",
@@ -58,6 +69,7 @@ __all__ = [
     "OFFLOADS",
     "PRECISIONS",
     "PRESETS",
+    "RING_SLOTS",
     "SHARD_BYTES",
     "START_ELEMENTS",
     "SUMS",
@@ -66,19 +78,25 @@ __all__ = [
     "FlatSize",
     "Memory",
     "MeshShape",
+    "Part",
     "Placement",
     "Plan",
     "Precision",
     "PrecisionLike",
     "Report",
+    "Sections",
     "Step",
     "axes_between",
     "axes_beyond",
+    "divide",
+    "far_block_bytes",
     "flattened",
     "near_numel",
     "parse_precision",
     "predict_bytes",
     "ring_bytes",
+    "sections",
     "sent_by_verb",
     "steady_step",
+    "whole_pages",
 ]

@@ -9,8 +9,9 @@ import torch
 
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import Buffer, Collective, Purpose
-from npuzero.plan.placement import Axes, Placement
+from npuzero.plan.placement import Axes, Memory, Placement
 from npuzero.plan.presets import Plan
+from npuzero.plan.tiers import near_numel
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,32 @@ class Kind:
 
     @cached_property
     def whole(self) -> Buffer:
-        return Buffer(self.plan.parameters.memory, "buffers", self.numel, self.dtype)
+        return Buffer(Memory.DEVICE, "buffers", self.numel, self.dtype)
 
     @cached_property
     def copy(self) -> Buffer:
         """Return what is kept between forward and backward, where that is a part."""
-        return Buffer(self.plan.after_forward.memory, "buffers", self.shard(self.plan.after_forward), self.dtype)
+        return Buffer(Memory.DEVICE, "buffers", self.shard(self.plan.after_forward), self.dtype)
+
+    @cached_property
+    def near(self) -> int:
+        """Return the elements of this rank's states that rest on the device."""
+        return near_numel(self.plan.states, self.shard(self.plan.states))
+
+    @cached_property
+    def far(self) -> int:
+        """Return the elements of this rank's states that rest elsewhere."""
+        return self.shard(self.plan.states) - self.near
 
     @cached_property
     def gradient(self) -> Buffer:
-        return Buffer(self.plan.gradients.memory, "gradients", self.shard(self.plan.gradients), torch.float32)
+        """Return the buffer of gradients on the device: where they rest, or what they are summed in on their way."""
+        return Buffer(Memory.DEVICE, "gradients", self.shard(self.plan.gradients), torch.float32)
+
+    @cached_property
+    def homed(self) -> bool:
+        """Tell whether gradients have a home on the host."""
+        return self.plan.gradients.far
 
     @cached_property
     def wire(self) -> torch.dtype:
@@ -117,7 +134,7 @@ class Kind:
 
     def lent(self, numel: int) -> Buffer:
         """Return a communication buffer from the pool."""
-        return Buffer(self.plan.gradients.memory, "buffers", numel, self.wire, self.summed)
+        return Buffer(Memory.DEVICE, "buffers", numel, self.wire, self.summed)
 
     def as_wire(self, numel: int) -> Buffer | None:
         """Return what sums are rounded into to be sent; None: float32 sums are sent as they are."""

@@ -133,6 +133,26 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Copy ``nbytes``, ``count`` times, from one memory of this rank to another.
+
+    Attributes:
+        link: from where to where: one of :data:`~npuzero.plan.report.LINKS`.
+    """
+
+    link: str
+    nbytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Update:
+    """Update ``numel`` elements of a chunk that is on the host."""
+
+    numel: int
+
+
+@dataclass(frozen=True)
 class Repeat:
     """Repeat ``moves`` ``times`` times; each time they leave all as they found it."""
 
@@ -140,7 +160,7 @@ class Repeat:
     moves: tuple[Move, ...]
 
 
-Move = Compute | Take | Give | Start | Wait | Launch | Repeat
+Move = Compute | Take | Give | Start | Wait | Launch | Copy | Update | Repeat
 
 
 def flattened(moves: Iterable[Move]) -> Iterator[Move]:

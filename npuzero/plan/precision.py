@@ -113,6 +113,10 @@ class Precision:
         """Return of how many elements each parameter's start in its flat is a multiple: where blocks are, of one."""
         return MOMENT_BLOCK if self.moments == "int8" else START_ELEMENTS
 
+    def keeps_fp32_masters(self, parameter: torch.dtype) -> bool:
+        """Tell whether masters are float32 numbers beside parameters of this dtype, which are their rounded copies."""
+        return self.masters == "fp32" and parameter != torch.float32
+
     def master_bytes(self, parameter: torch.dtype) -> int:
         """Return the bytes an element of the masters takes beside a parameter of this dtype."""
         return 0 if parameter == torch.float32 else MASTERS[self.masters]

@@ -6,29 +6,28 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from npuzero.plan.flats import FlatSize
+from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
-from npuzero.plan.moves import Buffer, Collective, Give, Move, Repeat, Start, Take
+from npuzero.plan.moves import Buffer, Collective, Copy, Give, Move, Repeat, Start, Take
 from npuzero.plan.placement import Memory
 from npuzero.plan.presets import Plan
-from npuzero.plan.report import LABELS, Report, sent_by_verb
+from npuzero.plan.report import LABELS, LINKS, Report, sent_by_verb
 from npuzero.plan.schedule import Step, steady_step
 
 #: A memory space, and a part of the training state there.
 Where = tuple[Memory, str]
 
 
-def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: Step, moments: int = 2) -> Report:
+def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: Step) -> Report:
     """Return what one rank holds and sends in one steady step: the table's arithmetic.
 
     Args:
         plan, flats, mesh: the row, the model (flats in order of their units), the ranks.
         step: how the step is run.
-        moments: state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
     """
     moves = steady_step(flats, plan, mesh, step)
     held: dict[Memory, dict[str, int]] = {Memory.DEVICE: dict.fromkeys(LABELS, 0)}
-    for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, moments) + peak_bytes(moves)).items():
+    for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, step.moments) + peak_bytes(moves)).items():
         held.setdefault(memory, dict.fromkeys(LABELS, 0))[label] += nbytes
     sent: Counter[str] = Counter()
     control = 0
@@ -37,7 +36,10 @@ def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: 
             control += times * collective.sent_bytes
         else:
             sent[collective.verb] += times * collective.sent_bytes
-    return Report(held, sent_by_verb(sent, control), plan, mesh.world)
+    moved = Counter(dict.fromkeys(LINKS, 0))
+    for copy, times in copies(moves):
+        moved[copy.link] += times * copy.nbytes
+    return Report(held, sent_by_verb(sent, control), plan, mesh.world, dict(moved))
 
 
 def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:
@@ -49,18 +51,30 @@ def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:
             yield from ((collective, move.times * times) for collective, times in collectives(move.moves))
 
 
+def copies(moves: Iterable[Move]) -> Iterator[tuple[Copy, int]]:
+    """Yield each copy of a schedule, and how often it is made."""
+    for move in moves:
+        if isinstance(move, Copy):
+            yield move, move.count
+        elif isinstance(move, Repeat):
+            yield from ((copy, move.times * times) for copy, times in copies(move.moves))
+
+
 def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moments: int) -> Counter[Where]:
-    """Return the bytes that rest between steps: parameters, masters and moments."""
+    """Return the bytes that rest between steps: parameters, masters and moments, and gradients that have a home on
+    the host.
+    """
     held: Counter[Where] = Counter()
     for flat, equal in itertools.groupby(flats):
-        own = flat.plan or plan
-        count = sum(1 for _ in equal)
-        rests = flat.numel // mesh.size(own.parameters.axes) * flat.dtype.itemsize
-        held[own.parameters.memory, "parameters"] += count * rests
+        kind, count = Kind.of(flat, plan, mesh), sum(1 for _ in equal)
+        own, precision = kind.plan, kind.plan.precision
+        held[own.parameters.memory, "parameters"] += count * kind.shard(own.parameters) * flat.dtype.itemsize
         if flat.trainable:
-            shard, precision = flat.numel // mesh.size(own.states.axes), own.precision
-            states = moments * precision.moment_bytes(shard) + shard * precision.master_bytes(flat.dtype)
-            held[own.states.memory, "states"] += count * states
+            for memory, numel in ((Memory.DEVICE, kind.near), (own.states.memory, kind.far)):
+                states = moments * precision.moment_bytes(numel) + numel * precision.master_bytes(flat.dtype)
+                held[memory, "states"] += count * states
+            if own.gradients.far:
+                held[own.gradients.memory, "gradients"] += count * kind.gradient.nbytes
     return held
 
 

@@ -15,17 +15,32 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
-from npuzero.plan.moves import Buffer, Collective, Compute, Give, Launch, Move, Purpose, Repeat, Start, Take, Wait
-from npuzero.plan.placement import Axes
+from npuzero.plan.moves import (
+    Buffer,
+    Collective,
+    Compute,
+    Copy,
+    Give,
+    Launch,
+    Move,
+    Purpose,
+    Repeat,
+    Start,
+    Take,
+    Wait,
+)
+from npuzero.plan.placement import Axes, Memory
 from npuzero.plan.presets import Plan
+from npuzero.plan.stream import far_update
 
 #: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
 #: follow different rules.
@@ -47,6 +62,9 @@ class Step:
         overlaps_gradients: whether reductions run beside backward.
         overlaps_parameters: whether gathers run beside compute.
         clip: whether the gradient norm is taken.
+        moments: state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
+        chunk_bytes: of masters and moments that are updated at a time, where they are far; 0: as many as is usual.
+        on_device: whether the device updates what is far, reading it where it rests.
     """
 
     trainable_parameters: int
@@ -55,6 +73,9 @@ class Step:
     overlaps_gradients: bool = True
     overlaps_parameters: bool = True
     clip: bool = False
+    moments: int = 2
+    chunk_bytes: int = 0
+    on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,17 @@ def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[
     return stages
 
 
+def _from_home(kind: Kind, again: bool) -> tuple[Move, ...]:
+    """Return what is done before more is added to gradients that have a home; ``again``: something is there."""
+    copy = (Copy("host>device", kind.gradient.nbytes),) if again else ()
+    return (Take(kind.gradient), *copy) if kind.homed else ()
+
+
+def _to_home(kind: Kind) -> tuple[Move, ...]:
+    """Return what is done once it is added."""
+    return (Copy("device>host", kind.gradient.nbytes), Give(kind.gradient)) if kind.homed else ()
+
+
 class _State(enum.Enum):
     """Name who holds a unit's parameters, as in the engine."""
 
@@ -121,6 +153,7 @@ class _Unit:
         self.copied = False  # the copies that are kept between forward and backward are there
         self.missing = False  # the present backward has still to bring gradients
         self.gathers = self.restores = 0  # collectives under way
+        self.far = any(kind.far for kind, _ in self.trainable)
 
     def keeps(self, kind: Kind) -> bool:
         """Tell whether more of such a flat is there than rests."""
@@ -159,6 +192,11 @@ class _Rank:
         # In the order of forward; only what is sharded is gathered ahead.
         self._trace = [unit for unit in units if unit.cut]
         self._under_way: list[list[_Stage]] = []
+        # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
+        late = step.overlaps_parameters and any(unit.far for unit in units)
+        first = next((i for i, unit in enumerate(units) if unit.far), 0)
+        self._late = units[first:] if late else []
+        self._owed: deque[_Unit] = deque()
 
     def moves(self) -> list[Move]:
         """Return the whole step."""
@@ -166,7 +204,8 @@ class _Rank:
             return []
         passes = self._step.micro_batches
         if self._step.overlaps_parameters:  # the last step's R4 is under way
-            for unit in self._units:
+            self._owed.extend(self._late)
+            for unit in self._units[: len(self._units) - len(self._late)]:
                 unit.restores = sum(count for kind, count in unit.trainable if kind.many(kind.plan.restored))
         if passes > 1:
             self._pass(first=True, last=False)
@@ -174,10 +213,11 @@ class _Rank:
             self._moves.append(Repeat(passes - 2, self._written(lambda: self._pass(first=False, last=False))))
         self._pass(first=passes == 1, last=True)
         self._finish_gradients()
-        for unit in self._units:
+        self._update()
+        for unit in self._units[: len(self._units) - len(self._late)]:
             self._restore(unit)
         for unit in self._units:  # zero_grad(), where they are large
-            self._moves += [Give(kind.gradient, count) for kind, count in unit.trainable]
+            self._moves += [Give(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
         return self._moves
 
     def _written(self, do: Callable[[], None]) -> tuple[Move, ...]:
@@ -207,10 +247,10 @@ class _Rank:
             for each in late:
                 self._release(each)
             late = [unit] if unit.has_frozen else []
-            self._reduce(unit, last)
+            self._reduce(unit, first, last)
             if not late:
                 self._release(unit)
-        self._reduce(root, last)
+        self._reduce(root, first, last)
         for unit in (*late, root):
             self._release(unit)
 
@@ -234,7 +274,7 @@ class _Rank:
         if any(stages[0].unit == unit.index for stages in self._under_way):
             self._drain()  # of the pass before: what is being summed cannot be added to
         if first:
-            self._moves += [Take(kind.gradient, count) for kind, count in unit.trainable]
+            self._moves += [Take(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
 
     def _gather_ahead(self, units: Iterable[_Unit]) -> None:
         for unit in units:
@@ -295,13 +335,15 @@ class _Rank:
             self._finish_restore(unit)
 
     def _finish_restore(self, unit: _Unit) -> None:
+        while self._owed and self._owed[0].index <= unit.index:
+            self._restore(self._owed.popleft())
         if unit.restores:
             self._moves.append(Wait(Purpose.RESTORE, unit.index, unit.restores))
             unit.restores = 0
 
     # -- R2 and R3 -------------------------------------------------------------------------------------------------
 
-    def _reduce(self, unit: _Unit, last: bool) -> None:
+    def _reduce(self, unit: _Unit, first: bool, last: bool) -> None:
         """Reduce what is reduced in this pass: backward has brought all gradients of ``unit``."""
         unit.missing = False
         known: dict[int, Callable[[], None]] = {}
@@ -309,12 +351,21 @@ class _Rank:
             boundary = last and kind.has_boundary
             passes = boundary and kind.may_pass and self._step.micro_batches == 1
             wire = kind.lent(kind.numel) if kind.scattered or passes else None
+            # From home, where more is added; and there again. It comes when it is added to, or where that is sent on,
+            # when it is summed.
+            comes, goes = _from_home(kind, again=not first), _to_home(kind)
             if wire is None and not boundary:
+                if kind.homed:
+                    self._moves.append(Repeat(count, (*comes, *goes)))
                 continue  # it is added up
             if id(kind) not in known:
                 launched = Launch(unit.index)
-                filled = (launched,) if wire is None else (Take(wire), launched)
-                known[id(kind)] = partial(self._launch, filled, _stages(kind, unit.index, boundary, wire))
+                filled = (*comes, launched) if wire is None else (Take(wire), launched)
+                stages = _stages(kind, unit.index, boundary, wire)
+                if wire is not None:
+                    stages[0] = replace(stages[0], begins=(*comes, *stages[0].begins))
+                stages[-1] = replace(stages[-1], ends=(*stages[-1].ends, *goes))
+                known[id(kind)] = partial(self._launch, filled, stages)
             launch = known[id(kind)]
             again: tuple[Move, ...] = ()
             for _ in range(min(count, _SETTLED)):
@@ -322,6 +373,20 @@ class _Rank:
                 self._moves += again
             if count > _SETTLED:
                 self._moves.append(Repeat(count - _SETTLED, again))
+
+    # -- the update ------------------------------------------------------------------------------------------------
+
+    def _update(self) -> None:
+        """Update what is far; and what is near, with gradients that come from their home for it."""
+        runs = [run for unit in self._units for run in unit.trainable]
+        if not self._step.on_device:
+            near = [
+                (Buffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near
+            ]
+            for buffer, count in near:
+                self._moves += [Take(buffer, count), Copy("host>device", buffer.nbytes, count)]
+            self._moves += [Give(buffer, count) for buffer, count in near]
+        self._moves += far_update(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
 
     def _launch(self, launch: tuple[Move, ...], stages: list[_Stage]) -> None:
         """Begin the reduction; ``launch``: its buffer is filled before earlier ones move on, so there are two at a

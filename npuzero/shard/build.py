@@ -164,8 +164,11 @@ def predict_units(
         overlaps_gradients=settings.overlaps_gradients,
         overlaps_parameters=settings.overlaps_parameters,
         clip=clip,
+        moments=moments,
+        chunk_bytes=settings.chunk_bytes,
+        on_device=settings.update_on == "device",
     )
-    return predict_bytes(plan, sizes, shape, step, moments)
+    return predict_bytes(plan, sizes, shape, step)
 
 
 def layouts_of(

@@ -317,22 +317,24 @@ def test_a_flat_may_have_a_plan_of_its_own():
 
 
 def test_a_placement_says_in_which_memory_bytes_are_counted():
-    """Offload is refused where a plan is checked; the arithmetic knows it already."""
-    plan = Plan.preset("zero2", precision="bf16")
-    object.__setattr__(plan, "states", Placement(AXES, Memory.HOST))
+    """Through a ring of one slot, as there is one chunk, go gradients and parameters, in pages."""
+    plan = Plan(gradients=Placement(AXES), states=Placement(AXES, Memory.HOST), precision=PRECISIONS["bf16"])
     report = predict_bytes(plan, [FlatSize(0, 4096, torch.bfloat16)], MeshShape(1, 2), Step(1))
-    assert report.held[Memory.HOST] == {"parameters": 0, "gradients": 0, "states": 4096 // 2 * 12, "buffers": 0}
-    assert report.held[Memory.DEVICE]["states"] == 0 and report.memory["host"] == 4096 // 2 * 12
+    states, ring = 4096 // 2 * 12, 4 * 2048 + 2 * 2048
+    assert report.held[Memory.HOST] == {"parameters": 0, "gradients": 0, "states": states, "buffers": ring}
+    assert report.held[Memory.DEVICE]["states"] == 0 and report.memory["host"] == states + ring
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", (*PRESETS, *OFFLOADED, "zero1+nvme", "hsdp+host", "zero0+host"))
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches):
     """What is taken is given back, and what starts is awaited; repeats written out say the same as repeats."""
     numel = 8 * 4096
     flats = [FlatSize(unit, numel * (1 + i // 9), torch.bfloat16) for unit in range(4) for i in range(12)]
-    plan = Plan.preset(name, precision="bf16", local_size=4)
-    step = Step(1, micro_batches, clip=True)
+    row, _, offload = name.partition("+")
+    plan = Plan.preset(row, precision="bf16", local_size=4)
+    plan = plan.offloaded(offload) if offload else plan
+    step = Step(1, micro_batches, clip=True, chunk_bytes=2**16)
     moves = steady_step(flats, plan, MeshShape(2, 4), step)
     assert peak_bytes(flattened(moves)) == peak_bytes(moves)
     sums = (sum(times * each.sent_bytes for each, times in collectives(all_)) for all_ in (moves, flattened(moves)))
@@ -353,13 +355,15 @@ def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches):
 
 def test_a_trillion_parameters_on_a_thousand_ranks_take_less_than_a_second():
     """Processor time, for 128 blocks of 7.8e9 parameters in buckets of 25 MiB, and for 69,000 experts' matrices."""
-    mesh, plan = MeshShape(128, 8), Plan.preset("hpz", precision="bf16", local_size=8)
+    mesh = MeshShape(128, 8)
+    plan, far = (Plan.preset(name, precision="bf16", local_size=8) for name in ("hpz", "infinity-states"))
     bucket = 25 * 2**20 // 2 // (1024 * 256) * 1024 * 256
     flats = [FlatSize(0, bucket, torch.bfloat16)]
     flats += [FlatSize(unit, bucket, torch.bfloat16) for unit in range(1, 129) for _ in range(7_800_000_000 // bucket)]
     matrices = [ParameterFacts(f"{i}", torch.Size((2048, 7168))) for i in range(3 * 384)]
     for predict in (
         lambda: predict_bytes(plan, flats, mesh, Step(128 * 12, micro_batches=16, clip=True)),
+        lambda: predict_bytes(far, flats, mesh, Step(128 * 12, micro_batches=16, clip=True)),
         lambda: predict_units([matrices] * 61, plan, mesh, Settings(), micro_batches=16),
     ):
         begin_s = time.process_time()

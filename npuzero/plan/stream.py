@@ -1,0 +1,93 @@
+"""The update of what is far, as moves: chunk after chunk to the host, updated there, and back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from npuzero.plan.flats import Kind
+from npuzero.plan.moves import Buffer, Copy, Give, Move, Repeat, Take, Update
+from npuzero.plan.placement import Memory
+from npuzero.plan.tiers import (
+    FAR_CHUNK_BYTES,
+    RING_SLOTS,
+    Part,
+    Sections,
+    divide,
+    far_block_bytes,
+    sections,
+    whole_pages,
+)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Give what a chunk takes: elements, bytes by section, and those of parameters that come to the host."""
+
+    numel: int
+    sections: Sections
+    fetched: int
+
+
+@dataclass
+class _Sizes:
+    """Add up chunks; what equal pieces take is worked out once."""
+
+    kinds: Sequence[Kind]
+    moments: int
+    on_device: bool
+    _known: dict[tuple[int, int], _Size] = field(default_factory=dict)
+
+    def chunk(self, parts: Iterable[Part]) -> _Size:
+        pieces = [self._piece(self.kinds[part.shard], part.end - part.begin) for part in parts]
+        if len(pieces) == 1:
+            return pieces[0]
+        summed = Sections(*(sum(each) for each in zip(*(piece.sections for piece in pieces), strict=True)))
+        return _Size(sum(piece.numel for piece in pieces), summed, sum(piece.fetched for piece in pieces))
+
+    def _piece(self, kind: Kind, numel: int) -> _Size:
+        key = id(kind), numel
+        if key not in self._known:
+            taken = sections(kind.plan, kind.dtype, numel, self.moments, self.on_device)
+            fetched = 0 if kind.plan.precision.keeps_fp32_masters(kind.dtype) else taken.parameters
+            self._known[key] = _Size(numel, taken, fetched)
+        return self._known[key]
+
+
+def far_update(runs: Iterable[tuple[Kind, int]], chunk_bytes: int, moments: int, on_device: bool) -> Iterator[Move]:
+    """Yield the moves that update the far states of flats, given as runs of equal ones in order."""
+    kinds = [kind for kind, count in runs if kind.far for _ in range(count)]
+    shards = ((kind.near, kind.near + kind.far, far_block_bytes(kind.plan.precision, kind.dtype)) for kind in kinds)
+    sizes = _Sizes(kinds, moments, on_device)
+    chunks = [sizes.chunk(parts) for parts in divide(shards, chunk_bytes or FAR_CHUNK_BYTES)]
+    if not chunks:
+        return
+    distinct = set(chunks)
+    slots = [whole_pages(max(section)) for section in zip(*(size.sections for size in distinct), strict=True)]
+    # Slots of one length are a kind of their own only by their length: pools lend by it.
+    ring = [
+        (Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=()), min(RING_SLOTS, len(chunks)))
+        for nbytes in slots
+        if nbytes
+    ]
+    yield from (Take(buffer, count) for buffer, count in ring)
+    for size, equal in itertools.groupby(chunks):
+        yield Repeat(sum(1 for _ in equal), tuple(_chunk(size)))
+    yield from (Give(buffer, count) for buffer, count in ring)
+
+
+def _chunk(size: _Size) -> Iterator[Move]:
+    """Yield what is done to one chunk."""
+    gradients, parameters, masters, moments = size.sections
+    record = whole_pages(masters) + whole_pages(moments)
+    moves = (
+        Copy("nvme>host", record),
+        Copy("device>host", gradients + size.fetched),
+        Update(size.numel),
+        Copy("host>device", parameters),
+        Copy("host>nvme", record),
+    )
+    return (move for move in moves if not isinstance(move, Copy) or move.nbytes)
