@@ -38,7 +38,7 @@ from npuzero.plan.moves import (
     Take,
     Wait,
 )
-from npuzero.plan.placement import Axes, Memory
+from npuzero.plan.placement import Axes
 from npuzero.plan.presets import Plan
 from npuzero.plan.stream import far_update
 
@@ -213,7 +213,8 @@ class _Rank:
             self._moves.append(Repeat(passes - 2, self._written(lambda: self._pass(first=False, last=False))))
         self._pass(first=passes == 1, last=True)
         self._finish_gradients()
-        self._update()
+        runs = [run for unit in self._units for run in unit.trainable]
+        self._moves += far_update(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
         for unit in self._units[: len(self._units) - len(self._late)]:
             self._restore(unit)
         for unit in self._units:  # zero_grad(), where they are large
@@ -373,20 +374,6 @@ class _Rank:
                 self._moves += again
             if count > _SETTLED:
                 self._moves.append(Repeat(count - _SETTLED, again))
-
-    # -- the update ------------------------------------------------------------------------------------------------
-
-    def _update(self) -> None:
-        """Update what is far; and what is near, with gradients that come from their home for it."""
-        runs = [run for unit in self._units for run in unit.trainable]
-        if not self._step.on_device:
-            near = [
-                (Buffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near
-            ]
-            for buffer, count in near:
-                self._moves += [Take(buffer, count), Copy("host>device", buffer.nbytes, count)]
-            self._moves += [Give(buffer, count) for buffer, count in near]
-        self._moves += far_update(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
 
     def _launch(self, launch: tuple[Move, ...], stages: list[_Stage]) -> None:
         """Begin the reduction; ``launch``: its buffer is filled before earlier ones move on, so there are two at a

@@ -57,8 +57,25 @@ class _Sizes:
         return self._known[key]
 
 
-def far_update(runs: Iterable[tuple[Kind, int]], chunk_bytes: int, moments: int, on_device: bool) -> Iterator[Move]:
-    """Yield the moves that update the far states of flats, given as runs of equal ones in order."""
+def far_update(runs: Sequence[tuple[Kind, int]], chunk_bytes: int, moments: int, on_device: bool) -> Iterator[Move]:
+    """Yield the moves of an update of flats, given as runs of equal ones in order, of which something is far.
+
+    What is near of them is updated on the device, for which gradients come from their home.
+
+    Args:
+        chunk_bytes: of masters and moments in a chunk; 0: as many as is usual.
+        moments: of an element.
+        on_device: the device updates all, and reads the host's memory itself.
+    """
+    near = [(Buffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near]
+    if not on_device:
+        for buffer, count in near:
+            yield from (Take(buffer, count), Copy("host>device", buffer.nbytes, count))
+        yield from (Give(buffer, count) for buffer, count in near)
+    yield from _stream(runs, chunk_bytes, moments, on_device)
+
+
+def _stream(runs: Iterable[tuple[Kind, int]], chunk_bytes: int, moments: int, on_device: bool) -> Iterator[Move]:
     kinds = [kind for kind, count in runs if kind.far for _ in range(count)]
     shards = ((kind.near, kind.near + kind.far, far_block_bytes(kind.plan.precision, kind.dtype)) for kind in kinds)
     sizes = _Sizes(kinds, moments, on_device)
