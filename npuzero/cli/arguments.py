@@ -34,9 +34,17 @@ def memory(text: str) -> int:
     return int(value)
 
 
+def rate(text: str) -> float:
+    """Parse a rate in GB/s, of 10^9 bytes, as bytes a second: ``6``, ``2.5``."""
+    value = _parsed(text, {"": 10**9, "gb/s": 10**9, "mb/s": 10**6})
+    if value is None or not 10**6 <= value <= 10**15:
+        raise argparse.ArgumentTypeError(f"expected a rate in GB/s such as 6 or 2.5; got {text!r}")
+    return float(value)
+
+
 def _parsed(text: str, units: dict[str, int]) -> Decimal | None:
     """Return a number and its unit, in any case of letters; None where it is none."""
-    found = re.fullmatch(rf"\s*{_NUMBER}\s*([a-z]*)\s*", text, re.IGNORECASE)
+    found = re.fullmatch(rf"\s*{_NUMBER}\s*([a-z/]*)\s*", text, re.IGNORECASE)
     if found is None or found[2].lower() not in units:
         return None
     return Decimal(re.sub("[_,]", "", found[1])) * units[found[2].lower()]

@@ -25,8 +25,10 @@ PARTS = {
 }
 #: How legends call a part, where it is not by its key in reports.
 NAMES = {"states": "optimizer states"}
+#: Memories beside the device, in the order in which they are stacked.
+FARTHER = {"host": "#1D7A5F", "nvme": "#B07CC6"}
 #: What a rank does with its time.
-WORK = {"compute": "#1D7A5F", "communication": "#B07CC6", "waiting": "#F4BFD4"}
+WORK = {"compute": FARTHER["host"], "communication": FARTHER["nvme"], "waiting": "#F4BFD4"}
 #: Bytes sent, by collective: gathers carry parameters, reductions gradients.
 SENT = {
     "all_gather": PARTS["parameters"],

@@ -9,19 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import families
+from npuzero.cli import families, tiers
 from npuzero.cli.arguments import memory, number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRECISIONS, PRESETS, SUMS, Axes, Plan, Report
+from npuzero.plan import PRECISIONS, PRESETS, SUMS, Memory, Placement, Plan, Report
 
 _EPILOG = """\
 examples:
   npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB
   npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
+  npuzero plan --parameters 70B --memory 64GiB --offload nvme --disk 5 --link 25
 
 --config counts to the element: by the model's class where transformers is installed (on meta: nothing is downloaded,
 none of a repository's code is run), else by npuzero's own arithmetic for
@@ -38,6 +39,8 @@ presets, and what each shards over the ranks (docs/plan.md, "Presets"):
   zero1.5     states, within a host               hpz         the same, sharded within a host meanwhile
   zero2       gradients and states                hsdp, mics  all, within a host
 
+offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme: --offload host, --offload nvme.
+
 Memory is of the training state and the engine's buffers; activations come on top. Traffic is what each rank sends
 in one optimizer step. The model is trained by Adam or AdamW; what its class freezes stays frozen."""
 
@@ -46,6 +49,10 @@ parameters, gradients, states (masters and Adam's moments): what stays on a rank
 block's forward and backward; buffers: the most that gathered blocks and communication buffers take at once.
 Activations come on top.
 Sent: all_gather, reduce_scatter and all_reduce carry parameters and gradients; control is the engine's own."""
+
+_FAR_LEGEND = """\
+Parts and total are on the device; host and nvme: all that rests there, and on the host a ring for what passes by.
+link and disk: seconds that they are busy in a step; the update hides behind the next forward where that is longer."""
 
 
 def add_parser(commands: Any) -> None:
@@ -77,6 +84,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
+    tiers.add_options(parser)
     parser.add_argument("--clip", action="store_true", help="the gradient norm is clipped")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
@@ -91,35 +99,36 @@ def run(options: argparse.Namespace) -> str:
     if options.plot:
         plot(options.plot, title, reports, options.memory)
     if options.json:
-        facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options.memory)}
+        facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options)}
         if options.memory:
             facts |= {"memory_bytes": options.memory, "first_fit": first_fit(reports, options.memory)}
         return json.dumps(facts, indent=2)
-    return render(title, reports, options.memory)
+    return render(title, reports, options)
 
 
 def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
-    """Return a Report for each preset."""
+    """Return a Report for each preset; and where options say so, for each with parts off the device."""
     settings = Settings(prefetch=options.prefetch)
     precision = replace(PRECISIONS[options.precision], sums=options.sums)
-    reports = {}
-    for preset in PRESETS:
-        plan = Plan.preset(preset, precision=precision, local_size=options.local)
-        reports[preset] = model.predict(
-            plan, options.world, settings, micro_batches=options.micro_batches, clip=options.clip
-        )
-    return reports
+    plans = [Plan.preset(preset, precision=precision, local_size=options.local) for preset in PRESETS]
+    placed = [plan for plan in (tiers.place(plan, options) for plan in plans) if plan is not None]
+    facts = {"micro_batches": options.micro_batches, "clip": options.clip}
+    return {plan.name: model.predict(plan, options.world, settings, **facts) for plan in (*plans, *placed)}
 
 
-def as_dict(reports: dict[str, Report], memory_bytes: int | None) -> dict[str, Any]:
+def as_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str, Any]:
     """Return the reports in bytes, by preset; ``bytes_left`` of a rank's memory is negative where a preset does not
     fit.
     """
-    return {
-        name: {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
-        | ({"bytes_left": memory_bytes - _held(report)} if memory_bytes else {})
-        for name, report in reports.items()
-    }
+    return {name: _as_dict(report, options) for name, report in reports.items()}
+
+
+def _as_dict(report: Report, options: argparse.Namespace) -> dict[str, Any]:
+    facts: dict[str, Any] = {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+    if any(report.bytes_moved.values()):
+        facts |= {"memory": report.memory, "bytes_moved": report.bytes_moved}
+        facts |= {f"{what}_seconds": taken for what, taken in tiers.seconds(report, options).items()}
+    return facts | ({"bytes_left": options.memory - _held(report)} if options.memory else {})
 
 
 def first_fit(reports: dict[str, Report], memory_bytes: int) -> str | None:
@@ -132,32 +141,41 @@ def distinct(reports: dict[str, Report]) -> dict[str, Report]:
 
     On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
     """
-    names: dict[tuple[Axes, ...], list[str]] = {}
+    names: dict[tuple[Placement, ...], list[str]] = {}
     for name, report in reports.items():
         mesh = report.plan.mesh_shape(report.world)
-        parts = report.plan.parts.values()
         # Over an axis of one rank nothing is divided.
-        sharded = tuple(tuple(axis for axis in part.axes if mesh.size((axis,)) > 1) for part in parts)
+        sharded = tuple(
+            replace(part, axes=tuple(axis for axis in part.axes if mesh.size((axis,)) > 1))
+            for part in report.plan.parts.values()
+        )
         names.setdefault(sharded, []).append(name)
     if len(names) == 1:
         return {"any preset": next(iter(reports.values()))}
     return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
 
 
-def render(title: str, reports: dict[str, Report], memory_bytes: int | None = None) -> str:
-    """Render two tables: memory by part, traffic by collective, each with its total; with ``memory_bytes``,
-    which fit.
+def render(title: str, reports: dict[str, Report], options: argparse.Namespace) -> str:
+    """Render two tables: memory by part, traffic by collective, each with its total; with a rank's memory which fit;
+    and where any row has parts off the device what that moves.
     """
     rows = distinct(reports)
-    held = {name: report.bytes_held for name, report in rows.items()}
+    memory_bytes: int | None = options.memory
+    held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}
     sent = {name: report.bytes_sent for name, report in rows.items()}
     cuts = {"sharded": {name: _cuts(report) for name, report in rows.items()}}
-    fits = {}
+    fits = tiers.elsewhere(rows)
     if memory_bytes:
         fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
     tables = [_table("memory per rank", held, cuts, fits), _table("sent per rank and step", sent)]
     advice = [_advice(reports, memory_bytes)] if memory_bytes else []
-    return "\n\n".join([title, *_coincidence(reports), *tables, *advice, _LEGEND])
+    legend = [_LEGEND]
+    if moved := tiers.moved(rows):
+        busy = {name: tiers.seconds(rows[name], options) for name in moved}
+        took = {what: {name: f"{busy[name][what]:.3g} s" for name in moved} for what in next(iter(busy.values()))}
+        tables.append(_table("moved between memories per rank and step", moved, after=took))
+        legend.append(_FAR_LEGEND)
+    return "\n\n".join([title, *_coincidence(reports), *tables, *advice, *legend])
 
 
 _Texts = Mapping[str, Mapping[str, str]]
@@ -196,7 +214,7 @@ def _cuts(report: Report) -> str:
 
 
 def _held(report: Report) -> int:
-    return sum(report.bytes_held.values())
+    return report.memory[Memory.DEVICE.value]
 
 
 def _fit(bytes_left: int) -> str:
@@ -207,7 +225,8 @@ def _coincidence(reports: dict[str, Report]) -> list[str]:
     """Return why presets are the same here, where the number of ranks or hosts is the reason."""
     report = next(iter(reports.values()))
     if report.world == 1:
-        return ["On one rank there is nothing to shard over: all presets are the same."]
+        here = "" if len(reports) == len(PRESETS) else " but for what rests off the device"
+        return [f"On one rank there is nothing to shard over: all presets are the same{here}."]
     mesh = report.plan.mesh_shape(report.world)
     if mesh.node == 1:
         return [
@@ -226,7 +245,8 @@ def _advice(reports: dict[str, Report], memory_bytes: int) -> str:
     least = min(reports, key=lambda name: _held(reports[name]))
     over = quantity(_held(reports[least]) - memory_bytes)
     nearest = f"None fits in {size}; {least} is nearest" if reports[least].world > 1 else f"It does not fit in {size}"
-    return f"{nearest}, {over} too much: take more ranks (--world) or fewer bits (--precision)."
+    remedies = "take more ranks (--world), fewer bits (--precision) or another memory (--offload)"
+    return f"{nearest}, {over} too much: {remedies}."
 
 
 def _title(model: ModelShape, options: argparse.Namespace) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from npuzero.cli.palette import GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT, caption
+from npuzero.cli.palette import FARTHER, GOAL, NAMES, PAPER, PARTS, SENT, STYLE, TEXT, caption
 from npuzero.cli.table import quantity, unit_for
 from npuzero.errors import ConfigError, StorageError
-from npuzero.plan import Report
+from npuzero.plan import Memory, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,26 +50,32 @@ def plot(path: Path, title: str, reports: Mapping[str, Report], memory_bytes: in
 
 
 def draw(title: str, reports: Mapping[str, Report], memory_bytes: int | None = None) -> Figure:
-    """Return the picture: stacked bars of memory by part and of bytes sent by collective."""
+    """Return the picture: stacked bars of memory by part and of bytes sent by collective; between them, where anything
+    rests off the device, of the other memories.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.9 + 0.42 * len(reports)), layout="constrained")
     caption(figure, finding(reports), title, _SOURCE)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
-    held = {name: report.bytes_held for name, report in reports.items()}
+    farther = {name: {memory: report.memory[memory] for memory in FARTHER} for name, report in reports.items()}
+    offload = any(any(row.values()) for row in farther.values())
+    left, *middle, right = figure.subplots(1, 2 + offload, sharey=True, width_ratios=(1.25, *[0.8] * offload, 1))
+    held = {name: report.held[Memory.DEVICE] for name, report in reports.items()}
     unit_bytes = _bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)
     if memory_bytes:
         place = memory_bytes / unit_bytes
         left.axvline(place, color=GOAL, linestyle="--", linewidth=1.5)
         text = f"a rank has {quantity(memory_bytes)}"
         left.annotate(text, (place, 1), (4, 2), ("data", "axes fraction"), "offset points", color=GOAL, fontsize=9)
+    for axes in middle:
+        _bars(axes, "Off the device", farther, FARTHER)
     _bars(right, "Sent by a rank in a step", {name: report.bytes_sent for name, report in reports.items()}, SENT)
     return figure
 
 
 def finding(reports: Mapping[str, Report]) -> str:
     """Return what the picture shows, in a line: which preset holds the least, beside which holds the most."""
-    held = {name: sum(report.bytes_held.values()) for name, report in reports.items()}
+    held = {name: report.memory[Memory.DEVICE.value] for name, report in reports.items()}
     least, most = min(held, key=held.__getitem__), max(held, key=held.__getitem__)
     if held[least] == held[most]:
         return f"Every preset holds {quantity(held[most])}: one rank has nobody to share with"

@@ -84,7 +84,7 @@ def _stream(runs: Iterable[tuple[Kind, int]], chunk_bytes: int, moments: int, on
         return
     distinct = set(chunks)
     slots = [whole_pages(max(section)) for section in zip(*(size.sections for size in distinct), strict=True)]
-    # Slots of one length are a kind of their own only by their length: pools lend by it.
+    # They stay from step to step, as what a pool lends does.
     ring = [
         (Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=()), min(RING_SLOTS, len(chunks)))
         for nbytes in slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -139,6 +140,57 @@ def test_which_presets_fit_and_by_how_much(capsys):
     assert facts["first_fit"] == fitting[0] == "zero2" and "The first that fits in 16.00 GiB is zero2" in text
 
 
+@pytest.mark.parametrize(
+    ("options", "offload", "gradients"),
+    [
+        (["--offload", "host"], "host", True),
+        (["--offload", "nvme"], "nvme", True),
+        (["--states", "nvme", "--gradients", "host"], "nvme", True),
+        (["--states", "host"], "host", False),
+    ],
+)
+def test_rows_off_the_device_say_what_predict_says(options, offload, gradients, capsys):
+    arguments = ["plan", "--parameters", "1B", "--world", "16", "--local", "4", "--micro-batches", "2", *options]
+    assert main([*arguments, "--link", "20", "--memory", "4GiB", "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    assert list(presets) == [*PRESETS, *(f"{name}+{offload}" for name in PRESETS)]
+    for name in PRESETS:
+        plan = Plan.preset(name, precision="bf16", local_size=4)
+        placed = plan.offloaded(offload)
+        placed = placed if gradients else dataclasses.replace(placed, gradients=plan.gradients)
+        report = from_size(10**9).predict(placed, 16, Settings(), micro_batches=2)
+        assert presets[f"{name}+{offload}"] == {
+            "bytes_held": report.bytes_held,
+            "bytes_sent": report.bytes_sent,
+            "memory": report.memory,
+            "bytes_moved": report.bytes_moved,
+            "link_seconds": max(report.bytes_moved["device>host"], report.bytes_moved["host>device"]) / 20e9,
+            "bytes_left": 4 * 2**30 - report.memory["device"],
+        }
+        assert set(presets[name]) == {"bytes_held", "bytes_sent", "bytes_left"}
+
+
+def test_the_disk_s_seconds_are_those_of_both_ways(capsys):
+    arguments = ["plan", "--parameters", "7B", "--world", "8", "--offload", "nvme", "--disk", "5", "--link", "25"]
+    assert main([*arguments, "--memory", "8GiB"]) == 0
+    text = capsys.readouterr().out
+    memory, _, moved = text.partition("moved between memories per rank and step")
+    header = memory.splitlines()[6].split()
+    assert header[-4:] == ["nvme", "in", "8.00", "GiB"] and "host" in header
+    row = by_preset(moved)["zero3+nvme"].split()
+    # 12 bytes of each of 7e9 / 8 elements there and back, 4 to the host, 2 to the device: padded a little.
+    assert float(row[-2]) == pytest.approx(2 * 12 * 7 / 8 / 5, rel=0.01)
+    assert float(row[-4]) == pytest.approx(4 * 7 / 8 / 25, rel=0.01)
+    assert set(by_preset(moved)).isdisjoint(PRESETS), "what is on the device moves nothing"
+    assert "The first that fits in 8.00 GiB is zero3+nvme" in text
+
+
+def test_without_offload_no_table_speaks_of_it(capsys):
+    assert main(["plan", "--parameters", "7B", "--memory", "8GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "moved between" not in text and " nvme" not in text and "or another memory (--offload)" in text
+
+
 def test_where_nothing_fits_the_nearest_is_named(capsys):
     arguments = ["plan", "--parameters", "70B", "--memory", "24GiB"]
     assert main(arguments) == 0
@@ -237,6 +289,11 @@ def test_what_is_cut_is_padded_for_the_world():
         (["plan", "--parameters", "1M", "--vocabulary", "1M"], "enough for 12 blocks beside a vocabulary of 1,000,000"),
         (["plan", "--parameters", "7e9", "--world", "64", "--local", "7"], "a local_size that divides the world of 64"),
         (["plan", "--parameters", "7e9", "--prefetch", "-1"], "settings.prefetch: expected an integer from 0"),
+        (["plan", "--parameters", "7e9", "--disk", "5"], "--disk: expected --offload or --states nvme beside it"),
+        (["plan", "--parameters", "7e9", "--disk", "5", "--offload", "host"], "--disk: expected --offload or --states"),
+        (["plan", "--parameters", "7e9", "--link", "5"], "--link: expected --offload or --states beside it"),
+        (["plan", "--parameters", "7e9", "--gradients", "host"], "--gradients: expected --offload or --states"),
+        (["plan", "--parameters", "7e9", "--offload", "host", "--states", "host"], "neither --states nor --gradients"),
         (["plan", "--config", "missing.json"], "file missing.json: expected a readable file"),
         (["plan", "--config", "x.json", "--units", "3"], "--units: expected --parameters beside it"),
         (["plan", "--config", "x.json", "--vocabulary", "3k"], "--vocabulary: expected --parameters beside it"),
@@ -268,6 +325,10 @@ def test_a_known_error_is_one_line_on_stderr(arguments, message, capsys, tmp_pat
         ["plan", "--parameters", "7e9", "--world", "0"],
         ["plan", "--parameters", "7e9", "--precision", "fp8"],
         ["plan", "--parameters", "7e9", "--sums", "bf16"],
+        ["plan", "--parameters", "7e9", "--offload", "disk"],
+        ["plan", "--parameters", "7e9", "--offload", "nvme", "--disk", "0"],
+        ["plan", "--parameters", "7e9", "--offload", "nvme", "--disk", "fast"],
+        ["plan", "--parameters", "7e9", "--offload", "nvme", "--link", "5GiB"],
         ["plan", "--parameters", "7BB"],
         ["plan", "--parameters", "7GB"],
         ["plan", "--parameters", "1,5B"],

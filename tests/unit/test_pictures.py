@@ -41,7 +41,7 @@ def lab(colour: str, vision: str = "usual") -> tuple[float, float, float]:
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
-@pytest.mark.parametrize("group", ["PARTS", "WORK", "SENT"])
+@pytest.mark.parametrize("group", ["PARTS", "FARTHER", "WORK", "SENT"])
 def test_colours_that_meet_differ_in_grey_and_to_every_eye(group):
     for (name, one), (other_name, other) in combinations(getattr(palette, group).items(), 2):
         assert abs(lab(one)[0] - lab(other)[0]) >= 10, (name, other_name)
@@ -101,6 +101,16 @@ def test_a_plans_picture_names_what_it_shows():
     ]
     assert {text.get_text() for text in left.texts} >= {"a rank has 1.00 GiB"}
     assert [text.get_text() for text in left.get_yticklabels()] == list(reports)
+
+
+def test_a_picture_of_offload_has_the_other_memories_between():
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context(palette.STYLE):
+        left, middle, _ = draw("a model", {preset: report(preset) for preset in ("zero3", "infinity-states")}).axes
+    assert left.get_title("left").startswith("Memory of a rank")
+    assert middle.get_title("left").startswith("Off the device")
+    assert [text.get_text() for text in middle.get_legend().get_texts()] == ["host", "nvme"]
+    assert middle.texts[0].get_text() == "nothing"
 
 
 def test_the_finding_is_who_holds_the_least():

@@ -1,0 +1,77 @@
+"""What ``npuzero plan`` says of the host and of NVMe: options, rows, what is moved and how long that takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+
+from npuzero.cli.arguments import rate
+from npuzero.cli.table import quantity
+from npuzero.errors import ConfigError
+from npuzero.plan import LINKS, OFFLOADS, Memory, Plan, Report
+
+#: Links that a rate is given for, by option; both ways share a disk, and each way has a link of its own.
+DISK, LINK = ("host>nvme", "nvme>host"), ("device>host", "host>device")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says where states and gradients rest, and how fast they move."""
+    where = parser.add_argument_group("off the device (rows named zero3+nvme and so on come on top)")
+    where.add_argument("--offload", choices=tuple(OFFLOADS), help="states there, gradients on the host: zero(offload=)")
+    where.add_argument("--states", choices=tuple(OFFLOADS), help="states there")
+    where.add_argument("--gradients", choices=("host",), help="gradients, too, where they are sharded as states are")
+    where.add_argument("--link", type=rate, metavar="GB/S", help="of a rank between device and host, each way")
+    where.add_argument("--disk", type=rate, metavar="GB/S", help="of a rank on NVMe, both ways together")
+
+
+def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
+    """Return ``plan`` with parts off the device as the options say; None where they say nothing.
+
+    Raises:
+        ConfigError: options that make no sense together.
+    """
+    if options.offload and (options.states or options.gradients):
+        raise ConfigError(
+            "--offload", expected="neither --states nor --gradients beside it", got="both", do="Give one of them."
+        )
+    offload = options.offload or options.states
+    for option, needed in (("gradients", offload), ("link", offload), ("disk", offload == "nvme")):
+        if getattr(options, option) is not None and not needed:
+            raise ConfigError(
+                f"--{option}",
+                expected=f"--offload or --states{' nvme' * (option == 'disk')} beside it",
+                got="none",
+                do="Say where states rest, or leave it out.",
+            )
+    if offload is None:
+        return None
+    placed = plan.offloaded(offload)
+    return placed if options.offload or options.gradients else replace(placed, gradients=plan.gradients)
+
+
+def elsewhere(rows: Mapping[str, Report]) -> dict[str, dict[str, str]]:
+    """Return columns of what rests on the host and on NVMe, where anything does."""
+    columns = {memory.value: {n: r.memory[memory.value] for n, r in rows.items()} for memory in Memory}
+    del columns[Memory.DEVICE.value]
+    return {
+        memory: {n: quantity(b) for n, b in column.items()}
+        for memory, column in columns.items()
+        if any(column.values())
+    }
+
+
+def moved(rows: Mapping[str, Report]) -> dict[str, dict[str, int]]:
+    """Return bytes by link, of links and rows that move anything."""
+    used = [link for link in LINKS if any(report.bytes_moved[link] for report in rows.values())]
+    return {n: {link: r.bytes_moved[link] for link in used} for n, r in rows.items() if any(r.bytes_moved.values())}
+
+
+def seconds(report: Report, options: argparse.Namespace) -> dict[str, float]:
+    """Return how long links and disk are busy for a step, of those whose rates are given."""
+    found = {}
+    if options.link:
+        found["link"] = max(report.bytes_moved[link] for link in LINK) / options.link
+    if options.disk:
+        found["disk"] = sum(report.bytes_moved[link] for link in DISK) / options.disk
+    return found
