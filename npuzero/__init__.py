@@ -29,6 +29,7 @@ from npuzero.api import (
     predict,
     register_forward_method,
     report,
+    tiled,
     zero,
 )
 from npuzero.checkpoint.weights import Weights
@@ -95,5 +96,6 @@ __all__ = [
     "predict",
     "register_forward_method",
     "report",
+    "tiled",
     "zero",
 ]

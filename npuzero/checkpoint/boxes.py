@@ -18,6 +18,10 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def after(self, row: int) -> Box:
+        """Return this box in a tensor that has ``row`` more rows before."""
+        return Box((self.offsets[0] + row, *self.offsets[1:]), self.sizes) if row else self
+
 
 def boxes_of(shape: Sequence[int], begin: int, end: int, limit: int | None = None) -> list[Box]:
     """Return the elements ``[begin, end)`` of a contiguous tensor of ``shape``, as boxes in the order of the elements.

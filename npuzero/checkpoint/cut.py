@@ -12,12 +12,12 @@ from torch.distributed.checkpoint import planner
 from npuzero.checkpoint import parts
 from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.metadata import Chunk, Index, properties
-from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry, Part
+from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry, Part, Piece
 from npuzero.errors import CheckpointError, StateError
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
-from npuzero.shard.layout import Slot
 from npuzero.shard.ownership import engine_of
+from npuzero.shard.tiles import Rows, rows_of
 
 
 class CutTensor(torch.Tensor):
@@ -93,9 +93,9 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
         names = parts.group_names(model, cut_optimizer)
         groups = [{**g, "params": own} for g, own in zip(cut_optimizer.param_groups, names, strict=True)]
         state[OPTIMIZER] = {"state": {}, "param_groups": groups}
-        tensors, numbers = parts.optimizer_parts(engine, cut_optimizer)
+        tensors, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
         if not tensors and not numbers:
-            tensors, numbers = _zeros(engine, cut_optimizer)
+            tensors, numbers = _zeros(model, engine, cut_optimizer)
         _add_cut(state, tensors)
         for entry in numbers:
             _, _, name, kind = entry.path
@@ -129,7 +129,7 @@ def load_state_dict(
         begin, end = part.rest.range
         values = torch.zeros(end - begin, dtype=part.dtype, device=engine.device)
         for cut in part.cuts:
-            _copy_own(state[MODEL], str(cut.paths[0][1]), cut.slot, begin, values)
+            _copy_own(state[MODEL], str(cut.paths[0][1]), cut.piece, begin, values)
         parts.write(part, values)
     for entry in parts.model_entries(model):
         if isinstance(entry.value, Tensor):
@@ -137,8 +137,9 @@ def load_state_dict(
     if cut_optimizer is not None:
         for group, options in zip(cut_optimizer.param_groups, state[OPTIMIZER]["param_groups"], strict=True):
             group.update((key, value) for key, value in options.items() if key != "params")
+        tiles = rows_of(model)
         for flat in engine.flats():
-            _load_states(engine, cut_optimizer, flat, state[OPTIMIZER]["state"])
+            _load_states(engine, cut_optimizer, flat, tiles, state[OPTIMIZER]["state"])
     engine.values.restore_parameters()
 
 
@@ -147,55 +148,63 @@ def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
         begin, end = part.rest.range
         values = part.read(slice(0, end - begin))
         for cut in part.cuts:
-            made = CutTensor(cut.slot.shape, values, parts.own_boxes(cut.slot, begin, values))
+            made = CutTensor(cut.shape, values, cut.piece.own_boxes(begin, values))
             for path in cut.paths:
                 inner = state
                 for name in path[:-1]:
                     inner = inner.setdefault(str(name), {})
-                inner[str(path[-1])] = made
+                there = inner.setdefault(str(path[-1]), made)
+                if there is not made:  # another tile's boxes of the same tensor
+                    there.boxes += made.boxes
 
 
-def _zeros(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
+def _zeros(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
     """Return the states that an optimizer will have: a step of 0, and moments of zeros."""
+    tiles = rows_of(model)
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():
-        own = [s for s, p in zip(flat.layout.slots, flat.parameters, strict=True) if id(p) in members]
+        slots = zip(flat.layout.slots, flat.parameters, strict=True)
+        own = [Piece.of(slot, tiles) for slot, parameter in slots if id(parameter) in members]
         for name in optimizer.state_names():
-            paths = [(OPTIMIZER, "state", slot.name, name) for slot in own]
+            paths = [(OPTIMIZER, "state", piece.whole.name, name) for piece in own]
             if name == "step":
                 numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
             elif own:
                 zeros = torch.zeros(flat.master.numel(), device=engine.device)
-                cuts = tuple(Cut((path,), slot, torch.float32) for path, slot in zip(paths, own, strict=True))
+                cuts = tuple(Cut((path,), piece, torch.float32) for path, piece in zip(paths, own, strict=True))
                 tensors.append(Part(flat, flat.rests.states, cuts, zeros.__getitem__))
     return tensors, numbers
 
 
-def _load_states(engine: Engine, optimizer: CutOptimizer, flat: Flat, loaded: Mapping[str, Any]) -> None:
+def _load_states(
+    engine: Engine, optimizer: CutOptimizer, flat: Flat, tiles: Mapping[str, Rows], loaded: Mapping[str, Any]
+) -> None:
     begin, end = flat.rests.states.range
     buffers: dict[str, Tensor] = {}
     slots: parts.SlotStates = []
-    for slot in flat.layout.slots:
+    for piece in (Piece.of(slot, tiles) for slot in flat.layout.slots):
         state: dict[str, float | None] = {}
-        for name, value in loaded.get(slot.name, {}).items():
+        own = loaded.get(piece.whole.name, {})
+        for name, value in own.items():
             state[name] = None if isinstance(value, CutTensor) else float(value)
             if state[name] is None:
                 buffer = buffers.setdefault(name, torch.zeros(end - begin, device=engine.device))
-                _copy_own(loaded[slot.name], name, slot, begin, buffer)
+                _copy_own(own, name, piece, begin, buffer)
         slots.append(state)
     optimizer.load_cut_state(engine, flat, buffers, slots)
 
 
-def _copy_own(state: Mapping[str, Any], name: str, slot: Slot, begin: int, values: Tensor) -> None:
+def _copy_own(state: Mapping[str, Any], name: str, piece: Piece, begin: int, values: Tensor) -> None:
     found = state.get(name)
-    expected = [box for box, _ in parts.own_boxes(slot, begin, values)]
-    if not isinstance(found, CutTensor) or [box for box, _ in found.boxes] != expected:
+    targets = dict(piece.own_boxes(begin, values))
+    sources = dict(found.boxes) if isinstance(found, CutTensor) else None
+    if sources is None or not sources.keys() >= targets.keys():
         raise CheckpointError(
-            f"load_state_dict: {slot.name}",
-            expected=f"a CutTensor with {expected}",
+            f"load_state_dict: {piece.whole.name}",
+            expected=f"a CutTensor with {[*targets]}",
             got=repr(found)[:200],
             do="Pass what npuzero.checkpoint.state_dict gave for the same model on the same ranks.",
         )
-    for (_, target), (_, source) in zip(parts.own_boxes(slot, begin, values), found.boxes, strict=True):
-        target.copy_(source)
+    for box, target in targets.items():
+        target.copy_(sources[box])

@@ -35,6 +35,7 @@ from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
 from npuzero.shard.ownership import engine_of
 from npuzero.shard.rest import Rest
+from npuzero.shard.tiles import TiledTensor
 from npuzero.shard.values import PIECE
 
 #: Largest size of a file, unless a single tensor is larger.
@@ -300,13 +301,14 @@ def export(
     engine.values.settle()
     facts: list[Facts] = []
     for name, tensor in tensors:
-        kind = wanted if wanted is not None and id(tensor) in slots else tensor.dtype
+        kind = wanted if wanted is not None and id(_members(tensor)[0]) in slots else tensor.dtype
         facts.append((name, kind, tuple(tensor.shape)))
     problem: Exception | None = None
     with Writer(target, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
         for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
-            for piece in _pieces(engine, slots.get(id(tensor)), tensor, kind):
-                problem = problem or _problem(writer.put, piece, kind)
+            for member in _members(tensor):
+                for piece in _pieces(engine, slots.get(id(member)), member, kind):
+                    problem = problem or _problem(writer.put, piece, kind)
         problem = problem or _problem(writer.commit)
     _agree(engine, problem)
 
@@ -380,6 +382,11 @@ def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
             do="Keep what tells the tensors apart.",
         )
     return list(found.values())
+
+
+def _members(tensor: Tensor) -> list[nn.Parameter] | list[Tensor]:
+    """Return what has the elements of ``tensor``, in their order: itself, or its tiles."""
+    return tensor.tiles if isinstance(tensor, TiledTensor) else [tensor]
 
 
 def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from npuzero.checkpoint import parts, rng
 from npuzero.checkpoint.metadata import Tensors
-from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part
+from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part, Piece
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.errors import CheckpointError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
+from npuzero.shard.tiles import rows_of
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
 
@@ -148,10 +149,11 @@ class Loader:
         self._engine = engine
         self._optimizer = optimizer
         self._names = Names(source, model, optimizer)
+        self._tiles = rows_of(model)
         self._buffers: dict[str, Tensor] = {}
         for part in parts.model_parts(model, engine):
             for cut in part.cuts:
-                self._check(self._names.parameters[str(cut.paths[0][1])], cut.slot.shape)
+                self._check(self._names.parameters[str(cut.paths[0][1])], cut.shape)
 
     def load(self) -> None:
         """Load masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
@@ -172,9 +174,7 @@ class Loader:
             first, last = overlap(gap, (begin, end))
             values[first - begin : last - begin].zero_()
         keys = {cut: self._names.parameters[str(cut.paths[0][1])] for cut in part.cuts}
-        self._source.fill(
-            [Wanted(keys[cut], *own) for cut in part.cuts for own in parts.own_boxes(cut.slot, begin, values)]
-        )
+        self._source.fill([Wanted(keys[cut], *own) for cut in part.cuts for own in cut.piece.own_boxes(begin, values)])
         parts.write(part, values)
 
     def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -196,14 +196,15 @@ class Loader:
         buffers: dict[str, Tensor] = {}
         slots: parts.SlotStates = []
         wanted: list[Wanted] = []
-        for slot in flat.layout.slots:
+        for piece in (Piece.of(slot, self._tiles) for slot in flat.layout.slots):
             state: dict[str, float | None] = {}
-            for name, key in self._names.states.get(slot.name, {}).items():
+            whole = piece.whole
+            for name, key in self._names.states.get(whole.name, {}).items():
                 described = self._source.tensors[key]
-                if type(described) is Tensors and described.size == slot.shape and (slot.shape or name != "step"):
+                if type(described) is Tensors and described.size == whole.shape and (whole.shape or name != "step"):
                     state[name] = None
                     buffer = buffers.setdefault(name, self._buffer(name, end - begin, torch.float32))
-                    wanted += [Wanted(key, *own) for own in parts.own_boxes(slot, begin, buffer)]
+                    wanted += [Wanted(key, *own) for own in piece.own_boxes(begin, buffer)]
                 else:
                     state[name] = self._number(key)
             slots.append(state)

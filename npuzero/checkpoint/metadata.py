@@ -115,9 +115,10 @@ class Draft:
     stored: dict[Any, _StorageInfo] = field(default_factory=dict)
 
     def add_cut(self, cut: Cut) -> None:
-        """Add a tensor whose boxes are to come."""
+        """Add a tensor whose boxes are to come, once for all its tiles."""
         for path in cut.paths:
-            self._add_tensor(path, cut.dtype, cut.slot.shape)
+            if key_of(path) not in self.tensors:
+                self._add_tensor(path, cut.dtype, cut.shape)
 
     def add_box(self, cut: Cut, box: Box, file: str, offset: int, nbytes: int) -> None:
         """Add where a box of it lies; all its names share it."""

@@ -21,6 +21,7 @@ from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Slot, overlap
 from npuzero.shard.rest import Rest
+from npuzero.shard.tiles import Rows, rows_of
 
 #: What names begin with, as in PyTorch's own recipes.
 MODEL, OPTIMIZER = "model", "optim"
@@ -66,12 +67,48 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Describe what a slot of a flat has of a tensor: all of it, or the rows of a tile."""
+
+    slot: Slot
+    whole: Rows
+
+    @staticmethod
+    def of(slot: Slot, tiles: Mapping[str, Rows]) -> Piece:
+        """Return what ``slot`` has; ``tiles``: see :func:`npuzero.shard.tiles.rows_of`."""
+        return Piece(slot, tiles.get(slot.name) or Rows(slot.name, slot.shape, 0))
+
+    def boxes(self, begin: int, end: int, limit: int | None = None) -> list[Box]:
+        """Return the elements ``[begin, end)`` of the flat, all of them the slot's, as boxes of the tensor."""
+        found = boxes_of(self.slot.shape, begin - self.slot.begin, end - self.slot.begin, limit)
+        return [box.after(self.whole.first) for box in found]
+
+    def own_boxes(self, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
+        """Return its boxes in a shard of its flat that begins at ``begin``, each with its elements."""
+        first, last = overlap((self.slot.begin, self.slot.end), (begin, begin + shard.numel()))
+        found = []
+        for box in self.boxes(first, last):
+            found.append((box, shard[first - begin : first - begin + box.numel].view(box.sizes)))
+            first += box.numel
+        return found
+
+
+@dataclass(frozen=True)
 class Cut:
-    """Describe a sharded tensor: one slot of a flat, or one of the optimizer's states for it."""
+    """Describe a sharded tensor: what one slot of a flat has of it, or of one of the optimizer's states for it."""
 
     paths: tuple[Path, ...]  # several for a parameter that has several names
-    slot: Slot
+    piece: Piece
     dtype: torch.dtype
+
+    @property
+    def slot(self) -> Slot:
+        return self.piece.slot
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the tensor's."""
+        return self.piece.whole.shape
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -105,7 +142,7 @@ class Part:
             begin, end = overlap((cut.slot.begin, cut.slot.end), written)
             start = begin
             limit = ITEM_BYTES // cut.dtype.itemsize
-            for box in boxes_of(cut.slot.shape, begin - cut.slot.begin, end - cut.slot.begin, limit):
+            for box in cut.piece.boxes(begin, end, limit):
                 yield Item(cut, box, start)
                 start += box.numel
 
@@ -136,26 +173,17 @@ def write(part: Part, values: Tensor) -> None:
         part.flat.resting.copy_(values)
 
 
-def own_boxes(slot: Slot, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
-    """Return the boxes of ``slot`` in a shard of its flat that begins at ``begin``, each with its elements."""
-    first, last = overlap((slot.begin, slot.end), (begin, begin + shard.numel()))
-    found = []
-    for box in boxes_of(slot.shape, first - slot.begin, last - slot.begin):
-        found.append((box, shard[first - begin : first - begin + box.numel].view(box.sizes)))
-        first += box.numel
-    return found
-
-
 def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
     """Return the parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
+    tiles = rows_of(model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(tiles[name].name if name in tiles else name)
     parts = []
     for flat in (flat for unit in engine.units for flat in unit.flats):
         dtype = torch.float32 if flat.trainable else flat.dtype
         cuts = tuple(
-            Cut(tuple((MODEL, name) for name in names[id(parameter)]), slot, dtype)
+            Cut(tuple((MODEL, name) for name in names[id(parameter)]), Piece.of(slot, tiles), dtype)
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
         )
         rests = flat.rests
@@ -172,23 +200,27 @@ def model_entries(model: nn.Module) -> list[Entry]:
     return [Entry((MODEL, name), value) for name, value in named.items() if not isinstance(value, nn.Parameter)]
 
 
-def optimizer_parts(engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
+def optimizer_parts(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
     """Return the states of the optimizer, by the names that torch's get_optimizer_state_dict gives them."""
-    parts, entries = [], []
+    tiles = rows_of(model)
+    parts: list[Part] = []
+    entries: dict[Path, Entry] = {}  # by path: the tiles of a tensor have their numbers, such as the step, in common
     for flat in engine.flats():
         slots = optimizer.cut_state(flat)
+        pieces = [Piece.of(slot, tiles) for slot in flat.layout.slots]
         for name in sorted({name for state in slots for name, number in state.items() if number is None}):
             cuts = tuple(
-                Cut(((OPTIMIZER, "state", slot.name, name),), slot, torch.float32)
-                for slot, state in zip(flat.layout.slots, slots, strict=True)
+                Cut(((OPTIMIZER, "state", piece.whole.name, name),), piece, torch.float32)
+                for piece, state in zip(pieces, slots, strict=True)
                 if name in state and state[name] is None
             )
             parts.append(Part(flat, flat.rests.states, cuts, partial(_read_state, optimizer, flat, name)))
-        for slot, state in zip(flat.layout.slots, slots, strict=True):
+        for piece, state in zip(pieces, slots, strict=True):
             for name, number in state.items():
                 if number is not None:
-                    entries.append(Entry((OPTIMIZER, "state", slot.name, name), torch.tensor(number)))
-    return parts, entries
+                    path = OPTIMIZER, "state", piece.whole.name, name
+                    entries.setdefault(path, Entry(path, torch.tensor(number)))
+    return parts, [*entries.values()]
 
 
 def _read_state(optimizer: CutOptimizer, flat: Flat, name: str, own: slice) -> Tensor:
@@ -205,9 +237,10 @@ def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:
 
 
 def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:
-    """Return the names of the parameters of each group."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    """Return the names of the parameters of each group; tiles together have one."""
+    tiles = rows_of(model)
+    names = {id(p): tiles[name].name if name in tiles else name for name, p in model.named_parameters()}
+    return [[*dict.fromkeys(names[id(p)] for p in group["params"])] for group in optimizer.param_groups]
 
 
 def optimizer_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CutOptimizer | None:

@@ -89,7 +89,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     engine.values.settle()
     tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
     if cut_optimizer is not None:
-        states, numbers = parts.optimizer_parts(engine, cut_optimizer)
+        states, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
         tensors += states
         entries += numbers + parts.group_entries(model, cut_optimizer)
     shared = {"scheduler": scheduler, "scaler": scaler}

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
 from npuzero.errors import CheckpointError, ConfigError, keywords, nearest
 from npuzero.memory import zeros
 from npuzero.shard.extra import is_extra
+from npuzero.shard.tiles import rows_of
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -80,6 +81,10 @@ class StoredWeights:
         if unknown and not self._weights.partial:
             got = f"{len(unknown)} that the model has not, such as {', '.join(unknown[:3])}"
             raise self._misfit("tensors", "those of the model", got)
+        for name, rows in rows_of(model).items():  # a tile's parameter is asked for by its own name
+            if rows.name in self._found:
+                entry = self._found[rows.name]
+                self._found[name] = replace(entry, begin=entry.begin + rows.begin * entry.dtype.itemsize)
         facts = [(name, str(e.dtype), e.shape, e.file.name, e.begin) for name, e in self._found.items()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

@@ -4,9 +4,9 @@ The engine applies the four rules as torch's hooks come; what it then does, in w
 follows from the plan, the flats, the mesh and a few settings. This module writes that down as data. The prediction sums
 it (``predict.py``), a test compares the engine's own events with it, and a planner may time it.
 
-What is assumed: units run one after another in forward, each once, and backward in reverse; the root unit spans the
-others, its gradients begin first and end last; every parameter that trains gets a gradient; the step before had as
-many micro-batches, so that the last one is foreseen.
+What is assumed: units run one after another in forward, each once, and backward in reverse; a unit that spans others,
+as the root does, begins before them and ends after them, and so do its gradients; every parameter that trains gets a
+gradient; the step before had as many micro-batches, so that the last one is foreseen.
 
 A model may have 100,000 flats, of few kinds: equal neighbours are one run, and moves carry a count.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -65,6 +65,8 @@ class Step:
         moments: state tensors per parameter beside the master (Adam: 2, with amsgrad 3).
         chunk_bytes: of masters and moments that are updated at a time, where they are far; 0: as many as is usual.
         on_device: whether the device updates what is far, reading it where it rests.
+        spans: for each unit the index of the last one that runs inside of it, or its own; (): the root spans all
+            others, and none of these any.
     """
 
     trainable_parameters: int
@@ -76,6 +78,7 @@ class Step:
     moments: int = 2
     chunk_bytes: int = 0
     on_device: bool = False
+    spans: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,9 @@ class _Rank:
         self._step = step
         self._prefetch = step.prefetch if step.overlaps_parameters else 0
         self._moves: list[Move] = []
-        # In the order of forward; only what is sharded is gathered ahead.
+        # In the order in which forward begins them, and ends; only what is sharded is gathered ahead.
         self._trace = [unit for unit in units if unit.cut]
+        self._ended = [unit for unit in self._by_end() if unit.cut]
         self._under_way: list[list[_Stage]] = []
         # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
         late = step.overlaps_parameters and any(unit.far for unit in units)
@@ -230,30 +234,49 @@ class _Rank:
 
     def _pass(self, first: bool, last: bool) -> None:
         """Forward and backward of one micro-batch."""
-        root, blocks = self._units[0], self._units[1:]
-        for unit in self._units:
-            self._forward_begins(unit)
-            self._moves.append(Compute(unit.index, backward=False))
-            if unit is not root:
+        for unit, begins in self._walk(self._units):
+            if begins:
+                self._forward_begins(unit)
+                self._moves.append(Compute(unit.index, backward=False))
+            else:
                 self._release(unit, after_forward=True)
-        self._release(root, after_forward=True)
         for unit in self._units:
             unit.missing = bool(unit.trainable)
-        self._backward_reaches(root, first)
         late: list[_Unit] = []
-        for unit in reversed(blocks):
-            self._backward_reaches(unit, first)
-            # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
-            # the unit before, is told first.
-            for each in late:
-                self._release(each)
-            late = [unit] if unit.has_frozen else []
-            self._reduce(unit, first, last)
-            if not late:
-                self._release(unit)
-        self._reduce(root, first, last)
-        for unit in (*late, root):
+        for unit, begins in self._walk(self._by_end()[::-1]):
+            if begins:
+                self._backward_reaches(unit, first)
+                # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
+                # the unit before, is told first.
+                for each in late:
+                    self._release(each)
+                late = []
+            else:
+                self._reduce(unit, first, last)
+                late.append(unit)
+                while late and not unit.has_frozen:
+                    self._release(late.pop(0))
+        for unit in late:
             self._release(unit)
+
+    def _walk(self, units: Sequence[_Unit]) -> Iterator[tuple[_Unit, bool]]:
+        """Yield each unit as it begins (True), and as it ends: when those inside of it have, which follow it."""
+        within: list[_Unit] = []
+        for unit in units:
+            while within and not within[-1].index < unit.index <= self._last_inside(within[-1]):
+                yield within.pop(), False
+            within.append(unit)
+            yield unit, True
+        while within:
+            yield within.pop(), False
+
+    def _by_end(self) -> list[_Unit]:
+        return [unit for unit, begins in self._walk(self._units) if not begins]
+
+    def _last_inside(self, unit: _Unit) -> int:
+        if self._step.spans:
+            return self._step.spans[unit.index]
+        return len(self._units) - 1 if unit.index == 0 else unit.index
 
     # -- R1 and R4 -------------------------------------------------------------------------------------------------
 
@@ -267,9 +290,7 @@ class _Rank:
     def _backward_reaches(self, unit: _Unit, first: bool) -> None:
         if unit.cut:
             self._finish_gather(unit)
-            # Backward begins with the first, whose output is the loss's, and goes on with the last.
-            at = self._trace.index(unit)
-            before = self._trace[:at] if at else self._trace[1:]
+            before = self._ended[: self._ended.index(unit)]
             self._gather_ahead(before[::-1][: self._prefetch])
         self._moves.append(Compute(unit.index, backward=True))
         if any(stages[0].unit == unit.index for stages in self._under_way):
@@ -279,7 +300,6 @@ class _Rank:
 
     def _gather_ahead(self, units: Iterable[_Unit]) -> None:
         for unit in units:
-            # In backward, where there is no unit before the root, those that are done stand first.
             if not self._done(unit):
                 self._finish_restore(unit)
                 self._start_gather(unit)
@@ -405,7 +425,7 @@ class _Rank:
     def _finish_gradients(self) -> None:
         """Finish what backward left, the vote on which parameters took part, and the norm."""
         self._drain()
-        for unit in (*reversed(self._units[1:]), self._units[0]):
+        for unit in (unit for unit, begins in self._walk(self._by_end()[::-1]) if not begins):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
             self._moves += [Launch(unit.index)] * alone
         states = dict.fromkeys(kind.plan.states.axes for unit in self._units for kind, _ in unit.trainable)

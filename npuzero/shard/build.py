@@ -106,8 +106,16 @@ def predict(
     """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
     specs = _checked(model, rule)
     units = [_facts(spec) for spec in specs]
-    own = plans.of([spec.name for spec in specs])
-    return predict_units(units, plans.model, shape, settings, own=own, **facts)
+    names = [spec.name for spec in specs]
+    return predict_units(units, plans.model, shape, settings, own=plans.of(names), spans=spans_of(names), **facts)
+
+
+def spans_of(names: Sequence[str]) -> tuple[int, ...]:
+    """Return for each unit, by the names of all in order, the index of the last one inside of it, or its own."""
+    return tuple(
+        max(j for j, inner in enumerate(names) if i in (0, j) or inner.startswith(f"{name}."))
+        for i, name in enumerate(names)
+    )
 
 
 def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:
@@ -143,11 +151,17 @@ def predict_units(
     settings: Settings,
     *,
     own: Sequence[Plan] | None = None,
+    spans: tuple[int, ...] = (),
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
 ) -> Report:
-    """Return the prediction for units given by their parameters, root first; ``own``: their plans, if they differ."""
+    """Return the prediction for units given by their parameters, root first.
+
+    Args:
+        own: their plans, if they differ.
+        spans: which of them run inside of which, as :class:`npuzero.plan.Step` has it.
+    """
     # Blocks are mostly alike: those of the same shapes and plan have the same flats.
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
@@ -167,6 +181,7 @@ def predict_units(
         moments=moments,
         chunk_bytes=settings.chunk_bytes,
         on_device=settings.update_on == "device",
+        spans=spans,
     )
     return predict_bytes(plan, sizes, shape, step)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from npuzero.errors import ConfigError
+from npuzero.shard.tiles import Tile
 
 #: How a user names units: a module class, several, or a predicate of (qualified name, module).
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
@@ -34,7 +35,8 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
     """Divide ``model`` into units; the root unit comes first and owns what no other unit does.
 
     Without a rule the units are the children of each outermost repeated list: a ModuleList, Sequential or ModuleDict
-    in which at least two children with parameters share a class (the blocks of a transformer).
+    in which at least two children with parameters share a class (the blocks of a transformer). Tiles are units of their
+    own by any rule.
 
     A parameter belongs to the innermost unit that contains all modules it is registered in, so one that is tied
     across blocks belongs to a unit around both, at last to the root.
@@ -43,8 +45,9 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
         ConfigError: the rule names no module, or one whose forward is never called (a ModuleList, a part of a
             TorchScript module); the model as a whole is TorchScript.
     """
-    paths = _repeated(model) if rule is None else _named(model, rule)
+    chosen = set(_repeated(model) if rule is None else _named(model, rule))
     modules = dict(model.named_modules(remove_duplicate=False))
+    paths = [path for path, module in modules.items() if path in chosen or isinstance(module, Tile)]
     _check_called("npuzero.zero()", model)
     for path in paths:
         for outer in around(path):

@@ -99,8 +99,13 @@ class Passes:
         unit.opaque = unit.opaque or keep_whole
         if unit.cut and torch.is_autocast_enabled(self._device):
             torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here
+        if not unit.cut:
+            return
+        if not in_backward():
+            self._trace.record_end(unit.index)
         # A forward within backward (checkpointing) recomputes what backward needs at once: the unit stays unsharded.
-        if not unit.cut or keep_whole or in_backward():
+        # But not a tile: of its layer's tiles backward needs one after another.
+        if keep_whole or (in_backward() and not unit.tile):
             return
         if backward_expected:
             self._gatherer.hold(unit)

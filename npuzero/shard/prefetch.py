@@ -4,34 +4,33 @@ from __future__ import annotations
 
 
 class Trace:
-    """Record the order in which units computed in the last pass; forecast backward as its reverse."""
+    """Record the orders in which units began and ended to compute in the last pass; backward reverses the second."""
 
     def __init__(self) -> None:
         self._last: list[int] = []
         self._now: list[int] = []
+        self._ended_last: list[int] = []
+        self._ended: list[int] = []
 
     def begin(self) -> None:
         """Start a pass: what was recorded becomes the forecast."""
-        if self._now:
-            self._last = self._now
-        self._now = []
+        self._last, self._now = self._now or self._last, []
+        self._ended_last, self._ended = self._ended or self._ended_last, []
 
     def record(self, unit: int) -> None:
         self._now.append(unit)
+
+    def record_end(self, unit: int) -> None:
+        """Note that ``unit``, and all inside of it, has computed: backward reaches it before those."""
+        self._ended.append(unit)
 
     def after(self, unit: int, depth: int) -> list[int]:
         """Return up to ``depth`` distinct units that followed ``unit`` in the last pass."""
         return _following(self._last, unit, depth, len(self._now) - 1)
 
     def before(self, unit: int, depth: int) -> list[int]:
-        """Return up to ``depth`` distinct units that came before ``unit`` in the present pass (else the last one).
-
-        Nothing came before the first, whose output is the loss's: backward begins with it and goes on with the last.
-        """
-        trace = self._now or self._last
-        if trace[:1] == [unit]:
-            trace = [*trace, unit]
-        return _following(trace[::-1], unit, depth, 0)
+        """Return up to ``depth`` distinct units that ended before ``unit`` in the present pass (else the last one)."""
+        return _following((self._ended or self._ended_last)[::-1], unit, depth, 0)
 
 
 def _following(trace: list[int], unit: int, depth: int, at: int) -> list[int]:

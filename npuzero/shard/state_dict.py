@@ -14,6 +14,7 @@ from npuzero.errors import CheckpointError, StateError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.ownership import engine_of
+from npuzero.shard.tiles import TiledTensor
 
 
 def attach(engine: Engine, model: nn.Module) -> None:
@@ -49,10 +50,14 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     if not wanted:
         return {}
     named = model.state_dict(keep_vars=True)
-    return {name: copies[id(value)] if id(value) in copies else _copied(value) for name, value in named.items()}
+    return {name: _copied(value, copies) for name, value in named.items()}
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, copies: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, TiledTensor):
+        return torch.cat([copies[id(tile)] for tile in value.tiles])
+    if id(value) in copies:
+        return copies[id(value)]
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
@@ -86,7 +91,11 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
                 do="Give every rank the same names; only rank 0's values count.",
                 rank=rank,
             )
-    engine.values.load({id(tensor): state[name] for name, tensor in named.items()})
+    values: dict[int, Any] = {}
+    for name, tensor in named.items():
+        tiles = tensor.by_tile(state[name]) if isinstance(tensor, TiledTensor) else [(tensor, state[name])]
+        values.update((id(tile), value) for tile, value in tiles)
+    engine.values.load(values)
     buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
     with torch.no_grad():
         for name, buffer in buffers.items():

@@ -14,6 +14,7 @@ from npuzero.shard import guard
 from npuzero.shard.discover import UnitSpec
 from npuzero.shard.flat import Flat
 from npuzero.shard.states import ParameterState, moved
+from npuzero.shard.tiles import Tile
 
 
 class Unit:
@@ -21,6 +22,7 @@ class Unit:
 
     Attributes:
         plan: the row that its flats follow.
+        tile: whether it is a tile of a layer that is never unsharded as a whole.
         cut: whether its parameters are, between steps.
         held_cut: whether less than all of them stays between forward and backward.
         holds_more: whether more of them stays between forward and backward than between steps.
@@ -32,6 +34,7 @@ class Unit:
         self.module = weakref.ref(spec.module)
         self.flats = flats
         self.plan = plan
+        self.tile = isinstance(spec.module, Tile)
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
         self.cut = any(flat.cut for flat in flats)

@@ -6,14 +6,22 @@ from npuzero.shard.prefetch import Trace
 
 
 def traced(*passes: list[int]) -> Trace:
-    """A trace with some whole passes behind it, and a new one begun."""
+    """A trace with some whole passes behind it, and a new one begun. The first unit of each spans the others."""
     trace = Trace()
     for units in passes:
         trace.begin()
-        for unit in units:
-            trace.record(unit)
+        run(trace, *units)
     trace.begin()
     return trace
+
+
+def run(trace: Trace, root: int, *inner: int) -> None:
+    """Run ``root``, and within it the others one after another."""
+    trace.record(root)
+    for unit in inner:
+        trace.record(unit)
+        trace.record_end(unit)
+    trace.record_end(root)
 
 
 def test_the_first_pass_has_no_forecast() -> None:
@@ -34,15 +42,24 @@ def test_forward_follows_the_last_pass() -> None:
 
 def test_backward_is_the_present_pass_reversed() -> None:
     trace = traced([0, 1, 2, 3])
-    for unit in (0, 2, 3):
-        trace.record(unit)
+    run(trace, 0, 2, 3)
     assert trace.before(3, 1) == [2], "a unit that this pass left out is not foretold"
-    assert trace.before(2, 5) == [0]
+    assert trace.before(2, 5) == []
     assert trace.before(0, 2) == [3, 2], "after the loss's unit, the last"
 
 
+def test_backward_reaches_a_unit_before_those_inside_of_it() -> None:
+    trace = traced()
+    trace.record(0)
+    run(trace, 1, 2, 3)  # a block with two tiles
+    run(trace, 4)
+    trace.record_end(0)
+    assert trace.before(0, 9) == [4, 1, 3, 2]
+    assert trace.before(1, 1) == [3]
+
+
 def test_without_a_present_pass_backward_takes_the_last() -> None:
-    assert traced([0, 1, 2]).before(2, 5) == [1, 0]
+    assert traced([0, 1, 2]).before(2, 5) == [1]
 
 
 def test_an_empty_pass_does_not_erase_the_forecast() -> None:

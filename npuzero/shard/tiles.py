@@ -1,0 +1,284 @@
+"""Memory-centric tiling: Linear layers whose rows are divided into tiles, each of which is a unit of its own.
+
+A layer is then never unsharded as a whole: while one tile computes the next is gathered, and the others are shards. So
+the gathered weight, its gradient and the communication buffers take a number of times less than without. Source:
+Rajbhandari et al., ZeRO-Infinity (2021), section 5.1.3.
+
+Rows (``out_features``) are what is divided: each tile computes its own part of the output, nothing has to be summed in
+forward, and the rows of a tile are one range of the weight, so that files and checkpoints keep it in one piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.config import describe
+from npuzero.errors import ConfigError, StateError, did_you_mean, keywords
+
+#: A model stays what it is to a type checker, too.
+Model = TypeVar("Model", bound=nn.Module)
+
+#: What a Linear has; the bias only if it was made with one.
+_KINDS = ("weight", "bias")
+
+
+class TiledTensor(Tensor):
+    """Stand for a weight or bias that lies in tiles: it has a shape, dtype and device, but no data.
+
+    Attributes:
+        tiles: the parameters that have its rows, in order.
+    """
+
+    tiles: list[nn.Parameter]
+    _is_param = True  # so that it is an nn.Parameter to isinstance()
+
+    @staticmethod
+    def __new__(cls, tiles: list[nn.Parameter]) -> TiledTensor:
+        first, rows = tiles[0], sum(tile.shape[0] for tile in tiles)
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            (rows, *first.shape[1:]),
+            dtype=first.dtype,
+            device=first.device,
+            requires_grad=first.requires_grad,
+        )
+        made.tiles = tiles
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"TiledTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {len(self.tiles)} tiles)"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise StateError(
+            str(function),
+            expected="a parameter in one piece",
+            got="one of a Linear that npuzero.tiled() has divided, so that nothing ever has all of it",
+            do="Call the module; or read module.tiles[i].weight, within npuzero.gathered(model) where a plan shards "
+            "it. npuzero.full_state_dict(model) gives the weight in one piece.",
+        )
+
+    def by_tile(self, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each tile with its rows of ``whole``, a tensor of this shape."""
+        yield from zip(self.tiles, whole.split([tile.shape[0] for tile in self.tiles]), strict=True)
+
+
+class Tile(nn.Linear):
+    """Hold some rows of a Linear. A state dict has them under the names of the whole."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Leave it to the module around."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Leave it to the module around."""
+
+
+class TiledLinear(nn.Module):
+    """Be a Linear that :func:`tiled` has divided.
+
+    Attributes:
+        tiles: Linears of some rows each, in order.
+        in_features, out_features: of the whole.
+    """
+
+    tiles: nn.ModuleList
+    in_features: int
+    out_features: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        # One concatenation: for a moment twice the output is there, as it is when the next function makes its own.
+        return torch.cat([tile(x) for tile in self.tiles], -1)
+
+    @property
+    def weight(self) -> TiledTensor:
+        """Return what has the weight's shape, dtype and device; its values lie in ``tiles``."""
+        return TiledTensor([tile.weight for tile in self.tiles])  # type: ignore[misc]
+
+    @property
+    def bias(self) -> TiledTensor | None:
+        return None if self.tiles[0].bias is None else TiledTensor([tile.bias for tile in self.tiles])  # type: ignore[misc]
+
+    def extra_repr(self) -> str:
+        """Return what a Linear says of itself."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def wholes(self) -> Iterator[tuple[str, TiledTensor]]:
+        """Yield the tensors that a state dict has, by their names in the module."""
+        for kind in _KINDS:
+            if (tensor := getattr(self, kind)) is not None:
+                yield kind, tensor
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for kind, tensor in self.wholes():
+            destination[prefix + kind] = tensor if keep_vars else torch.cat([tile.detach() for tile in tensor.tiles])
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known = dict(self.wholes())
+        for kind, tensor in known.items():
+            value = state_dict.get(prefix + kind)
+            if value is None:
+                missing_keys.append(prefix + kind)
+            elif value.shape != tensor.shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix + kind}: {tuple(value.shape)} in the state, {tuple(tensor.shape)} in "
+                    "the model"
+                )
+            else:
+                # By torch's own way for each tile, as if it were alone: in place, or by assignment.
+                for tile, (_, rows) in zip(self.tiles, tensor.by_tile(value), strict=True):
+                    own = {prefix + kind: rows}
+                    nn.Module._load_from_state_dict(tile, own, prefix, local_metadata, False, [], [], error_msgs)
+        unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key[len(prefix) :] not in known]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Describe what a tile's parameter is of a tensor in the state dict.
+
+    Attributes:
+        name, shape: of the tensor.
+        first: the row with which the tile's begin.
+    """
+
+    name: str
+    shape: torch.Size
+    first: int
+
+    @property
+    def begin(self) -> int:
+        """Return the element of the tensor with which the tile's begin."""
+        return self.first * self.shape[1:].numel()
+
+
+def rows_of(model: nn.Module) -> dict[str, Rows]:
+    """Return, for each tile's parameter of ``model`` by its name, what it is of which tensor."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, TiledLinear):
+            prefix = f"{path}." if path else ""
+            for kind, tensor in module.wholes():
+                ends = itertools.accumulate((tile.shape[0] for tile in tensor.tiles), initial=0)
+                for i, (first, _) in enumerate(zip(ends, tensor.tiles, strict=False)):
+                    found[f"{prefix}tiles.{i}.{kind}"] = Rows(prefix + kind, tensor.shape, first)
+    return found
+
+
+@keywords()
+def tiled(model: Model, tiles: Mapping[str, int]) -> Model:
+    """Divide Linear layers of ``model`` into tiles that are units of their own, in place, and return it.
+
+    For layers that are too large to be unsharded at once: the gathered weight, its gradient and the communication
+    buffers are those of a tile, and of the next one that is gathered ahead. Call it before :func:`zero` and
+    :func:`predict`; the model may be on meta.
+
+    The layer computes as before, up to rounding: the gradient of its input is a sum over the tiles. State dicts,
+    exported files, ``weights=`` and checkpoints have one weight and one bias under the names they had, and fit the
+    model with other tiles, or none. ``layer.weight`` has a shape, dtype and device; the values are in
+    ``layer.tiles[i].weight``, which are what optimizers get, and what is initialised.
+
+    Args:
+        model: not sharded yet.
+        tiles: into how many tiles, by name; ``*`` and ``?`` stand for any characters, as in names of files. Tiles have
+            equal numbers of rows (output features), or one more.
+
+    Raises:
+        ConfigError: a name that no ``nn.Linear`` has, a number of tiles that it cannot have, or a weight that is tied.
+        StateError: the model is sharded already.
+
+    Example::
+
+        net = npuzero.tiled(net, {"0": 4})  # or {"blocks.*.mlp.up": 4, "lm_head": 8}
+        model = npuzero.zero(net.to(world.device), stage=3)
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError("npuzero.tiled()", expected="an nn.Module", got=describe(model), do="Pass the model itself.")
+    if not isinstance(tiles, Mapping) or not tiles:
+        do = 'Give e.g. {"lm_head": 8}.'
+        raise ConfigError("npuzero.tiled(): tiles", expected="numbers of tiles by name", got=describe(tiles), do=do)
+    if any("_npuzero_engine" in parameter.__dict__ for parameter in model.parameters()):
+        raise StateError(
+            "npuzero.tiled()",
+            expected="a model that npuzero.zero() has not seen",
+            got="one it has sharded already",
+            do="Call npuzero.tiled() first.",
+        )
+    chosen: dict[str, tuple[nn.Linear, int]] = {}
+    for pattern, count in tiles.items():  # all of it is looked at before any of it is divided
+        for path, module in _matched(model, pattern):
+            _check(model, path, module, count)
+            _, other = chosen.setdefault(path, (module, count))
+            if other != count:
+                do = "Let one pattern name it, or give both the same number."
+                got = f"{other} and {count} tiles"
+                raise ConfigError(f"npuzero.tiled(): {path}", expected="one number of tiles", got=got, do=do)
+    for module, count in chosen.values():
+        _divide(module, count)
+    return model
+
+
+def _matched(model: nn.Module, pattern: object) -> list[tuple[str, nn.Linear]]:
+    linears = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    found = [(path, module) for path, module in linears.items() if fnmatchcase(path, str(pattern))]
+    if not found:
+        others = [type(module).__name__ for path, module in model.named_modules() if fnmatchcase(path, str(pattern))]
+        raise ConfigError(
+            f"npuzero.tiled(): {pattern!r}",
+            expected="the name of an nn.Linear, or a pattern that one has",
+            got=f"that of {', '.join(dict.fromkeys(others))}" if others else "no module's name",
+            do=did_you_mean(pattern, linears, f"Name some of {', '.join([*linears][:5]) or 'none: there is none'}."),
+        )
+    return found
+
+
+def _check(model: nn.Module, path: str, module: nn.Linear, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= module.out_features:
+        raise ConfigError(
+            f"npuzero.tiled(): {path}",
+            expected=f"1 to {module.out_features} tiles: so many rows it has",
+            got=repr(count),
+            do="Give a number that leaves each tile a row.",
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    names = [name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own]
+    if len(names) > len(own):
+        raise ConfigError(
+            f"npuzero.tiled(): {path}",
+            expected="parameters that are this module's alone",
+            got=f"tied ones: {', '.join(names)}",
+            do="Untie them (model.lm_head.weight = nn.Parameter(...)), or leave the layer in one piece.",
+        )
+
+
+def _divide(module: nn.Linear, count: int) -> None:
+    if count == 1:
+        return
+    least, more = divmod(module.out_features, count)
+    tiles, first = nn.ModuleList(), 0
+    for size in (least + (i < more) for i in range(count)):
+        tile = Tile(module.in_features, size, bias=module.bias is not None, device="meta")
+        for kind, whole in module.named_parameters(recurse=False):
+            rows = nn.Parameter(whole.detach()[first : first + size], requires_grad=whole.requires_grad)
+            rows.__dict__.update(whole.__dict__)  # what the program has noted there, such as no_decay
+            setattr(tile, kind, rows)
+        tiles.append(tile.train(module.training))
+        first += size
+    # In place: hooks on the module, and whoever refers to it, know the same object as before.
+    module._parameters.clear()
+    module.__class__ = TiledLinear  # type: ignore[assignment]
+    module.tiles = tiles
