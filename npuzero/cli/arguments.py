@@ -42,6 +42,14 @@ def rate(text: str) -> float:
     return float(value)
 
 
+def named_number(text: str) -> tuple[str, int]:
+    """Parse a name and a positive whole number: ``lm_head=8``."""
+    name, _, value = text.rpartition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"expected a name and a number such as lm_head=8; got {text!r}")
+    return name, number(value)
+
+
 def _parsed(text: str, units: dict[str, int]) -> Decimal | None:
     """Return a number and its unit, in any case of letters; None where it is none."""
     found = re.fullmatch(rf"\s*{_NUMBER}\s*([a-z/]*)\s*", text, re.IGNORECASE)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from npuzero.config import Settings, describe
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import Plan, Report
 from npuzero.shard.build import ParameterFacts, predict_units
+from npuzero.shard.tiles import rows_in
 
 #: A block's elements over its width squared (attention 4, feed-forward 8), and large models' width over their depth.
 _BLOCK, _ASPECT = 12, 128
@@ -28,10 +30,15 @@ _LEAST_BLOCK = 16
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Hold parameters by unit; the root unit, with what no block owns, comes first."""
+    """Hold parameters by unit; the root unit, with what no block owns, comes first.
+
+    Attributes:
+        spans: which units run inside of which, as :class:`npuzero.plan.Step` has it.
+    """
 
     name: str
     units: Sequence[Sequence[ParameterFacts]]
+    spans: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -45,7 +52,67 @@ class ModelShape:
 
     def predict(self, plan: Plan, world: int, settings: Settings, **facts: Any) -> Report:
         """Return what npuzero.predict gives for a module of these shapes; ``facts`` as there."""
-        return predict_units(self.units, plan, plan.mesh_shape(world), settings, **facts)
+        return predict_units(self.units, plan, plan.mesh_shape(world), settings, spans=self.spans, **facts)
+
+    def tiled(self, tiles: Mapping[str, int]) -> ModelShape:
+        """Return the model with Linear layers in tiles, as :func:`npuzero.tiled` makes them.
+
+        Args:
+            tiles: numbers of tiles by name, which may leave out the modules around the layer.
+
+        Raises:
+            ConfigError: a name that no layer has, or more tiles than rows.
+        """
+        root, *blocks = (_divided(unit, tiles) for unit in self.units)
+        found = {pattern for _, layers in (root, *blocks) for pattern in layers}
+        for pattern in tiles:
+            if pattern not in found:
+                names = {p.name.removesuffix(".weight") for unit in self.units for p in unit if len(p.shape) == 2}
+                raise ConfigError(
+                    f"--tiles {pattern}",
+                    expected="the name of a Linear layer",
+                    got="none",
+                    do=did_you_mean(pattern, names, f"Name one of {', '.join(sorted(names)[:8])}."),
+                )
+        units, spans = [root[0]], [0]
+        for rest, layers in blocks:
+            inner = [tile for parts in layers.values() for tile in parts]
+            spans += [len(units) + len(inner), *range(len(units) + 1, len(units) + 1 + len(inner))]
+            units += [rest, *inner]
+        own = [tile for parts in root[1].values() for tile in parts]  # a head runs after the blocks
+        spans += range(len(units), len(units) + len(own))
+        units += own
+        spans[0] = len(units) - 1
+        return replace(self, units=units, spans=tuple(spans))
+
+
+#: By pattern the tiles of all layers that it names.
+_Layers = dict[str, list[list[ParameterFacts]]]
+
+
+def _divided(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tuple[list[ParameterFacts], _Layers]:
+    """Return what stays of a unit, and the tiles of its layers."""
+    matrices = {p.name.removesuffix(".weight"): p.shape[0] for p in unit if len(p.shape) == 2}
+    rest: list[ParameterFacts] = []
+    layers: dict[str, tuple[str, list[list[ParameterFacts]]]] = {}
+    for parameter in unit:
+        path, _, kind = parameter.name.rpartition(".")
+        pattern = next((each for each in tiles if fnmatchcase(f".{path}", f"*.{each}")), None)
+        if pattern is None or path not in matrices:
+            rest.append(parameter)
+            continue
+        count = tiles[pattern]
+        if count > matrices[path]:
+            got, do = f"{count} tiles", "Give each tile a row."
+            raise ConfigError(f"--tiles {pattern}", expected=f"at most {matrices[path]} tiles", got=got, do=do)
+        _, parts = layers.setdefault(path, (pattern, [[] for _ in range(count)]))
+        for i, rows in enumerate(rows_in(matrices[path], count)):
+            shape = torch.Size([rows, *parameter.shape[1:]])
+            parts[i].append(replace(parameter, name=f"{path}.tiles.{i}.{kind}", shape=shape))
+    found: _Layers = {}
+    for pattern, parts in layers.values():
+        found.setdefault(pattern, []).extend(parts)
+    return rest, found
 
 
 def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None = None) -> ModelShape:

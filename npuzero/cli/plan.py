@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from npuzero.cli import families, tiers
-from npuzero.cli.arguments import memory, number
+from npuzero.cli.arguments import memory, named_number, number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
@@ -85,6 +85,14 @@ def add_parser(commands: Any) -> None:
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
     tiers.add_options(parser)
+    parser.add_argument(
+        "--tiles",
+        type=named_number,
+        nargs="+",
+        default=[],
+        metavar="NAME=N",
+        help="Linear layers in so many tiles, such as lm_head=8",
+    )
     parser.add_argument("--clip", action="store_true", help="the gradient norm is clipped")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
@@ -93,7 +101,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output."""
-    model = _model(options)
+    model = _model(options).tiled(dict(options.tiles))
     reports = predictions(model, options)
     title = _title(model, options)
     if options.plot:

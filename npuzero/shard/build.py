@@ -112,10 +112,15 @@ def predict(
 
 def spans_of(names: Sequence[str]) -> tuple[int, ...]:
     """Return for each unit, by the names of all in order, the index of the last one inside of it, or its own."""
-    return tuple(
-        max(j for j, inner in enumerate(names) if i in (0, j) or inner.startswith(f"{name}."))
-        for i, name in enumerate(names)
-    )
+    last = list(range(len(names)))
+    around: list[int] = []  # the units that have not ended, outermost first: of these the root ends last
+    for i, name in enumerate(names):
+        while len(around) > 1 and not name.startswith(f"{names[around[-1]]}."):
+            around.pop()
+        for outer in around:
+            last[outer] = i
+        around.append(i)
+    return tuple(last)
 
 
 def units_of(model: nn.Module, rule: UnitRule = None) -> list[list[ParameterFacts]]:

@@ -265,12 +265,17 @@ def _check(model: nn.Module, path: str, module: nn.Linear, count: object) -> Non
         )
 
 
+def rows_in(rows: int, tiles: int) -> list[int]:
+    """Return how many of ``rows`` each of so many tiles has."""
+    least, more = divmod(rows, tiles)
+    return [least + (i < more) for i in range(tiles)]
+
+
 def _divide(module: nn.Linear, count: int) -> None:
     if count == 1:
         return
-    least, more = divmod(module.out_features, count)
     tiles, first = nn.ModuleList(), 0
-    for size in (least + (i < more) for i in range(count)):
+    for size in rows_in(module.out_features, count):
         tile = Tile(module.in_features, size, bias=module.bias is not None, device="meta")
         for kind, whole in module.named_parameters(recurse=False):
             rows = nn.Parameter(whole.detach()[first : first + size], requires_grad=whole.requires_grad)

@@ -276,6 +276,21 @@ def test_a_config_file_predicts_what_the_model_itself_does(config_file, capsys):
         assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
 
 
+def test_layers_in_tiles_are_predicted_as_the_model_with_tiles_is(config_file, capsys):
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "vocab_size": 50, "num_hidden_layers": 3}
+    path = config_file(**sizes, model_type="llama", num_attention_heads=2)
+    options = ["--tiles", "lm_head=7", "mlp.up_proj=3", "--world", "4", "--prefetch", "0", "--json"]
+    assert main(["plan", "--config", path, *options]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    npuzero.tiled(model, {"lm_head": 7, "*.mlp.up_proj": 3})
+    for name in PRESETS:
+        report = npuzero.predict(model, name, 4, precision="bf16", settings=Settings(prefetch=0))
+        assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+
+
 def test_what_is_cut_is_padded_for_the_world():
     model = from_size(160, 10, vocabulary=1)
     held = model.predict(Plan.preset("zero3", precision="fp32"), 8, Settings()).bytes_held
@@ -294,6 +309,8 @@ def test_what_is_cut_is_padded_for_the_world():
         (["plan", "--parameters", "7e9", "--link", "5"], "--link: expected --offload or --states beside it"),
         (["plan", "--parameters", "7e9", "--gradients", "host"], "--gradients: expected --offload or --states"),
         (["plan", "--parameters", "7e9", "--offload", "host", "--states", "host"], "neither --states nor --gradients"),
+        (["plan", "--parameters", "7e9", "--tiles", "head=8"], "--tiles head: expected the name of a Linear layer"),
+        (["plan", "--parameters", "7e9", "--tiles", "up_proj=99999"], "--tiles up_proj: expected at most"),
         (["plan", "--config", "missing.json"], "file missing.json: expected a readable file"),
         (["plan", "--config", "x.json", "--units", "3"], "--units: expected --parameters beside it"),
         (["plan", "--config", "x.json", "--vocabulary", "3k"], "--vocabulary: expected --parameters beside it"),
@@ -329,6 +346,8 @@ def test_a_known_error_is_one_line_on_stderr(arguments, message, capsys, tmp_pat
         ["plan", "--parameters", "7e9", "--offload", "nvme", "--disk", "0"],
         ["plan", "--parameters", "7e9", "--offload", "nvme", "--disk", "fast"],
         ["plan", "--parameters", "7e9", "--offload", "nvme", "--link", "5GiB"],
+        ["plan", "--parameters", "7e9", "--tiles", "8"],
+        ["plan", "--parameters", "7e9", "--tiles", "lm_head=none"],
         ["plan", "--parameters", "7BB"],
         ["plan", "--parameters", "7GB"],
         ["plan", "--parameters", "1,5B"],

@@ -19,6 +19,31 @@ TABLE = Table()
 bad = TABLE.bad
 
 
+for _tiles, _error, *_says in (
+    (None, ConfigError, "tiles", "lm_head"),
+    ({}, ConfigError, "tiles", "lm_head"),
+    ({"blocks.*.qvk": 2}, ConfigError, "no module's name", "blocks.0.qkv"),
+    ({"blocks.0": 2}, ConfigError, "that of Block", "blocks.0.qkv"),
+    ({"blocks.0.qkv": 49}, ConfigError, "1 to 48", "49"),
+    ({"blocks.0.qkv": 0}, ConfigError, "1 to 48", "0"),
+    ({"blocks.0.qkv": True}, ConfigError, "1 to 48", "True"),
+    ({"blocks.0.qkv": 2.0}, ConfigError, "1 to 48", "2.0"),
+    ({"blocks.*.qkv": 2, "blocks.0.*": 4}, ConfigError, "one number of tiles", "2 and 4"),
+    ({"head": 2}, ConfigError, "tied", "tokens.weight, head.weight", "Untie"),
+):
+    bad(f"tiled(model, {_tiles})", _error, *_says)(lambda world, tiles=_tiles: npuzero.tiled(build(), tiles))
+
+
+@bad("tiled() of no module", ConfigError, "nn.Module", "NoneType|None")
+def _(world: World) -> None:
+    npuzero.tiled(None, {"head": 2})  # type: ignore[type-var]
+
+
+@bad("tiled() after zero()", StateError, "sharded already", "first", ranks=2)
+def _(world: World) -> None:
+    npuzero.tiled(cut(world), {"blocks.0.qkv": 2})
+
+
 @bad("zero() twice", StateError, "sharded already", "once", ranks=2)
 def _(world: World) -> None:
     cut(world, model=cut(world))
