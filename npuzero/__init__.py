@@ -29,7 +29,6 @@ from npuzero.api import (
     predict,
     register_forward_method,
     report,
-    tiled,
     zero,
 )
 from npuzero.checkpoint.weights import Weights
@@ -50,6 +49,7 @@ from npuzero.errors import (
 )
 from npuzero.info import info
 from npuzero.plan import PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
+from npuzero.shard.tiles import tiled
 
 __version__ = "0.1.0"
 

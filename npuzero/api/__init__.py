@@ -5,7 +5,6 @@ from npuzero.api.model import gathered, init, no_sync, predict, register_forward
 from npuzero.checkpoint.export import export
 from npuzero.optim import Adam, AdamW, FiniteGuard, Lion, LossScaler, ZeroOptimizer
 from npuzero.shard.state_dict import full_state_dict, load_full_state_dict
-from npuzero.shard.tiles import tiled
 
 __all__ = [
     "Adam",
@@ -27,6 +26,5 @@ __all__ = [
     "predict",
     "register_forward_method",
     "report",
-    "tiled",
     "zero",
 ]

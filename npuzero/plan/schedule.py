@@ -182,6 +182,18 @@ def steady_step(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: St
     return _Rank(_units(flats, plan, mesh), mesh, plan, step).moves()
 
 
+def _walk(units: Iterable[_Unit], spans: Sequence[int]) -> Iterator[tuple[_Unit, bool]]:
+    """Yield each unit as it begins (True), and as it ends: when those inside of it have, which follow it."""
+    within: list[_Unit] = []
+    for unit in units:
+        while within and not within[-1].index < unit.index <= spans[within[-1].index]:
+            yield within.pop(), False
+        within.append(unit)
+        yield unit, True
+    while within:
+        yield within.pop(), False
+
+
 class _Rank:
     """Write down what one rank does."""
 
@@ -194,7 +206,9 @@ class _Rank:
         self._moves: list[Move] = []
         # In the order in which forward begins them, and ends; only what is sharded is gathered ahead.
         self._trace = [unit for unit in units if unit.cut]
-        self._ended = [unit for unit in self._by_end() if unit.cut]
+        self._spans = step.spans or (len(units) - 1, *range(1, len(units)))
+        self._by_end = [unit for unit, begins in _walk(units, self._spans) if not begins]
+        self._ended = [unit for unit in self._by_end if unit.cut]
         self._under_way: list[list[_Stage]] = []
         # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
         late = step.overlaps_parameters and any(unit.far for unit in units)
@@ -234,7 +248,7 @@ class _Rank:
 
     def _pass(self, first: bool, last: bool) -> None:
         """Forward and backward of one micro-batch."""
-        for unit, begins in self._walk(self._units):
+        for unit, begins in _walk(self._units, self._spans):
             if begins:
                 self._forward_begins(unit)
                 self._moves.append(Compute(unit.index, backward=False))
@@ -243,7 +257,7 @@ class _Rank:
         for unit in self._units:
             unit.missing = bool(unit.trainable)
         late: list[_Unit] = []
-        for unit, begins in self._walk(self._by_end()[::-1]):
+        for unit, begins in _walk(self._by_end[::-1], self._spans):
             if begins:
                 self._backward_reaches(unit, first)
                 # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
@@ -258,25 +272,6 @@ class _Rank:
                     self._release(late.pop(0))
         for unit in late:
             self._release(unit)
-
-    def _walk(self, units: Sequence[_Unit]) -> Iterator[tuple[_Unit, bool]]:
-        """Yield each unit as it begins (True), and as it ends: when those inside of it have, which follow it."""
-        within: list[_Unit] = []
-        for unit in units:
-            while within and not within[-1].index < unit.index <= self._last_inside(within[-1]):
-                yield within.pop(), False
-            within.append(unit)
-            yield unit, True
-        while within:
-            yield within.pop(), False
-
-    def _by_end(self) -> list[_Unit]:
-        return [unit for unit, begins in self._walk(self._units) if not begins]
-
-    def _last_inside(self, unit: _Unit) -> int:
-        if self._step.spans:
-            return self._step.spans[unit.index]
-        return len(self._units) - 1 if unit.index == 0 else unit.index
 
     # -- R1 and R4 -------------------------------------------------------------------------------------------------
 
@@ -425,7 +420,7 @@ class _Rank:
     def _finish_gradients(self) -> None:
         """Finish what backward left, the vote on which parameters took part, and the norm."""
         self._drain()
-        for unit in (unit for unit, begins in self._walk(self._by_end()[::-1]) if not begins):
+        for unit in (unit for unit, begins in _walk(self._by_end[::-1], self._spans) if not begins):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
             self._moves += [Launch(unit.index)] * alone
         states = dict.fromkeys(kind.plan.states.axes for unit in self._units for kind, _ in unit.trainable)
