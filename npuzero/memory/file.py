@@ -2,151 +2,265 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
-import tempfile
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from npuzero import _native
 from npuzero.device.handle import Handle
-from npuzero.errors import ConfigError, ContractError, OutOfSpace, StorageError
+from npuzero.errors import ConfigError, ContractError, NpuZeroError, OutOfSpace, StateError, StorageError
 
-#: Offsets, lengths and addresses are multiples of it: what every disk's sectors divide.
+#: Offsets, lengths and addresses are multiples of it: what the sectors of every disk divide.
 BLOCK = 4096
-#: So many bytes lie in one folder before the next one's turn comes.
-STRIPE = 4 << 20
+
+_HUGE_PAGE = 2 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_A_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+_OTHER_FOLDER = "Name a folder on a local disk that this process may write to."
 
 
 class FileStore:
-    """Keep ``nbytes`` bytes in a nameless file of each of the ``folders``, in stripes that go round among them.
+    """Keep bytes in a nameless file of each of the ``folders``, in stripes that go round among them.
 
     The files have no names: nothing is left of them when the process ends, however it ends. Requests run beside the
-    caller, in any order; it waits for the one before it begins another of the same bytes, and leaves a buffer alone
-    until its request is done. Any thread may call.
+    caller, in any order: he waits for one before he begins another of the same bytes, and leaves its buffer alone until
+    then. Any thread may call. A store that is dropped finishes what is under way.
 
     Args:
         folders: on disks; each file takes its part of the bytes at once, so that no later write runs out of them.
-        nbytes: what the store holds; zeros at first.
+        nbytes: what the store holds, rounded up to whole blocks; zeros at first.
         threads: for each folder.
-        verify: compare what is read with the checksums of what was written.
+        verify: compare what is read with the checksums (CRC32C of each block) of what was written.
 
     Attributes:
         direct: whether bytes go past the page cache (O_DIRECT) in all folders.
-        moved: payload bytes of the requests so far, by "read" and "write".
+        moved: bytes asked for so far, by "read" and "write".
 
     Raises:
         ConfigError: a folder is not there, cannot be written, or is memory.
         OutOfSpace: a disk cannot hold its part.
+        StorageError: a disk failed.
     """
 
     def __init__(self, folders: Sequence[Path], nbytes: int, *, threads: int = 4, verify: bool = True) -> None:
-        if not folders:
-            raise ConfigError(
-                "FileStore", expected="a folder at least", got="none", do="Name one: Settings.nvme_paths."
-            )
         self.folders = tuple(Path(folder) for folder in folders)
         self.nbytes = -(-nbytes // BLOCK) * BLOCK
         self.verify = verify
         self.moved: Counter[str] = Counter(read=0, write=0)
-        self.direct = True
+        check_folders(self.folders)
+        _check_room(self.folders, self.nbytes)
+        try:
+            self._store = _native.io.Store([str(folder) for folder in self.folders], self.nbytes, threads, verify)
+        except OSError as error:
+            needed = _needs(self.folders, self.nbytes)
+            raise _refusal(error, self.folders, needed) from error
+        self.direct: bool = self._store.direct
         self._lock = threading.Lock()
-        self._files = [self._open(folder) for folder in self.folders]
-        self._pool = ThreadPoolExecutor(threads * len(self._files), "npuzero-file")
+        self._under_way: list[tuple[Any, Tensor]] = []  # requests, and the buffers that must outlast them
+        self._close = weakref.finalize(self, _finish, self._store, self._under_way)
 
     def read(self, offset: int, buffer: Tensor) -> Handle:
-        """Fill ``buffer`` with the bytes from ``offset`` on; it is the caller's again once the handle is done."""
+        """Fill ``buffer`` with the bytes from ``offset`` on.
+
+        Waiting for the handle raises a StorageError where the disk failed, or gave back other bytes than were written.
+
+        Raises:
+            ContractError: no buffer as of :meth:`aligned`, or not within the store.
+            StateError: the store is closed.
+        """
         return self._start("read", offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> Handle:
-        """Put the bytes of ``buffer`` to ``offset``."""
+        """Put the bytes of ``buffer`` to ``offset``; else as :meth:`read`."""
         return self._start("write", offset, buffer)
 
     @staticmethod
     def aligned(nbytes: int) -> Tensor:
-        """Return ``nbytes`` zeroed bytes [nbytes] on pages of their own, which requests may use."""
-        whole = torch.zeros(nbytes + BLOCK, dtype=torch.uint8)
-        first = -whole.data_ptr() % BLOCK
-        return whole[first : first + nbytes]
+        """Return ``nbytes`` zeroed bytes [nbytes] on pages of their own, which requests may use.
+
+        A process that is forked from this one does not have them.
+        """
+        pages = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A disk may be writing to a page while somebody forks (a DataLoader, say): whose copy it is must not be asked.
+        pages.madvise(mmap.MADV_DONTFORK)
+        if nbytes >= _HUGE_PAGE:
+            pages.madvise(mmap.MADV_HUGEPAGE)  # fewer of them to pin for each transfer
+        return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
     def close(self) -> None:
-        """Wait for the requests under way and give the disk back; may be called again."""
-        self._pool.shutdown()
-        while self._files:
-            os.close(self._files.pop())
+        """Wait for what is under way, and give the disk back; may be called again."""
+        self._close()
 
     def _start(self, verb: str, offset: int, buffer: Tensor) -> Handle:
-        count = buffer.numel()
-        if offset % BLOCK or count % BLOCK or buffer.data_ptr() % BLOCK or not 0 <= offset <= self.nbytes - count:
+        nbytes = buffer.numel()
+        plain = buffer.dtype == torch.uint8 and buffer.device.type == "cpu" and buffer.is_contiguous()
+        whole = not (offset % BLOCK or nbytes % BLOCK or buffer.data_ptr() % BLOCK)
+        if not (plain and whole and 0 <= offset <= self.nbytes - nbytes):
             raise ContractError(
                 f"FileStore.{verb}",
-                expected=f"multiples of {BLOCK} within {self.nbytes} bytes",
-                got=f"{count} bytes at {offset}",
-                do="Take buffers from FileStore.aligned().",
+                expected=f"contiguous uint8 of the host on whole blocks of {BLOCK} bytes, within {self.nbytes:,} bytes",
+                got=f"{nbytes:,} bytes of {buffer.dtype} on {buffer.device} at address {buffer.data_ptr():#x}, "
+                f"for offset {offset:,}",
+                do="Take buffers from FileStore.aligned(), and offsets and lengths that are multiples of the block.",
             )
-        memory = buffer.numpy().data
-        pieces, done = [], 0
-        while done < count:
-            stripe, within = divmod(offset + done, STRIPE)
-            length = min(STRIPE - within, count - done)
-            row, at = divmod(stripe, len(self._files))
-            place = self._files[at], row * STRIPE + within
-            pieces.append(self._pool.submit(_move, verb, *place, memory[done : done + length], self.folders[at]))
-            done += length
         with self._lock:
-            self.moved[verb] += count
-        return _Request(pieces)
-
-    def _open(self, folder: Path) -> int:
-        share = -(-self.nbytes // len(self.folders) // STRIPE) * STRIPE + STRIPE
-        try:
-            try:
-                file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT, 0o600)
-            except OSError:
-                file, name = tempfile.mkstemp(dir=folder)
-                os.unlink(name)
-                self.direct = False
-        except OSError as error:
-            raise ConfigError(
-                f"folder {folder}", expected="one to write to", got=str(error), do="Name another."
-            ) from error
-        try:
-            os.posix_fallocate(file, 0, share)
-        except OSError as error:
-            raise OutOfSpace(f"folder {folder}", expected=f"{share} bytes", got=str(error), do="Make room.") from error
-        return file
+            request = self._store.submit(verb == "write", offset, buffer.data_ptr(), nbytes)
+            if request is None:
+                raise StateError(
+                    f"FileStore.{verb}", expected="an open store", got="a closed one", do="Make another FileStore."
+                )
+            self.moved[verb] += nbytes
+            self._under_way[:] = [entry for entry in self._under_way if not entry[0].done()]
+            self._under_way.append((request, buffer))
+        return _Transfer(request, verb, self.folders)
 
 
-class _Request(Handle):
-    def __init__(self, pieces: list[Future[None]]) -> None:
-        self._pieces = pieces
+class _Transfer(Handle):
+    """Wait for a request, and say what befell it."""
+
+    def __init__(self, request: Any, verb: str, folders: Sequence[Path]) -> None:
+        self._request = request
+        self._verb = verb
+        self._folders = folders
 
     def wait(self) -> None:
-        wait_for(self._pieces)
-        for piece in self._pieces:
-            piece.result()
+        """Wait for the bytes.
+
+        Raises:
+            StorageError: the disk failed, the file is shorter than it was, or its bytes are not those written.
+            OutOfSpace: the disk has no room, although the file has taken its own.
+        """
+        trouble = self._request.wait()
+        if trouble is not None:
+            kind, folder, offset, number = trouble
+            raise _failure(self._verb, kind, self._folders[folder], offset, number)
 
     def done(self) -> bool:
-        return all(piece.done() for piece in self._pieces)
+        return bool(self._request.done())
 
 
-def _move(verb: str, file: int, offset: int, memory: memoryview, folder: Path) -> None:
-    move = os.preadv if verb == "read" else os.pwritev
-    done = 0
-    while done < len(memory):
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raise a ConfigError unless there are folders, and all of them lie on disks."""
+    if not folders:
+        raise ConfigError(
+            "folders of a store", expected="one at least", got="none", do="Name folders on local disks: nvme_paths."
+        )
+    for folder in folders:
         try:
-            moved = move(file, [memory[done:]], offset + done)
+            in_memory = _native.io.is_memory(str(folder))
         except OSError as error:
-            raise StorageError(
-                f"{verb} in {folder} at {offset}", expected="success", got=str(error), do="Look at the disk."
-            ) from error
-        if moved == 0:
-            raise StorageError(
-                f"{verb} in {folder} at {offset}", expected="bytes", got="the end", do="Look at the disk."
+            raise _refusal(error, [folder], {}) from error
+        if in_memory:
+            raise ConfigError(
+                f"folder {folder}",
+                expected="one on a disk",
+                got="one in memory (tmpfs)",
+                do="Name a folder on a local disk; for states in memory there is the host's.",
             )
-        done += moved
+        if not folder.is_dir():
+            raise ConfigError(f"folder {folder}", expected="a folder", got="something else", do=_OTHER_FOLDER)
+
+
+def _finish(store: Any, under_way: list[tuple[Any, Tensor]]) -> None:
+    """Close the store, and only then drop the buffers."""
+    store.close()
+    under_way.clear()
+
+
+def _needs(folders: Sequence[Path], nbytes: int) -> dict[Path, int]:
+    """Return for each folder what is asked of its disk: the parts of all folders that lie on it."""
+    disks = [os.stat(folder).st_dev for folder in folders]
+    needs: Counter[int] = Counter()
+    for index, disk in enumerate(disks):
+        needs[disk] += _native.io.share(nbytes, len(folders), index)
+    return {folder: needs[disk] for folder, disk in zip(folders, disks, strict=True)}
+
+
+def _check_room(folders: Sequence[Path], nbytes: int) -> None:
+    for folder, needed in _needs(folders, nbytes).items():
+        free = _free(folder)
+        if free is not None and needed > free:
+            raise _out_of_space(folder, needed, "too little")
+
+
+def _free(folder: Path) -> int | None:
+    """Return the bytes that are free on the folder's disk; None where the folder is gone."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError:
+        return None
+    return facts.f_bavail * facts.f_frsize
+
+
+def _out_of_space(folder: Path, needed: int, why: str) -> OutOfSpace:
+    free = _free(folder)
+    return OutOfSpace(
+        f"disk of {folder}",
+        expected=f"room for {needed:,} bytes",
+        got=f"{'an unknown number of' if free is None else format(free, ',')} bytes free ({why})",
+        do="Make room there, name further folders on other disks, shard more of the state, or keep less of it on disk.",
+        folder=str(folder),
+        needed=needed,
+        free=free,
+    )
+
+
+def _refusal(error: OSError, folders: Sequence[Path], needs: dict[Path, int]) -> NpuZeroError:
+    """Return the error for a store that the system refuses to make."""
+    folder = next((folder for folder in folders if str(error.strerror).startswith(f"{folder}: ")), folders[0])
+    reason = os.strerror(error.errno or 0)
+    if error.errno in _NO_ROOM:
+        return _out_of_space(folder, needs[folder], reason)
+    if error.errno in _NOT_A_FOLDER:
+        return ConfigError(f"folder {folder}", expected="one to write to", got=reason, do=_OTHER_FOLDER)
+    return StorageError(
+        f"folder {folder}",
+        expected="a file in it",
+        got=reason,
+        do="Look for the disk's errors (dmesg), or name another folder.",
+        folder=str(folder),
+        errno=error.errno,
+    )
+
+
+def _failure(verb: str, kind: Any, folder: Path, offset: int, number: int) -> NpuZeroError:
+    """Return the error for a request that failed at ``offset`` of the folder's file."""
+    kinds = _native.io.Kind
+    if kind == kinds.failed and number in _NO_ROOM:
+        return _out_of_space(folder, BLOCK, f"{os.strerror(number)}, at offset {offset:,} of a file that had its room")
+    expected, got, do = {
+        kinds.failed: (
+            f"a {verb} that succeeds",
+            os.strerror(number),
+            "Look for the disk's errors (dmesg); go on from the last checkpoint with a folder on another disk.",
+        ),
+        kinds.ended: (
+            "as many bytes as were taken at the start",
+            "the end of the file",
+            "Somebody has shortened it, or the disk has failed; go on from the last checkpoint.",
+        ),
+        kinds.damaged: (
+            "the bytes that were written",
+            f"others (CRC32C of {BLOCK} bytes)",
+            "The disk, its link or the memory damages data: go on from the last checkpoint with a folder on another "
+            "disk, and replace what is broken.",
+        ),
+    }[kind]
+    return StorageError(
+        f"{verb} in {folder} at offset {offset:,}",
+        expected=expected,
+        got=got,
+        do=do,
+        folder=str(folder),
+        offset=offset,
+        errno=number or None,
+    )
