@@ -18,6 +18,8 @@ from npuzero._native import npu_launches
 from npuzero.bench import check, fingerprint
 from npuzero.bench.check_setup import check_setup, kernel_library
 from npuzero.bench.check_training import check_training
+from npuzero.cli.arguments import number
+from npuzero.cli.disk import check_disks
 from npuzero.cli.table import table
 from npuzero.config import told_variables
 from npuzero.errors import BenchmarkError
@@ -27,6 +29,7 @@ _EPILOG = """\
 examples:
   npuzero check --device npu             some minutes; leaves runs/check/report.json
   npuzero check --device cpu --quick     seconds
+  npuzero check --nvme /mnt/nvme0        what a disk can do for states that rest on it; half a minute
 
 On an NPU: source CANN's set_env.sh and run `npuzero build-npu` first. Send the file back, whatever it says: it is
 written as the checks go on, so it is there as well where one of them crashes or hangs. The status is 0 where everything
@@ -51,6 +54,13 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: that the command works")
     parser.add_argument("--out", type=Path, default=Path("runs/check"), metavar="FOLDER", help="(runs/check)")
+    parser.add_argument(
+        "--nvme", type=Path, action="append", default=[], metavar="FOLDER",
+        help="measure this folder's disk instead, and what a step takes of it; again for each folder used at once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parameters", type=number, default=7 * 10**9, metavar="N", help="of the model that --nvme tells of (7B)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -60,6 +70,8 @@ def run(options: argparse.Namespace) -> str:
     Raises:
         BenchmarkError: something was wrong.
     """
+    if options.nvme:
+        return check_disks(options.nvme, options.parameters, options.quick, _say)
     report = Report(options.out, f"--device {options.device} --ranks {options.ranks}{' --quick' * options.quick}")
     with report.part("setup", "installation"):
         report.facts["installation"] = info()

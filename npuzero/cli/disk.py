@@ -1,0 +1,53 @@
+"""``npuzero check --nvme FOLDER``: what the disks of some folders can do for training state that rests on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from npuzero.bench.disk import Speeds, speeds, step_seconds
+from npuzero.cli.table import table
+from npuzero.config import Settings
+
+_QUICK = {"seconds": 0.1, "nbytes": 1 << 28}
+_FULL = {"seconds": 5.0, "nbytes": 4 << 30}
+_DIRECT = "Bytes go past the page cache (O_DIRECT)."
+_CACHED = (
+    "Bytes go through the page cache: this file system has no O_DIRECT. These are the memory's figures as well as the "
+    "disk's; take a folder on ext4 or XFS."
+)
+
+
+def check_disks(folders: Sequence[Path], parameters: int, quick: bool, say: Callable[[str], None]) -> str:
+    """Return what the folders can do, as text, and tell how measuring goes.
+
+    Args:
+        parameters: of the model whose steps are told.
+        quick: less is measured: that it works.
+
+    Raises:
+        ConfigError: a folder is not there, cannot be written, or is memory.
+        OutOfSpace: there is no room to measure in.
+        StorageError: a disk failed.
+    """
+    settings = Settings()
+    effort = _QUICK if quick else _FULL
+    found = speeds(folders, threads=settings.io_threads, verify=settings.verify, say=say, **effort)  # type: ignore[arg-type]
+    return render(found, parameters)
+
+
+def render(found: Speeds, parameters: int) -> str:
+    """Return the text."""
+    free = [[folder, f"{nbytes / 1e9:,.1f}"] for folder, nbytes in found.free.items()]
+    mixed = found.gbs["read + write"]
+    steps = [[name, f"{seconds:.2f}"] for name, seconds in step_seconds(parameters, mixed).items()]
+    parts = [
+        table(["folder, on a disk", "GB free"], free),
+        _DIRECT if found.direct else _CACHED,
+        table(["", "GB/s"], [[name, f"{gbs:.2f}"] for name, gbs in (found.gbs | {"CRC32C": found.crc_gbs}).items()]),
+        f"A step of a model of {parameters:,} parameters whose states all rest here takes these disks:",
+        table(["precision", "seconds"], steps),
+        "Over several machines, each takes its part of that. The same beside the table of a plan: "
+        f"npuzero plan --disk {mixed:.2f}",
+    ]
+    return "\n\n".join(parts)
