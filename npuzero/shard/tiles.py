@@ -241,7 +241,7 @@ def _matched(model: nn.Module, pattern: object) -> list[tuple[str, nn.Linear]]:
             f"npuzero.tiled(): {pattern!r}",
             expected="the name of an nn.Linear, or a pattern that one has",
             got=f"that of {', '.join(dict.fromkeys(others))}" if others else "no module's name",
-            do=did_you_mean(pattern, linears, f"Name some of {', '.join([*linears][:5]) or 'none: there is none'}."),
+            do=did_you_mean(pattern, [*linears], f"Name some of {', '.join([*linears][:5]) or 'none: there is none'}."),
         )
     return found
 
