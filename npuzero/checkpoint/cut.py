@@ -171,7 +171,7 @@ def _zeros(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[l
             if name == "step":
                 numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
             elif own:
-                zeros = torch.zeros(flat.master.numel(), device=engine.device)
+                zeros = torch.zeros(flat.rests.states.numel, device=engine.device)
                 cuts = tuple(Cut((path,), piece, torch.float32) for path, piece in zip(paths, own, strict=True))
                 tensors.append(Part(flat, flat.rests.states, cuts, zeros.__getitem__))
     return tensors, numbers

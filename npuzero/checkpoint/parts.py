@@ -42,8 +42,8 @@ class CutOptimizer(Protocol):
     def cut_state(self, flat: Flat) -> SlotStates:
         """Return what each slot has: numbers, and None for what is in the buffer of that name."""
 
-    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
-        """Return [n/S] float32 of this rank."""
+    def cut_buffer(self, flat: Flat, name: str, own: slice) -> Tensor:
+        """Return as float32 a range of this rank's shard."""
 
     def state_names(self) -> tuple[str, ...]:
         """Return what the state of every parameter will consist of, as far as the class says it beforehand."""
@@ -214,17 +214,13 @@ def optimizer_parts(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -
                 for piece, state in zip(pieces, slots, strict=True)
                 if name in state and state[name] is None
             )
-            parts.append(Part(flat, flat.rests.states, cuts, partial(_read_state, optimizer, flat, name)))
+            parts.append(Part(flat, flat.rests.states, cuts, partial(optimizer.cut_buffer, flat, name)))
         for piece, state in zip(pieces, slots, strict=True):
             for name, number in state.items():
                 if number is not None:
                     path = OPTIMIZER, "state", piece.whole.name, name
                     entries.setdefault(path, Entry(path, torch.tensor(number)))
     return parts, [*entries.values()]
-
-
-def _read_state(optimizer: CutOptimizer, flat: Flat, name: str, own: slice) -> Tensor:
-    return optimizer.cut_buffer(flat, name)[own]
 
 
 def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:

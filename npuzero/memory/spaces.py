@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 
 from npuzero.errors import ConfigError
 from npuzero.memory.device import DeviceSpace
+from npuzero.memory.host import HostSpace
+from npuzero.memory.mover import Mover
 from npuzero.memory.space import Space
 from npuzero.plan import Memory
 
@@ -24,10 +27,23 @@ class Spaces(Mapping[Memory, Space]):
 
     Args:
         device: where the rank computes.
+
+    Attributes:
+        mover: copies between the device and the host, but for those of the update, which has its own.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Those in which something rests, made when it is first asked for.
         self._spaces: dict[Memory, Space] = {Memory.DEVICE: DeviceSpace(device)}
+        self.mover = Mover(device)
+
+    @property
+    def host(self) -> HostSpace:
+        """Return the space of the host's memory."""
+        if Memory.HOST not in self._spaces:
+            self._spaces[Memory.HOST] = HostSpace(self._device)
+        return cast(HostSpace, self._spaces[Memory.HOST])
 
     def __getitem__(self, memory: Memory) -> Space:
         """Return the space of ``memory``.
@@ -35,17 +51,19 @@ class Spaces(Mapping[Memory, Space]):
         Raises:
             ConfigError: nothing can rest there yet.
         """
+        if memory is Memory.HOST:
+            return self.host
         if memory not in self._spaces:
             raise ConfigError(
                 f"memory {memory.value!r}",
-                expected=f"one of {', '.join(repr(known.value) for known in self._spaces)}",
+                expected="'device' or 'host'",
                 got=repr(memory.value),
                 do="Let each part of the plan rest in one of these.",
             )
         return self._spaces[memory]
 
     def __contains__(self, memory: object) -> bool:
-        return memory in self._spaces
+        return memory in (Memory.DEVICE, Memory.HOST)
 
     def __iter__(self) -> Iterator[Memory]:
         return iter(self._spaces)

@@ -114,8 +114,8 @@ class Fused(Worker):
     def slot_state(self, flat: Flat, i: int) -> Options:
         return self._shards.slot_state(flat, i)
 
-    def buffer(self, flat: Flat, name: str) -> Tensor | None:
-        return self._shards.buffer(flat, name)
+    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
+        return self._shards.buffer(flat, name, own)
 
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from npuzero.ops import storage
+from npuzero.plan import MOMENT_BLOCK
+from npuzero.shard.spread import Spread
 
 #: In which dtype a moment is stored, by the name that a precision gives it.
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 class Moments:
-    """Hold the moments of ``numel`` elements: zeros at first.
+    """Hold the moments of one flat's shard.
 
     Args:
         signs: by name of a moment, whether it can be negative.
-        kind: ``"fp32"``, ``"bf16"`` or ``"int8"``.
-        allocate: makes the zeros of a number of elements and a dtype.
+        near: by name, what lies on the device, as it is stored.
+        spreads: by name, all of it, wherever it lies.
     """
 
     def __init__(
-        self, numel: int, signs: Mapping[str, bool], kind: str, allocate: Callable[[int, torch.dtype], Tensor]
+        self, signs: Mapping[str, bool], near: Mapping[str, Tensor], spreads: Mapping[str, Spread]
     ) -> None:
-        dtype = MOMENT_DTYPES[kind]
-        self._numel = numel
         self._signs = signs
-        #: By name, as they are stored.
-        self.stored = {name: allocate(storage.stored_numel(numel, dtype), dtype) for name in signs}
+        self._spreads = spreads
+        self.near = near
 
-    def read(self, name: str) -> Tensor:
-        """Return [numel] float32: a moment; maybe a copy."""
-        stored = self.stored[name]
-        return stored if stored.dtype == torch.float32 else storage.widen(stored, self._numel, signed=self._signs[name])
+    def __contains__(self, name: str) -> bool:
+        return name in self._signs
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._signs)
+
+    def read(self, name: str, own: slice) -> Tensor:
+        """Return a range as float32; maybe a copy."""
+        first = own.start // MOMENT_BLOCK * MOMENT_BLOCK
+        return self._spreads[name].read(slice(first, own.stop), signed=self._signs[name])[own.start - first :]
 
     def write(self, name: str, own: slice, values: Tensor) -> None:
         """Replace a range, whole blocks but for its end, by ``values``: what :meth:`read` gave comes back."""
-        values = values.to(self.stored[name].device, torch.float32).reshape(-1)
-        storage.write(values, self.stored[name], self._numel, own, signed=self._signs[name])
+        self._spreads[name].write(own, values.to(torch.float32).reshape(-1), signed=self._signs[name])

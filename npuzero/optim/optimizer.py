@@ -232,11 +232,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return [states.describe(self._worker, flat, i) for i in flat.slots]
 
-    def cut_buffer(self, flat: Flat, name: str) -> Tensor:
-        """Return [n/S] float32: this rank's part of the tensors ``name`` of all slots, however they are kept; maybe a
-        copy.
+    def cut_buffer(self, flat: Flat, name: str, own: slice) -> Tensor:
+        """Return as float32 a range of this rank's part of the tensors ``name`` of all slots, however and wherever they
+        are kept; maybe a copy.
         """
-        buffer = self._worker.buffer(flat, name)
+        buffer = self._worker.buffer(flat, name, own)
         assert buffer is not None, name
         return buffer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
@@ -82,6 +82,11 @@ def within(ranges: list[Range], begin: int, end: int) -> list[Range]:
     if chosen and chosen[-1].end > end:
         chosen[-1] = chosen[-1]._replace(end=end)
     return chosen
+
+
+def moved(ranges: Iterable[Range], by: int) -> Iterator[Range]:
+    """Yield ranges as they are on another line, where they begin ``by`` elements later."""
+    return (part._replace(begin=part.begin + by, end=part.end + by) for part in ranges)
 
 
 def segments(rule: Rule, ranges: Iterable[Range]) -> list[Any]:

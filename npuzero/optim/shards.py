@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +13,15 @@ from torch import Tensor
 from npuzero.errors import ConfigError
 from npuzero.ops import storage
 from npuzero.optim.counts import TakenSteps
-from npuzero.optim.moments import Moments
+from npuzero.optim.launch import FarLaunch
+from npuzero.optim.moments import MOMENT_DTYPES, Moments
 from npuzero.optim.rule import Line, Options, Range, Rule
-from npuzero.optim.segments import Rows, lies_there, segments, within
-from npuzero.plan import MOMENT_BLOCK, Precision
+from npuzero.optim.segments import Rows, lies_there, moved, segments, within
+from npuzero.plan import MOMENT_BLOCK, Memory, Precision
+from npuzero.shard.bank import Bank
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
+from npuzero.shard.spread import Spread
 
 #: By id of a parameter its number in the optimizer, of which random bits depend, and its group.
 Members = Mapping[int, tuple[int, Options]]
@@ -41,6 +43,7 @@ class Shards:
         self._steps: weakref.WeakKeyDictionary[Flat, list[int]] = weakref.WeakKeyDictionary()
         # By id of a parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
+        self._banks: weakref.WeakKeyDictionary[Engine, list[Bank]] = weakref.WeakKeyDictionary()  # of far moments
         self._lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], Line]] = weakref.WeakKeyDictionary()
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -67,30 +70,37 @@ class Shards:
             self._taken.part(here)
         known = not counted and not any(lies_there(group["lr"], engine.device) for group in groups)
         rows = None if known else Rows(self._rule, engine.device)
-        ranges = self._ranges(used, members, counted, rows)
+        near, far = self._ranges(used, members, counted, rows)
         dynamic = None if rows is None else rows.table()
         if counted:
             self._taken.take(here, engine.boundary.skip)
-        shards = list(used)
-        line = self._line(optimizer, engine, shards)
-        gradients = [flat.own_gradient for flat in shards]
-        for chunk in engine.update.chunks(shards, self._block_bytes):
-            parts = segments(self._rule, within(ranges, chunk.begin, chunk.end))
-            line.update(gradients, parts, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
+        self._make(optimizer, engine, used, members)
+        if far:
+            self._update_far(engine, far, dynamic)
+        shards = [flat for flat in used if flat.rests.states.near]
+        if shards:
+            line = self._line(engine, shards)
+            gradients = [flat.gradient.near for flat in shards]
+            for chunk in engine.update.chunks(shards, self._block_bytes):
+                parts = segments(self._rule, within(near, chunk.begin, chunk.end))
+                line.update(gradients, parts, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
 
     def _ranges(
         self, used: Mapping[Flat, list[bool]], members: Members, counted: bool, rows: Rows | None
-    ) -> list[Range]:
-        """Return the line's ranges in order: this rank's part of each slot in ``used``,
-        with this update's number, or its row.
+    ) -> tuple[list[Range], dict[Flat, list[Range]]]:
+        """Return in order the ranges of what is near, on the line, and those of each flat that is far, on its shard:
+        this rank's part of each slot in ``used``, with this update's number, or its row.
 
         Args:
             counted: the device counts; else the host does, here.
             rows: None where the host knows all step counts and lr.
         """
-        ranges: list[Range] = []
+        near: list[Range] = []
+        far: dict[Flat, list[Range]] = {}
         start = 0
         for flat, flags in used.items():
+            mine = far[flat] = [] if flat.far else near
+            shift = 0 if flat.far else start
             steps = [] if counted else self._steps_of(flat)
             drawing = flat.plan.precision.moments != "fp32" or flat.rounds_stochastically
             for i in itertools.compress(flat.slots, flags):
@@ -102,19 +112,27 @@ class Shards:
                 step, row = (steps[i], None) if rows is None else rows.row(group, count)
                 random = (number, flat.place_of_own(i)) if drawing else (0, None)
                 if own.start < own.stop:
-                    ranges.append(Range(start + own.start, start + own.stop, group, step, row, *random))
-            start += flat.rests.states.numel
-        return ranges
+                    mine.append(Range(shift + own.start, shift + own.stop, group, step, row, *random))
+            if flat.far:
+                near += moved(within(mine, 0, flat.rests.states.near), start)
+            start += flat.rests.states.near
+        return near, {flat: ranges for flat, ranges in far.items() if flat.far}
 
-    def _line(self, optimizer: torch.optim.Optimizer, engine: Engine, shards: list[Flat]) -> Line:
-        """Return what the update of ``shards`` writes; an engine's buffers stay where they are."""
+    def _update_far(self, engine: Engine, far: Mapping[Flat, list[Range]], dynamic: Tensor | None) -> None:
+        """Have the stream update what is far; all that may change before it is done is copied."""
+        banks = [*engine.far.masters, *self._banks.get(engine, ())]
+        launch = FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
+        engine.far.stream.run(far, banks, launch, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
+
+    def _line(self, engine: Engine, shards: list[Flat]) -> Line:
+        """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are."""
         last, line = self._lines.get(engine, ([], None))
         if line is None or last != shards:
-            stored = [self._moments_of(optimizer, engine, flat).stored for flat in shards]
+            stored = [self._moments[flat].near for flat in shards]
             line = self._rule.line(
                 master=[flat.master for flat in shards],
                 **{name: [moments.get(name) for moments in stored] for name in self._rule.moments},
-                low=[flat.low for flat in shards],
+                low=[None if flat.low is None else flat.low[: flat.rests.states.near] for flat in shards],
                 remainder=[flat.remainder for flat in shards],
                 seed=self._seed,
             )
@@ -124,7 +142,7 @@ class Shards:
     def _block_bytes(self, flat: Flat) -> int:
         """Return what MOMENT_BLOCK elements of masters and moments take."""
         masters = [flat.master] if flat.remainder is None else [flat.master, flat.remainder]
-        stored = self._moments[flat].stored.values()
+        stored = self._moments[flat].near.values()
         return sum(MOMENT_BLOCK * tensor.element_size() for tensor in masters) + sum(
             storage.stored_numel(MOMENT_BLOCK, tensor.dtype) * tensor.element_size() for tensor in stored
         )
@@ -164,13 +182,31 @@ class Shards:
         needed = {name for group in groups for name in self._rule.kept(group)}
         return tuple(name for name in self._rule.moments if name in needed)
 
-    def _moments_of(self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat) -> Moments:
-        if flat not in self._moments:
+    def _make(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flats: Iterable[Flat], members: Container[int]
+    ) -> None:
+        """Make the moments of ``flats``, where there are none yet; with a far flat's those of all that have members."""
+        missing = [flat for flat in flats if flat not in self._moments]
+        if not missing:
+            return
+        if any(flat.far for flat in missing):
+            all_far = [flat for flat in engine.flats() if flat.far and any(id(p) in members for p in flat.parameters)]
+            missing = list(dict.fromkeys([*missing, *(flat for flat in all_far if flat not in self._moments)]))
+        signs = {name: self._rule.moments[name] for name in self.kept(optimizer.param_groups)}
+        dtypes: dict[Flat, torch.dtype] = {}
+        for flat in missing:
             self._check_precision(type(optimizer).__name__, flat.plan.precision)
-            signs = {name: self._rule.moments[name] for name in self.kept(optimizer.param_groups)}
-            allocate = functools.partial(engine.spaces[flat.rests.states.memory].allocate, label="states")
-            self._moments[flat] = Moments(flat.rests.states.numel, signs, flat.plan.precision.moments, allocate)
-        return self._moments[flat]
+            dtypes[flat] = MOMENT_DTYPES[flat.plan.precision.moments]
+        banks = engine.far.banks({flat: dict.fromkeys(signs, dtypes[flat]) for flat in missing if flat.far})
+        self._banks.setdefault(engine, []).extend(banks)
+        space = engine.spaces[Memory.DEVICE]
+        for flat, dtype in dtypes.items():
+            numel = flat.rests.states.near
+            near = {name: space.allocate(storage.stored_numel(numel, dtype), dtype, "states") for name in signs}
+            spreads = {name: Spread.whole(tensor, numel) for name, tensor in near.items()}
+            for bank in (bank for bank in banks if bank.has(flat)):
+                spreads = {name: spread.extended(bank.spread(flat, name)) for name, spread in spreads.items()}
+            self._moments[flat] = Moments(signs, near, spreads)
 
     def _check_precision(self, name: str, precision: Precision) -> None:
         """Raise ConfigError where the plan does not keep masters and moments as the user has said."""
@@ -183,15 +219,15 @@ class Shards:
                     do=f"Give zero() a Precision with {part}={chosen!r}, or leave it out here.",
                 )
 
-    def buffer(self, flat: Flat, name: str) -> Tensor | None:
-        """Return [n/S] float32: a moment of all slots; maybe a copy; None where there is none."""
+    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
+        """Return as float32 a range of a moment of all slots; maybe a copy; None where there is none."""
         moments = self._moments.get(flat)
-        return None if moments is None or name not in moments.stored else moments.read(name)
+        return None if moments is None or name not in moments else moments.read(name, own)
 
     def slot_state(self, flat: Flat, i: int) -> Options:
-        """Return the step count and the flat's moments, if slot ``i`` was ever updated."""
+        """Return the step count and the flat's moments, what is near of them, if slot ``i`` was ever updated."""
         step = self._step_of(flat, i)
-        return {"step": step, **self._moments[flat].stored} if step else {}
+        return {"step": step, **self._moments[flat].near} if step else {}
 
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
@@ -200,6 +236,8 @@ class Shards:
         self._steps_of(flat)[i] = int(state.get("step", 0))
         self._taken.forget(id(flat.parameters[i]))
         if state or flat in self._moments:
-            own, moments = flat.own_slots[i], self._moments_of(optimizer, engine, flat)
-            for name in moments.stored:
+            if flat not in self._moments:
+                self._make(optimizer, engine, [flat], {id(p) for g in optimizer.param_groups for p in g["params"]})
+            own, moments = flat.own_slots[i], self._moments[flat]
+            for name in moments:
                 moments.write(name, own, state[name] if state else torch.zeros(own.stop - own.start))

@@ -29,7 +29,8 @@ def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
     said = cast(list[list[Options]], engine.world.exchange([describe(worker, flat, i) for i in flat.slots]))
     known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
     names = sorted({name for slot in known for name, value in slot.items() if value is None})
-    wholes = {name: engine.values.gather_states(flat, worker.buffer(flat, name)).cpu() for name in names}
+    own = slice(0, flat.rests.states.numel)
+    wholes = {name: engine.values.gather_states(flat, worker.buffer(flat, name, own)).cpu() for name in names}
     return [
         {
             name: wholes[name][slot.begin : slot.end].view(slot.shape) if value is None else torch.tensor(value)

@@ -73,9 +73,9 @@ class Worker(ABC):
         """
 
     @abstractmethod
-    def buffer(self, flat: Flat, name: str) -> Tensor | None:
-        """Return [n/S] float32: this rank's part of the tensors ``name`` of all slots, maybe a copy; None if there is
-        none.
+    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
+        """Return as float32 a range of this rank's part of the tensors ``name`` of all slots, maybe a copy; None if
+        there is none.
         """
 
     @abstractmethod

@@ -29,6 +29,7 @@ from npuzero.shard.reduce import Reducer
 from npuzero.shard.rest import Group
 from npuzero.shard.sums import Sums
 from npuzero.shard.unit import Unit
+from npuzero.shard.update import Update
 from npuzero.shard.values import Values
 
 #: The gradients of a flat, from which on their memory is lent between steps: moving less is not worth the calls.
@@ -61,6 +62,7 @@ class Boundary:
         world: World,
         mesh: CountingMesh,
         reducer: Reducer,
+        update: Update,
         values: Values,
         census: Census,
     ) -> None:
@@ -68,6 +70,7 @@ class Boundary:
         self._flats = [flat for unit in units for flat in unit.trainable]
         self._mesh = mesh
         self._reducer = reducer
+        self._update = update
         self._values = values
         self._census = census
         self.accord = Accord(self._flats, world)
@@ -95,6 +98,7 @@ class Boundary:
 
     def reopen(self) -> None:
         """Prepare for a backward pass that brings more gradients."""
+        self._update.settle()
         present = self._present()
         if not _any(present):  # the program has zeroed the gradients, in whatever way
             self.forget()
@@ -118,6 +122,7 @@ class Boundary:
                 got="a call inside a backward pass, or after one that raised",
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
+        self._update.settle()
         if self._stage is not Stage.AGREED:
             self._agree_anew()
         else:  # the program may have dropped some since, as it does on every rank
@@ -208,7 +213,7 @@ class Boundary:
     def apply_scale(self) -> None:
         """Multiply the gradients themselves by the number that the update was to multiply them by."""
         for flat in self._flats:
-            flat.own_gradient.mul_(self.gradient_scale)
+            flat.own_gradient.mul_(self.gradient_scale.to(flat.own_gradient.device))
         self.gradient_scale.fill_(1.0)
         self._scaled = False
 
@@ -240,13 +245,18 @@ class Boundary:
 
         Gradients that are under way stay until the next backward pass finds them dropped.
         """
-        large = [flat for flat in self._flats if flat.gradient.buffer.nbytes >= LENT_BYTES]
+        large = [
+            (unit, flat.gradient.memory)
+            for unit in self._units
+            for flat in unit.trainable
+            if flat.gradient.buffer.nbytes >= LENT_BYTES
+        ]
         # Not while a collective may write into the buffers, nor between an agreement and the update that it is for.
         done = self._stage is not Stage.AGREED and self._reducer.idle
         if large and done and not _any(self._present()):
             self.forget()
-            for flat in large:
-                flat.gradient.memory.release()
+            for unit, memory in large:
+                self._update.lend(unit, memory)
 
 
 def _any(flags: Mapping[Flat, list[bool]]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
-from npuzero.plan import AXES, Axes, Plan, Report, sent_by_verb
+from npuzero.plan import AXES, LINKS, Axes, Plan, Report, sent_by_verb
 
 
 class CountingMesh:
@@ -43,6 +45,7 @@ class Meter:
         self._plan = plan
         self._mesh = mesh
         self._spaces = spaces
+        self.settle: Callable[[], Counter[str]] = Counter  # waits for the update of the last step; what it has moved
         self._begun = False
         self._last: Report | None = None
 
@@ -56,11 +59,13 @@ class Meter:
         """Count from here on."""
         self._mesh.sent.clear()
         self._mesh.control.clear()
+        self._spaces.mover.moved.clear()
         self._spaces.reset_peaks()
 
     def step_ends(self) -> None:
         sent = sent_by_verb(self._mesh.sent, sum(self._mesh.control.values()))
-        self._last = Report(self._spaces.peaks(), sent, self._plan, self._mesh.shape.world)
+        moved = dict.fromkeys(LINKS, 0) | self._spaces.mover.moved
+        self._last = Report(self._spaces.peaks(), sent, self._plan, self._mesh.shape.world, moved)
         self._begun = False
 
     def report(self) -> Report:
@@ -76,4 +81,5 @@ class Meter:
                 got="none yet",
                 do="Call it after optimizer.step(); npuzero.predict says what to expect before.",
             )
-        return self._last
+        beside = self.settle()
+        return replace(self._last, bytes_moved={link: n + beside[link] for link, n in self._last.bytes_moved.items()})

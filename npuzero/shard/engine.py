@@ -12,7 +12,7 @@ from npuzero.comm import Mesh, World
 from npuzero.comm.calls import collective
 from npuzero.config import Settings
 from npuzero.memory import Spaces
-from npuzero.plan import AXES, Memory
+from npuzero.plan import AXES
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
@@ -20,6 +20,7 @@ from npuzero.shard.census import Census
 from npuzero.shard.conversion import watch_conversions
 from npuzero.shard.counting import CountingMesh, Meter
 from npuzero.shard.discover import UnitRule, doors
+from npuzero.shard.far import Far
 from npuzero.shard.finite import Finite, Watch
 from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
@@ -50,6 +51,7 @@ class Engine:
         finite: the watch for inf and NaN.
         values: unsharded parameters, in and out.
         update: the chunks that an optimizer updates one by one, between begin_update and end_update.
+        far: the states that rest beyond the device.
         meter: bytes held and sent in a step.
 
     Raises:
@@ -80,17 +82,21 @@ class Engine:
         writes = Writes(self.units, world)
         gatherer = Gatherer(writes)
         self._restorer = Restorer()
-        self.update = Update(self.units, self._restorer, settings.chunk_bytes, settings.overlaps_parameters)
+        self.far = Far(self.units, self.spaces, settings)
+        self.update = Update(
+            self.units, self._restorer, self.far.stream, settings.chunk_bytes, settings.overlaps_parameters
+        )
         self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes)
         # So far the model is as it was: whatever any rank had against it has been raised on all of them.
         reference = EngineReference(self)
-        self.values.take_over(model, specs, origin, self.spaces, lambda unit: claim(reference, unit))
+        self.values.take_over(model, specs, origin, self.spaces, self.far.exact, lambda unit: claim(reference, unit))
+        self.meter.settle = self.far.stream.moved
         self.meter.reset()  # the bytes of the first values are no step's
 
-        reducer = Reducer(self.units, self.spaces[Memory.DEVICE], settings.overlaps_gradients)
+        reducer = Reducer(self.units, self.spaces, settings.overlaps_gradients)
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
-        self.boundary = Boundary(self.units, world, self.mesh, reducer, self.values, census)
+        self.boundary = Boundary(self.units, world, self.mesh, reducer, self.update, self.values, census)
         self.gradients = Gradients(self.units, world, self.boundary, self.values)
         everyone = self.mesh.communicator(AXES, "control")
         self.finite = Finite(lambda: Watch(self.units, world, everyone), self.boundary, self._show)
@@ -145,8 +151,10 @@ class Engine:
         self.values.bring_home(thoroughly=True)
         if self.boundary.agreed:  # else finish() looks
             self.values.look_at_whole()
-        self.update.begin()
-        return self.boundary.finish()
+        some = self.boundary.finish()
+        if some:
+            self.update.begin()
+        return some
 
     def end_update(self) -> None:
         """Run R4, and end the step."""

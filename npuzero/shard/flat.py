@@ -8,13 +8,16 @@ gradients and states into P, A, G and S shards::
     held        [n/A]  parameter dtype; what it keeps between forward and backward (only where 1 < A < P)
     master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
     remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
+    exact       [n/S]  what makes masters more than own parameters, of either kind; may be spread over the memories
     gradient    see :mod:`npuzero.shard.gradient`
     own         [n/S]  this rank's states shard, a sub-range of all of the above
+    near        the first elements of the shard, whose states rest on the device: all of them unless the plan has some
+                far, in the memory of the host or on a disk; what is far of master and remainder is no one tensor
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,10 @@ from npuzero.shard.gradient import Gradient
 from npuzero.shard.layout import Layout, overlap
 from npuzero.shard.origin import give_data
 from npuzero.shard.rest import Rest, Rests
+from npuzero.shard.spread import Spread
+
+#: By how masters are kept, the name and dtype of what is kept beside own parameters.
+EXACT = {"fp32": ("master", torch.float32), "split": ("remainder", torch.int16)}
 
 
 class Flat:
@@ -55,7 +62,8 @@ class Flat:
         self.transient: Transient  # the memory of whole; only where cut
         self.resting: Tensor
         self.held: Transient | None = None  # only where after_forward is cut, and less than parameters are
-        self.master: Tensor
+        self.exact: Spread | None = None  # only where masters are "fp32" or "split"
+        self.master: Tensor  # what is near of it
         self.remainder: Tensor | None = None
         self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
         self.gradient: Gradient  # only where trainable
@@ -92,10 +100,23 @@ class Flat:
         """Return which element of slot ``i`` is the first of this rank's states shard, if any is."""
         return int(self.own_slots[i].start) + self.rests.states.begin - self.layout.slots[i].begin
 
-    def materialize(self, spaces: Spaces, source: Source | None, first_values: Callable[[Flat], None]) -> None:
+    @property
+    def far(self) -> bool:
+        """Return whether states of this rank's shard rest beyond the device."""
+        return self.trainable and self.rests.states.near < self.rests.states.numel
+
+    def materialize(
+        self,
+        spaces: Spaces,
+        source: Source | None,
+        first_values: Callable[[Flat], None],
+        far: Callable[[Flat, str], Spread],
+    ) -> None:
         """Allocate the buffers, have ``first_values`` fill them, and let the parameters be views of the flat.
 
-        ``source``: provides the memory of the resting parameters, which other ranks read when they gather.
+        Args:
+            source: provides the memory of the resting parameters, which other ranks read when they gather.
+            far: gives what rests far of a flat's exact masters.
         """
         rests = self.rests
         resident = spaces[Memory.DEVICE]  # what lives within a step only is where it is computed with
@@ -112,12 +133,14 @@ class Flat:
         self.own_parameters = self.resting[rests.states.within(rests.parameters)]
         if self.trainable:
             self.gradient = Gradient(self.name, self.layout, rests, self.plan.precision, spaces)
-            self.master = self.own_parameters
-            states = spaces[rests.states.memory]
-            if self.masters == "fp32":
-                self.master = states.allocate(rests.states.numel, torch.float32, "states")
-            elif self.masters == "split":
-                self.remainder = states.allocate(rests.states.numel, torch.int16, "states")
+            near = rests.states.near
+            self.master = self.own_parameters[:near]
+            if self.masters in EXACT:
+                name, dtype = EXACT[self.masters]
+                setattr(self, name, resident.allocate(near, dtype, "states"))
+                self.exact = Spread.whole(getattr(self, name), near)
+                if self.far:
+                    self.exact = self.exact.extended(far(self, name))
         first_values(self)
         if self.cut:
             self.transient.restore()  # views can only be made of what has memory
@@ -160,7 +183,7 @@ class Flat:
             return exact[begin - start : end - start], slice(begin - rest.begin, end - rest.begin)
 
         here, own = shared(self.rests.parameters)
-        _copy_rounded(here, self.resting[own])
+        copy_rounded(here, self.resting[own])
         if self.trainable:
             here, own = shared(self.rests.states)
             self.write_master(own, here)
@@ -190,18 +213,18 @@ class Flat:
         """
         if self.cut:
             new = self.whole[slice(*self.rests.parameters.range)]
-            if self.remainder is not None:
+            if self.masters == "split" and self.exact is not None:
                 own = self.rests.states.within(self.rests.parameters)
                 # As bits: NaN equals nothing, and -0 equals 0.
-                changed = storage.bits(new[own]) != storage.bits(self.own_parameters)
-                self.remainder.masked_fill_(changed, 0)
+                self._clear_remainder(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))
             self.resting.copy_(new)
-        elif self.remainder is not None:
+        elif self.masters == "split":
             for i in slots:
-                self.remainder[self.own_slots[i]].zero_()
+                self._clear_remainder(self.own_slots[i])
         if self.trainable and self.low is not None:
             for own in (self.own_slots[i] for i in slots):
-                storage.follow(self.master[own], self.low[own])
+                for low, master in self._pairs(own, self.low):
+                    storage.follow(master, low)
 
     # -- masters ---------------------------------------------------------------------------------------------------
 
@@ -217,35 +240,59 @@ class Flat:
 
     def read_master(self, own: slice) -> Tensor:
         """Return the masters of a range of this rank's states shard, float32 however they are kept; maybe a copy."""
-        if self.remainder is not None:
-            return storage.join(self.master[own], self.remainder[own])
-        return self.master[own].float()
+        if self.exact is None:
+            return self.own_parameters[own].float()
+        if self.masters == "fp32":
+            return self.exact.read(own)
+        joined = [storage.join(upper, remainder) for upper, remainder in self._pairs(own, self.own_parameters)]
+        return torch.cat([some.to(joined[0].device) for some in joined]) if joined else self.own_parameters[own].float()
 
     def write_master(self, own: slice, values: Tensor) -> None:
         """Replace the masters of a range of this rank's states shard, and own parameters with them."""
-        if self.remainder is not None:
+        if self.masters == "split" and self.exact is not None:
             upper, remainder = storage.split(values.float())
-            self.master[own].copy_(upper)
-            self.remainder[own].copy_(remainder)
-        else:
-            _copy_rounded(values, self.master[own])
-            if self.low is not None:
-                _copy_rounded(values, self.low[own])
+            self.own_parameters[own].copy_(upper)
+            for reach in self.exact.over(own, write=True):
+                reach.stored[reach.there].copy_(remainder[reach.here])
+            return
+        if self.exact is not None:
+            for reach in self.exact.over(own, write=True):
+                reach.stored[reach.there].copy_(values[reach.here])
+        copy_rounded(values, self.own_parameters[own])
 
     def refresh_master(self) -> None:
         """Update masters from the parameters, which were written."""
-        if self.remainder is not None:
-            self.remainder.zero_()
+        if self.masters == "split":
+            self._clear_remainder(self._all)
         elif self.low is not None:
-            self.master.copy_(self.low)
+            for low, master in self._pairs(self._all, self.low):
+                master.copy_(low)
 
     def refresh_low(self) -> None:
         """Update own parameters from the masters, which were written."""
-        if self.low is not None:
-            _copy_rounded(self.master, self.low)
+        if self.low is not None and self.exact is not None:
+            for reach in self.exact.over(self._all):
+                copy_rounded(reach.stored[reach.there], self.low[reach.here])
+
+    @property
+    def _all(self) -> slice:
+        return slice(0, self.rests.states.numel)
+
+    def _pairs(self, own: slice, beside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, part by part of a range, what ``beside`` ([n/S]) has of it, and what is kept exactly, to be written;
+        both where that is.
+        """
+        for reach in self.exact.over(own, write=True) if self.exact is not None else ():
+            yield beside[own][reach.here].to(reach.stored.device), reach.stored[reach.there]
+
+    def _clear_remainder(self, own: slice, where: Tensor | None = None) -> None:
+        """Zero the lower halves of a range, or those of its elements for which ``where`` is true."""
+        for reach in self.exact.over(own, write=True) if self.exact is not None else ():
+            part = reach.stored[reach.there]
+            part.zero_() if where is None else part.masked_fill_(where[reach.here].to(part.device), 0)
 
 
-def _copy_rounded(values: Tensor, target: Tensor) -> None:
+def copy_rounded(values: Tensor, target: Tensor) -> None:
     """Copy ``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
     if target.dtype == torch.bfloat16:
         ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")

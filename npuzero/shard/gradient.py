@@ -3,10 +3,17 @@
 Names, for a flat of n elements whose gradients and states are sharded into G and S shards::
 
     buffer    [n/G]  float32; accumulates over micro-batches; no bytes after zero_grad()
+    home      [n/G]  float32, on the host, where the plan lets gradients rest there: between passes, and at the update,
+                     what the buffer had; the buffer has no bytes then
     unsynced  [n]    float32; what accumulates under no_sync where G > 1
     carry     [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
     wire      [n]    communication dtype; the communication buffer: what a reduction sends
-    own       [n/S]  this rank's states shard of the buffer: the gradient that the update reads
+    own       [n/S]  this rank's states shard of the buffer, or of the home: the gradient that the update reads
+
+Who may touch what, where the update runs beside the program (:mod:`npuzero.shard.stream`): until the update of a flat
+is waited for, the lane reads ``own``, and nobody writes there. Backward passes, clipping and whatever else changes
+gradients wait for the whole update first (:meth:`Boundary.finish`, ``reopen``); what :meth:`forget` changes the lane
+does not look at; and ``zero_grad()`` leaves releasing the buffer to who waits for the flat's update.
 """
 
 from __future__ import annotations
@@ -50,6 +57,7 @@ class Gradient:
             every reduction is a plain sum.
         meets_at_boundary: whether R3 has any collective.
         memory: the memory of the buffer.
+        home: where it rests, if not there.
         contribution: what the present backward pass has brought.
         content: per slot.
         summing: whether the sharded buffer has anything of this step; if not, the next reduction overwrites it.
@@ -65,10 +73,16 @@ class Gradient:
         self.cut = rests.gradients.cut
         self.meets_at_boundary = rests.deeper.many or rests.beyond.many
         self._space = spaces[Memory.DEVICE]
-        self.memory = spaces[rests.gradients.memory].transient(rests.gradients.numel, torch.float32, "gradients")
+        self._mover = spaces.mover
+        self.memory = self._space.transient(rests.gradients.numel, torch.float32, "gradients")
         self.memory.restore()
         self.buffer = self.memory.tensor
-        self.own = self.buffer[rests.states.within(rests.gradients)]
+        self.home: Tensor | None = None
+        if rests.gradients.memory is Memory.HOST:
+            self.home = spaces.host.allocate(rests.gradients.numel, torch.float32, "gradients")
+        self.at_home = False  # what is there of the gradient, is
+        own = rests.states.within(rests.gradients)
+        self._owns = [self.buffer[own], self.buffer[own] if self.home is None else self.home[own]]
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
         self.state = GradientState.EMPTY
@@ -79,6 +93,48 @@ class Gradient:
         self.markers: list[guard.GradientMarker] = []
         self._parameters: Sequence[nn.Parameter] = ()
 
+    @property
+    def own(self) -> Tensor:
+        return self._owns[self.at_home]
+
+    @property
+    def near(self) -> Tensor:
+        """Return what of the own shard has its states on the device, where those are updated."""
+        return self.own[: self.rests.states.near]
+
+    @property
+    def values(self) -> Tensor:
+        """Return [n/G]: the buffer or the home, wherever the gradient is."""
+        if self.at_home and self.home is not None:
+            return self.home
+        self._take()
+        return self.buffer
+
+    def bring(self) -> None:
+        """Let what is there of the gradient be in the buffer: more is to be added, or it is to be sent."""
+        if self.at_home and self.home is not None:
+            self.memory.restore()
+            self._mover.follow()
+            self._mover.to_device(self.buffer, self.home).wait()
+            self.at_home = False
+        self._take()
+
+    def _take(self) -> None:
+        """Let the buffer have memory, whatever is in it."""
+        if not self.memory.here:
+            self.memory.restore()
+            if not self.cut:  # else a reduction writes all of it
+                for begin, end in self.layout.gaps:
+                    self.buffer[begin:end].zero_()
+
+    def rest(self) -> None:
+        """Bring what is in the buffer home, where there is one: nothing is added for now."""
+        if self.home is not None and not self.at_home:
+            self._mover.follow()
+            self._mover.to_host(self.home, self.buffer)
+            self.memory.release()
+            self.at_home = True
+
     def mark(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the markers of ``parameters``, one per slot."""
         self._parameters = parameters
@@ -86,18 +142,15 @@ class Gradient:
         self.markers = [guard.GradientMarker(p, partial(_parameter_of, of, i)) for i, p in enumerate(parameters)]
 
     def move(self, to: GradientState) -> None:
-        """Change the state, as the life-cycle allows; where there was no gradient it gets memory."""
+        """Change the state, as the life-cycle allows; where there was no gradient, and it rests here, it gets memory."""
         self.state = moved(f"gradients of {self.name}", self.state, to)
-        if not self.memory.here:
-            self.memory.restore()
-            if not self.cut:  # else a reduction writes all of it
-                for begin, end in self.layout.gaps:
-                    self.buffer[begin:end].zero_()
+        if self.home is None:
+            self._take()
 
     def forget(self) -> None:
         """Drop the gradients of all slots."""
         self.content = [Content.NOWHERE] * len(self.content)
-        self.summing = False
+        self.summing = self.at_home = False
         self.contribution.arrived.clear()
         self._drop_carry()
         self._drop_unsynced()
@@ -136,6 +189,8 @@ class Gradient:
         """Add to the unsharded float32 gradients: the plan keeps them so, or ``no_sync`` does for now."""
         if self.cut and self.unsynced is None:
             self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
+        if self.unsynced is None:
+            self.bring()
         whole = self.unsynced if self.unsynced is not None else self.buffer
         arrived = self.contribution.arrived
         if Content.ALONE not in self.content:
@@ -249,7 +304,7 @@ class Gradient:
         """Zero whatever the buffers hold of slot ``i``."""
         self.content[i] = Content.NOWHERE
         slot = self.layout.slots[i]
-        for buffer, rest in ((self.buffer, self.rests.gradients), (self.carry, self.rests.states)):
+        for buffer, rest in ((self.values, self.rests.gradients), (self.carry, self.rests.states)):
             if buffer is not None:
                 begin, end = overlap((slot.begin, slot.end), rest.range)
                 buffer[begin - rest.begin : end - rest.begin].zero_()

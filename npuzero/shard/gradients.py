@@ -104,7 +104,8 @@ class Gradients:
                 do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
                 f"to train use {INSTEAD}.",
             )
-        return flat.own_gradient[flat.own_slots[i]].view(slot.shape) * self._boundary.gradient_scale[0]
+        gradient = flat.own_gradient[flat.own_slots[i]].view(slot.shape).to(self._world.device)
+        return gradient * self._boundary.gradient_scale[0]
 
     @collective("LossScaler.unscale_")
     def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
@@ -133,7 +134,8 @@ class Gradients:
             return None
         bad = boundary.sums.nonfinite(chosen)
         for flat, i in chosen:
-            flat.own_gradient[flat.own_slots[i]].mul_(inverse)
+            mine = flat.own_gradient[flat.own_slots[i]]
+            mine.mul_(inverse.to(mine.device))
         boundary.sums.forget()
         return (bad != 0).float()
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from npuzero import observe, ops
 from npuzero.comm import Handle
-from npuzero.memory import Pool, Space
-from npuzero.plan import Axes
+from npuzero.memory import Pool, Spaces
+from npuzero.plan import Axes, Memory
 from npuzero.shard.contribution import Pass
 from npuzero.shard.gradient import Gradient
 from npuzero.shard.states import GradientState
@@ -36,17 +36,18 @@ class Reducer:
         open: whether a backward pass is under way.
     """
 
-    def __init__(self, units: Sequence[Unit], space: Space, overlapped: bool) -> None:
+    def __init__(self, units: Sequence[Unit], spaces: Spaces, overlapped: bool) -> None:
         # Backward runs through the blocks in reverse; the root's gradients begin first and end last.
         self._order = [flat.gradient for unit in (*reversed(units[1:]), units[0]) for flat in reversed(unit.trainable)]
         self._overlapped = overlapped
+        self._mover = spaces.mover
         pools: dict[Axes, Pool] = {}
         for gradient in self._order:
             # A communication buffer lies where the ranks of its first collective can read it.
             group = gradient.rests.summed
             axes: Axes = () if group is None else group.axes
             if axes not in pools:
-                pools[axes] = Pool(space, None if group is None else group.communicator("reduce").buffer)
+                pools[axes] = Pool(spaces[Memory.DEVICE], None if group is None else group.communicator("reduce").buffer)
             gradient.pool = pools[axes]
         self._active: list[Iterator[None]] = []
         self._turn = 0
@@ -107,6 +108,7 @@ class Reducer:
             self._launch(gradient, wire, boundary)
         else:
             gradient.move(_S.ACCUMULATED)
+            gradient.rest()
 
     def _reopen(self, gradient: Gradient) -> None:
         if gradient.state is _S.REDUCING:
@@ -126,6 +128,7 @@ class Reducer:
                 self._launch(gradient, wire, gradient.meets_at_boundary)
         self.drain()
         self._last = Pass.SUMMED
+        self._mover.quiet()  # what rests on the host is read there from now on
 
     def reset(self) -> None:
         """Drop the gradients: the step is done with them."""
@@ -171,6 +174,7 @@ class Reducer:
         tag = f"reduce {gradient.name}"
         # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
+            gradient.bring()
             communicator = gradient.rests.gradients.group.communicator("reduce")
             yield from _wait(communicator.reduce_scatter(gradient.buffer, wire, accumulate=gradient.summing, tag=tag))
             gradient.summing = True
@@ -180,10 +184,12 @@ class Reducer:
         # Buffers are not zeroed between steps: where no gradient has come they hold something older, which must not be
         # summed.
         if last and not gradient.cut and wire is None:
-            gradient.zero_absent(gradient.buffer)
+            gradient.zero_absent(gradient.values)
         elif last and gradient.cut and not gradient.summing:
-            gradient.buffer.zero_()
+            gradient.values.zero_()
         # R3: first over the axes that shard states further, then over those that replicate them, with what is left.
+        if boundary and gradient.meets_at_boundary:
+            gradient.bring()
         if boundary and gradient.rests.deeper.many:
             yield from self._sum_deeper(gradient, wire, tag)
             wire = None
@@ -192,6 +198,7 @@ class Reducer:
         if last:
             gradient.add_carry()
         gradient.move(_S.READY if last else _S.ACCUMULATED)
+        gradient.rest()
 
     def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""

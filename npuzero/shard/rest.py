@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from npuzero.comm import Communicator
-from npuzero.plan import Axes, Memory, Placement, Plan
+from npuzero.plan import Axes, Memory, Placement, Plan, near_numel
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.layout import Layout
 
@@ -44,18 +44,21 @@ class Rest:
         group: the ranks it is sharded over: as many shards as they are, in their order.
         memory: where it lies.
         begin, end: this rank's shard, in elements of the flat.
+        near: how many elements of the shard, its first ones, rest on the device whatever the memory of the others.
     """
 
     group: Group
     memory: Memory
     begin: int
     end: int
+    near: int
 
     @staticmethod
     def of(placement: Placement, layout: Layout, mesh: CountingMesh) -> Rest:
         """Return where ``placement`` puts a part of a flat of this layout."""
         group = Group(mesh, placement.axes)
-        return Rest(group, placement.memory, *layout.shard(group.index, group.size))
+        begin, end = layout.shard(group.index, group.size)
+        return Rest(group, placement.memory, begin, end, near_numel(placement, end - begin))
 
     @property
     def range(self) -> tuple[int, int]:

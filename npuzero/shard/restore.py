@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from npuzero import observe
 from npuzero.comm import Handle
 from npuzero.shard.unit import Unit
@@ -11,9 +13,13 @@ class Restorer:
     """Gather updated parameters over the axes of states beyond those of parameters, unit by unit in forward order.
 
     On a channel of its own: gathers of one unit may begin while another's restore is under way.
+
+    Attributes:
+        before: while units are updated beside the program, waits for the update of one and starts its R4.
     """
 
     def __init__(self) -> None:
+        self.before: Callable[[Unit], None] | None = None
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
@@ -31,6 +37,8 @@ class Restorer:
 
     def finish(self, unit: Unit) -> None:
         """Wait until the resting parameters of ``unit`` are up to date."""
+        if self.before is not None:
+            self.before(unit)
         handles = self._handles.pop(unit.index, None)
         if handles:
             with observe.span("wait for restore", unit.name):

@@ -52,7 +52,7 @@ class Sums:
         """Return [2] float64: sum of squares and number of non-finite elements, of unique elements of all gradients."""
         if self._total is None:
             for flat, part in zip(self._flats, self._parts, strict=True):
-                norm_unchecked(flat.own_gradient, part)
+                _sum_into(flat.own_gradient, part)
             self._total = _added(_over(self._owners[axes], self._parts[at].sum(0)) for axes, at in self._rows.items())
         return self._total
 
@@ -64,7 +64,7 @@ class Sums:
         for axes, group in self._owners.items():
             flats = [flat for flat in self._flats if flat.rests.states.group.axes == axes]
             shards = [flat.own_gradient for flat in flats if flat.own_gradient.numel()]
-            mine = vector_norm(torch.stack([_norm(own, p) for own in shards]), p)
+            mine = vector_norm(torch.stack([_norm(own, p).to(self._device) for own in shards]), p)
             norms.append(self._norm_of_parts(group, mine, p))
         return norms[0] if len(norms) == 1 else cast(Tensor, vector_norm(torch.stack(norms), p))
 
@@ -75,14 +75,15 @@ class Sums:
             here = [n for n, (flat, _) in enumerate(places) if flat.rests.states.group.axes == axes]
             if here:
                 mine = [_norm(flat.own_gradient[flat.own_slots[i]], p) for flat, i in (places[n] for n in here)]
-                found[here] = self._norm_of_parts(group, torch.stack(mine), p)
+                found[here] = self._norm_of_parts(group, torch.stack([norm.to(self._device) for norm in mine]), p)
         return found
 
     def nonfinite(self, places: Iterable[tuple[Flat, int]]) -> Tensor:
         """Return () float64: the number of elements of these slots that are inf or NaN."""
         bad = {axes: torch.zeros(1, dtype=torch.float64, device=self._device) for axes in self._owners}
         for flat, i in places:
-            bad[flat.rests.states.group.axes] += (~flat.own_gradient[flat.own_slots[i]].isfinite()).sum()
+            count = (~flat.own_gradient[flat.own_slots[i]].isfinite()).sum()
+            bad[flat.rests.states.group.axes] += count.to(self._device)
         return _added(_over(self._owners[axes], count) for axes, count in bad.items())[0]
 
     def _norm_of_parts(self, owners: Group, mine: Tensor, p: float) -> Tensor:
@@ -90,6 +91,14 @@ class Sums:
         norms = torch.zeros(owners.size, *mine.shape, dtype=torch.float64, device=self._device)
         norms[owners.index] = mine
         return cast(Tensor, vector_norm(_over(owners, norms), p, dim=0))
+
+
+def _sum_into(values: Tensor, out: Tensor) -> None:
+    """Write the sum of squares and the number of non-finite elements of ``values`` into ``out``, wherever each lies."""
+    here = out if out.device == values.device else torch.empty(2, dtype=out.dtype, device=values.device)
+    norm_unchecked(values, here)
+    if here is not out:
+        out.copy_(here)
 
 
 def _added(parts: Iterable[Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ from npuzero.shard.guard import INSTEAD
 from npuzero.shard.layout import overlap
 from npuzero.shard.origin import Origin
 from npuzero.shard.restore import Restorer
+from npuzero.shard.spread import Spread
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 from npuzero.shard.wrappers import refuse_reader
@@ -54,12 +55,19 @@ class Values:
 
     @torch.no_grad()
     def take_over(
-        self, model: nn.Module, specs: Sequence[UnitSpec], origin: Origin, spaces: Spaces, claim: Callable[[Unit], None]
+        self,
+        model: nn.Module,
+        specs: Sequence[UnitSpec],
+        origin: Origin,
+        spaces: Spaces,
+        far: Callable[[Flat, str], Spread],
+        claim: Callable[[Unit], None],
     ) -> None:
         """Move every parameter into its flat, with the values of ``origin``, and guard what is sharded.
 
         Args:
             spaces: where parameters, gradients and states rest.
+            far: gives what rests far of a flat's exact masters.
             claim: lets the parameters of a unit know whose they are; they may be read only from then on.
         """
         device = self._world.device
@@ -72,7 +80,7 @@ class Values:
                 rests = flat.rests
                 group, purpose = (rests.parameters.group, "gather") if flat.cut else (rests.restored, "restore")
                 source = group.communicator(purpose).buffer if group.many else None
-                flat.materialize(spaces, source, first_values)
+                flat.materialize(spaces, source, first_values, far)
             claim(unit)
             if unit.cut:
                 unit.close()
@@ -165,7 +173,7 @@ class Values:
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
         """Return [n] float32: every rank's states shard of ``flat`` side by side (zeros for a rank without)."""
         whole = torch.zeros(flat.layout.numel, device=self._world.device)
-        shard = torch.zeros(flat.rests.states.numel, device=self._world.device) if own is None else own
+        shard = torch.zeros(flat.rests.states.numel, device=self._world.device) if own is None else own.to(whole.device)
         if not flat.rests.states.cut:
             return whole.copy_(shard)
         communicator = flat.rests.states.group.communicator("control")

@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "under zero0 and zero1 what is not used in this step has the gradient of the last",
         "shard/reduce.py",
-        "gradient.zero_absent(gradient.buffer)",
+        "gradient.zero_absent(gradient.values)",
         "pass",
         (f"{LOOPS}[branches that differ between ranks-zero1]",),
     ),
@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "a step begins while the last reduction is under way",
         "shard/reduce.py",
-        "        self.drain()\n        self._last = Pass.SUMMED\n\n    def reset",
-        "        self._last = Pass.SUMMED\n\n    def reset",
+        "        self.drain()\n        self._last = Pass.SUMMED\n        self._mover",
+        "        self._last = Pass.SUMMED\n        self._mover",
         (f"{LATE}[micro batches and clipping-hsdp]",),
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "clipping is forgotten when more micro-batches follow",
         "shard/boundary.py",
-        "flat.own_gradient.mul_(self.gradient_scale)",
+        "flat.own_gradient.mul_(self.gradient_scale.to(flat.own_gradient.device))",
         "pass",
         (f"{LOOPS}[clipping and then more gradients-zero1]",),
     ),
@@ -347,21 +347,21 @@ MUTANTS = (
     Mutant(
         "a gradient that was dropped after clipping comes back where more micro-batches follow",
         "shard/gradient.py",
-        "for buffer, rest in ((self.buffer, self.rests.gradients), (self.carry, self.rests.states)):",
-        "for buffer, rest in ((self.buffer, self.rests.gradients),):",
+        "for buffer, rest in ((self.values, self.rests.gradients), (self.carry, self.rests.states)):",
+        "for buffer, rest in ((self.values, self.rests.gradients),):",
         (f"{GRADIENTS}[dropped while the reduced are set aside-zero1]",),
     ),
     Mutant(
         "a whole parameter that a program has written keeps the lower halves of its old values",
         "shard/flat.py",
-        "                self.remainder[self.own_slots[i]].zero_()",
+        "                self._clear_remainder(self.own_slots[i])",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[zero1-bf16-split-False]",),
     ),
     Mutant(
         "elements that a program has written keep the lower halves of their old values",
         "shard/flat.py",
-        "                self.remainder.masked_fill_(changed, 0)",
+        "                self._clear_remainder(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[hsdp-bf16-split-False]",),
     ),

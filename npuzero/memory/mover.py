@@ -1,0 +1,81 @@
+"""Copies between the device and the host: payload counted by link, beside the computation on an accelerator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npuzero.device import Handle, Ready
+
+#: The links that bytes move over, as reports name them.
+TO_HOST, TO_DEVICE, TO_DISK, FROM_DISK = "device>host", "host>device", "host>nvme", "nvme>host"
+
+
+class Mover:
+    """Copy on behalf of one thread, in the order of the calls.
+
+    On an accelerator copies run on a stream of their own, after what :meth:`follow` was called behind; ``wait()`` of a
+    handle keeps the host until the copy has arrived, for the host reads what came, or may write again where it came
+    from.
+
+    Attributes:
+        moved: bytes by link.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.moved: Counter[str] = Counter()
+        self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
+        self._stream = self._module and self._module.Stream(device)
+
+    def to_host(self, target: Tensor, source: Tensor) -> Handle:
+        """Copy ``source``, on the device, into ``target`` of the host; the source may be released at once."""
+        self.moved[TO_HOST] += source.nbytes
+        return self._copy(target, source, source)
+
+    def to_device(self, target: Tensor, source: Tensor) -> Handle:
+        """Copy ``source``, of the host, into ``target`` on the device."""
+        self.moved[TO_DEVICE] += source.nbytes
+        return self._copy(target, source, target)
+
+    def follow(self) -> None:
+        """Let copies to come wait for what the calling thread's current stream has been given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(self._module.current_stream())
+
+    def snapshot(self, value: Tensor) -> tuple[Tensor, Handle]:
+        """Copy a few numbers to the host, whatever becomes of them on the device; they do not count."""
+        taken = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
+        return taken, self._copy(taken, value, value)
+
+    def quiet(self) -> None:
+        """Let the host wait for all copies so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Handle:
+        if self._stream is None:
+            target.copy_(source)
+            return Ready()
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._module.Event()
+            event.record(self._stream)
+        if on_device.device.type != "cpu":
+            on_device.record_stream(self._stream)
+        return _Arrival(event)
+
+
+class _Arrival(Handle):
+    """Stand for a copy on a stream, for which the host waits."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())

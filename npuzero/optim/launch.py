@@ -1,0 +1,57 @@
+"""The launch of a fused rule over a chunk that is far: its pieces are on the host, each in tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from npuzero.optim.rule import Range, Rule
+from npuzero.optim.segments import moved, segments, within
+from npuzero.shard.flat import Flat, copy_rounded
+from npuzero.shard.stream import Numbers, Staged
+
+
+class FarLaunch:
+    """Update chunk after chunk of one step, on the stream's lane.
+
+    Args:
+        ranges: of each flat, on its shard.
+        moments: the names of all that the rule may have.
+    """
+
+    def __init__(self, rule: Rule, seed: int, ranges: Mapping[Flat, list[Range]], moments: Sequence[str]) -> None:
+        self._rule = rule
+        self._seed = seed
+        self._ranges = ranges
+        self._moments = moments
+
+    def __call__(self, staged: Sequence[Staged], numbers: Numbers) -> None:
+        """Update pieces, which are laid end to end."""
+        line = self._rule.line(
+            master=[each.master for each in staged],
+            **{name: [each.states.get(name) for each in staged] for name in self._moments},
+            low=[each.low for each in staged],
+            remainder=[each.states.get("remainder") for each in staged],
+            seed=self._seed,
+        )
+        chunk: list[Range] = []
+        start = 0
+        for each in staged:
+            begin, end = each.piece.begin, each.piece.end
+            mine = within(self._ranges[each.piece.flat], begin, end)
+            if each.low is not None:
+                _fill(each.low, each.master, mine, begin)
+            chunk += moved(mine, start - begin)
+            start += end - begin
+        gradients = [each.gradient for each in staged]
+        line.update(gradients, segments(self._rule, chunk), numbers.scale, numbers.skip, numbers.dynamic)
+
+
+def _fill(low: Tensor, master: Tensor, ranges: Sequence[Range], shift: int) -> None:
+    """Round masters outside of ``ranges``, where the rule writes nothing, into ``low``: that is what lies there."""
+    last = 0
+    for begin, end in [*((part.begin - shift, part.end - shift) for part in ranges), (low.numel(), 0)]:
+        if last < begin:
+            copy_rounded(master[last:begin], low[last:begin])
+        last = end

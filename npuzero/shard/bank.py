@@ -1,0 +1,106 @@
+"""Banks: some states of flats that rest far, chunk by chunk: the masters of a model, or the moments of one optimizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from npuzero.device import Handle, Ready
+from npuzero.memory import Space
+from npuzero.ops.storage import stored_numel
+from npuzero.shard.chunks import Chunk
+from npuzero.shard.flat import Flat
+from npuzero.shard.spread import Part, Spread
+
+#: By flat, the names and dtypes of its states.
+Fields = Mapping[Flat, Mapping[str, torch.dtype]]
+#: Of a piece, by name, each state as it is stored: of the piece's elements alone.
+Views = Mapping[str, Tensor]
+
+
+class Bank(ABC):
+    """Hold the states ``fields`` of the pieces of ``chunks``.
+
+    The update asks for chunk after chunk (``fetch``, ``views``, ``store``); everybody else for ranges, by
+    :meth:`parts`, while no update is under way.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None]) -> None:
+        self._chunks = chunks
+        self._fields = fields
+        self._quiet = quiet
+        # By flat: of each of its pieces the chunk, and which piece of that it is.
+        self._places: dict[Flat, list[tuple[int, int]]] = {flat: [] for flat in fields}
+        for k, chunk in enumerate(chunks):
+            for i, piece in enumerate(chunk.pieces):
+                if piece.flat in fields:
+                    self._places[piece.flat].append((k, i))
+
+    @abstractmethod
+    def fetch(self, k: int) -> Handle:
+        """Begin to bring chunk ``k`` to the host."""
+
+    @abstractmethod
+    def views(self, k: int) -> list[Views]:
+        """Return the states of each piece of chunk ``k``, which is on the host."""
+
+    @abstractmethod
+    def store(self, k: int) -> Handle:
+        """Begin to bring chunk ``k``, which was written, back to where it rests."""
+
+    @abstractmethod
+    def opened(self, k: int, write: bool) -> list[Views]:
+        """Return as :meth:`views`, for who is not the update; lasts until another chunk is opened."""
+
+    def has(self, flat: Flat) -> bool:
+        """Tell whether any state of ``flat`` is here."""
+        return flat in self._fields
+
+    def spread(self, flat: Flat, name: str) -> Spread:
+        """Return a state of a flat: what lies near of it, and its pieces here."""
+        pieces = [(self._chunks[k].pieces[i], k, i) for k, i in self._places[flat]]
+        parts = [Part(piece.begin, piece.end, partial(self._open, name, k, i)) for piece, k, i in pieces]
+        return Spread(self._fields[flat][name], parts)
+
+    def _open(self, name: str, k: int, i: int, write: bool) -> Tensor:
+        self._quiet()
+        return self.opened(k, write)[i][name]
+
+
+class HostBank(Bank):
+    """Hold states in the host's memory, where they are updated in place.
+
+    A state of a flat is one tensor of the stored pieces side by side: the flat's own elements in order, where none are
+    codes.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], space: Space) -> None:
+        super().__init__(chunks, fields, quiet)
+        self._views: list[list[dict[str, Tensor]]] = [[{} for _ in chunk.pieces] for chunk in chunks]
+        for flat, states in fields.items():
+            for name, dtype in states.items():
+                self._allocate(space, flat, name, dtype)
+
+    def _allocate(self, space: Space, flat: Flat, name: str, dtype: torch.dtype) -> None:
+        places = self._places[flat]
+        pieces = [self._chunks[k].pieces[i] for k, i in places]
+        lengths = [stored_numel(piece.end - piece.begin, dtype) for piece in pieces]
+        whole = space.allocate(sum(lengths), dtype, "states")
+        for (k, i), part in zip(places, whole.split(lengths), strict=True):
+            self._views[k][i][name] = part
+
+    def fetch(self, k: int) -> Handle:
+        return Ready()
+
+    def views(self, k: int) -> list[Views]:
+        return list(self._views[k])
+
+    def store(self, k: int) -> Handle:
+        return Ready()
+
+    def opened(self, k: int, write: bool) -> list[Views]:
+        return self.views(k)

@@ -1,0 +1,51 @@
+"""What of a model's states rests beyond the device: how it is divided, the banks that have it, the stream that updates
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from npuzero.config import Settings
+from npuzero.memory import Spaces
+from npuzero.plan import FAR_CHUNK_BYTES, Memory, far_block_bytes
+from npuzero.shard.bank import Bank, Fields, HostBank
+from npuzero.shard.chunks import Piece, divide
+from npuzero.shard.flat import EXACT, Flat
+from npuzero.shard.spread import Spread
+from npuzero.shard.stream import Stream
+from npuzero.shard.unit import Unit
+
+
+class Far:
+    """Hold the far states of one model.
+
+    Attributes:
+        stream: updates them.
+        masters: the banks of what makes masters more than parameters.
+    """
+
+    def __init__(self, units: Sequence[Unit], spaces: Spaces, settings: Settings) -> None:
+        flats = [flat for unit in units for flat in unit.trainable if flat.far]
+        shards = (Piece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats)
+        chunks = list(divide(shards, _block_bytes, settings.chunk_bytes or FAR_CHUNK_BYTES))
+        self._spaces = spaces
+        self.stream = Stream(units, chunks, spaces, settings.overlaps_parameters)
+        self.masters = self.banks({flat: dict([EXACT[flat.masters]]) for flat in flats if flat.masters in EXACT})
+
+    def banks(self, fields: Fields) -> list[Bank]:
+        """Make banks, of zeros, for states of far flats: one for each memory that they rest in."""
+        found: list[Bank] = []
+        for memory in dict.fromkeys(flat.rests.states.memory for flat in fields):
+            mine = {flat: states for flat, states in fields.items() if flat.rests.states.memory is memory}
+            assert memory is Memory.HOST
+            found.append(HostBank(self.stream.chunks, mine, self.stream.quiet, self._spaces.host))
+        return found
+
+    def exact(self, flat: Flat, name: str) -> Spread:
+        """Return what is far of the exact masters of a flat."""
+        return next(bank for bank in self.masters if bank.has(flat)).spread(flat, name)
+
+
+def _block_bytes(flat: Flat) -> int:
+    return far_block_bytes(flat.plan.precision, flat.dtype)
