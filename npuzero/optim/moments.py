@@ -23,9 +23,7 @@ class Moments:
         spreads: by name, all of it, wherever it lies.
     """
 
-    def __init__(
-        self, signs: Mapping[str, bool], near: Mapping[str, Tensor], spreads: Mapping[str, Spread]
-    ) -> None:
+    def __init__(self, signs: Mapping[str, bool], near: Mapping[str, Tensor], spreads: Mapping[str, Spread]) -> None:
         self._signs = signs
         self._spreads = spreads
         self.near = near

@@ -80,10 +80,12 @@ class Shards:
         shards = [flat for flat in used if flat.rests.states.near]
         if shards:
             line = self._line(engine, shards)
-            gradients = [flat.gradient.near for flat in shards]
+            gradients = [flat.gradient.kept.lend_near() for flat in shards]
             for chunk in engine.update.chunks(shards, self._block_bytes):
                 parts = segments(self._rule, within(near, chunk.begin, chunk.end))
                 line.update(gradients, parts, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
+            for flat in shards:
+                flat.gradient.kept.drop_near()
 
     def _ranges(
         self, used: Mapping[Flat, list[bool]], members: Members, counted: bool, rows: Rows | None

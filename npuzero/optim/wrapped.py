@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
+from npuzero.optim.aside import Aside
 from npuzero.optim.probe import check_elementwise
 from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker, refuse_differentiable
@@ -44,11 +45,12 @@ class Wrapped(Worker):
         self._class = optimizer_class
         self._options = options
         self._inner: torch.optim.Optimizer | None = None
+        self._aside: dict[Flat, Aside] = {}  # of far flats
         self._stand_ins: dict[int, Tensor] = {}  # by id of a sharded parameter: this rank's range of its master
 
     def __getstate__(self) -> Options:
         """Leave stand-ins out: they are ranges of a sharded model, of which there are no copies."""
-        return {**self.__dict__, "_stand_ins": {}}
+        return {**self.__dict__, "_stand_ins": {}, "_aside": {}}
 
     def kind(self, name: str) -> str:
         return f"{name}({self._class.__name__})"
@@ -79,17 +81,23 @@ class Wrapped(Worker):
         ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]
         for engine in ready:
             engine.boundary.apply_scale()
+        far = [flat for engine in ready for flat in engine.flats() if flat in self._aside]
+        gradients = {flat: self._aside[flat].fetch() for flat in far}
         for engine in owners(p for group in optimizer.param_groups for p in group["params"])[0]:
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):
                     stand_in = self._stand_ins.get(id(parameter))
                     if stand_in is not None:
                         counts = engine in ready and engine.boundary.used(flat)[i]
-                        stand_in.grad = flat.own_gradient[flat.own_slots[i]] if counts else None
+                        gradient = gradients.get(flat, flat.own_gradient)
+                        stand_in.grad = gradient[flat.own_slots[i]] if counts else None
         inner.step()
         for engine in ready:
             for flat in engine.flats():
-                flat.refresh_low()
+                if flat in self._aside:
+                    self._aside[flat].store()
+                else:
+                    flat.refresh_low()
 
     def _made(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer that does the work; made when it is needed, since ``zero()`` may come after
@@ -109,10 +117,18 @@ class Wrapped(Worker):
             if engine is not None and place is not None:
                 flat, i = place
                 _check_precision(flat.plan.precision)
-                self._stand_ins[id(parameter)] = flat.master[flat.own_slots[i]].detach()
+                self._stand_ins[id(parameter)] = self._master_of(engine, flat)[flat.own_slots[i]].detach()
             if engine is None or place is not None:
                 members.append(self._stand_ins.get(id(parameter), parameter))
         return {**{key: value for key, value in group.items() if key != "param_names"}, "params": members}
+
+    def _master_of(self, engine: Engine, flat: Flat) -> Tensor:
+        if not flat.far:
+            return flat.master
+        if flat not in self._aside:
+            self._aside[flat] = Aside(engine, flat)
+            self._aside[flat].fetch()
+        return self._aside[flat].master
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -123,14 +139,15 @@ class Wrapped(Worker):
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
         return {} if stand_in is None or self._inner is None else dict(self._inner.state.get(stand_in, {}))
 
-    def buffer(self, flat: Flat, name: str) -> Tensor | None:
+    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
         whole = None
         for i in flat.slots:
-            own, value = flat.own_slots[i], self.slot_state(flat, i).get(name)
-            if isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim():
-                whole = torch.zeros_like(flat.master) if whole is None else whole
-                whole[own].copy_(value)
-        return whole
+            mine, value = flat.own_slots[i], self.slot_state(flat, i).get(name)
+            if isinstance(value, Tensor) and value.numel() == mine.stop - mine.start and value.dim():
+                numel = flat.rests.states.numel
+                whole = torch.zeros(numel, dtype=torch.float32, device=value.device) if whole is None else whole
+                whole[mine].copy_(value)
+        return None if whole is None else whole[own]
 
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]

@@ -1,4 +1,6 @@
-"""Banks: some states of flats that rest far, chunk by chunk: the masters of a model, or the moments of one optimizer."""
+"""Banks: some states of flats that rest far, chunk by chunk: the masters of a model, or the moments of one
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +82,7 @@ class HostBank(Bank):
 
     def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], space: Space) -> None:
         super().__init__(chunks, fields, quiet)
+        self._wholes: dict[tuple[Flat, str], Tensor] = {}
         self._views: list[list[dict[str, Tensor]]] = [[{} for _ in chunk.pieces] for chunk in chunks]
         for flat, states in fields.items():
             for name, dtype in states.items():
@@ -89,9 +92,13 @@ class HostBank(Bank):
         places = self._places[flat]
         pieces = [self._chunks[k].pieces[i] for k, i in places]
         lengths = [stored_numel(piece.end - piece.begin, dtype) for piece in pieces]
-        whole = space.allocate(sum(lengths), dtype, "states")
+        whole = self._wholes[flat, name] = space.allocate(sum(lengths), dtype, "states")
         for (k, i), part in zip(places, whole.split(lengths), strict=True):
             self._views[k][i][name] = part
+
+    def whole(self, flat: Flat, name: str) -> Tensor:
+        """Return a state of all far elements of a flat, which is not kept in codes."""
+        return self._wholes[flat, name]
 
     def fetch(self, k: int) -> Handle:
         return Ready()

@@ -239,7 +239,7 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 
 # What the engine cannot do yet, though plans and predictions can.
-_NOT_YET = {"gradients": (Memory.HOST,), "states": (Memory.HOST, Memory.NVME)}
+_NOT_YET = {"states": (Memory.NVME,)}
 
 
 def _check_memories(plans: Sequence[Plan]) -> None:

@@ -6,15 +6,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from npuzero.config import Settings
 from npuzero.memory import Spaces
-from npuzero.plan import FAR_CHUNK_BYTES, Memory, far_block_bytes
+from npuzero.plan import MOMENT_BLOCK, Memory
 from npuzero.shard.bank import Bank, Fields, HostBank
 from npuzero.shard.chunks import Piece, divide
 from npuzero.shard.flat import EXACT, Flat
 from npuzero.shard.spread import Spread
 from npuzero.shard.stream import Stream
 from npuzero.shard.unit import Unit
+
+#: Bytes of masters and moments in a chunk, where no setting says it.
+FAR_CHUNK_BYTES = 32 * 2**20
 
 
 class Far:
@@ -46,6 +51,14 @@ class Far:
         """Return what is far of the exact masters of a flat."""
         return next(bank for bank in self.masters if bank.has(flat)).spread(flat, name)
 
+    def whole(self, flat: Flat) -> Tensor:
+        """Return the float32 masters of a flat that has all of them on the host."""
+        bank = next(bank for bank in self.masters if bank.has(flat))
+        assert isinstance(bank, HostBank)
+        return bank.whole(flat, "master")
+
 
 def _block_bytes(flat: Flat) -> int:
-    return far_block_bytes(flat.plan.precision, flat.dtype)
+    precision = flat.plan.precision
+    beside = 0 if flat.masters == "fp32" else flat.dtype.itemsize
+    return MOMENT_BLOCK * (precision.master_bytes(flat.dtype) + beside) + 2 * precision.moment_bytes(MOMENT_BLOCK)

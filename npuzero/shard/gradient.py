@@ -9,11 +9,6 @@ Names, for a flat of n elements whose gradients and states are sharded into G an
     carry     [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
     wire      [n]    communication dtype; the communication buffer: what a reduction sends
     own       [n/S]  this rank's states shard of the buffer, or of the home: the gradient that the update reads
-
-Who may touch what, where the update runs beside the program (:mod:`npuzero.shard.stream`): until the update of a flat
-is waited for, the lane reads ``own``, and nobody writes there. Backward passes, clipping and whatever else changes
-gradients wait for the whole update first (:meth:`Boundary.finish`, ``reopen``); what :meth:`forget` changes the lane
-does not look at; and ``zero_grad()`` leaves releasing the buffer to who waits for the flat's update.
 """
 
 from __future__ import annotations
@@ -33,6 +28,7 @@ from npuzero.errors import StateError
 from npuzero.memory import Pool, Spaces
 from npuzero.plan import Memory, Precision
 from npuzero.shard import guard
+from npuzero.shard.accumulator import Accumulator
 from npuzero.shard.contribution import Contribution, Pass, Route
 from npuzero.shard.layout import Layout, overlap
 from npuzero.shard.rest import Rests
@@ -56,8 +52,8 @@ class Gradient:
         scale: what gradients are multiplied by as they are packed: 1 / the ranks that they are averaged over, so that
             every reduction is a plain sum.
         meets_at_boundary: whether R3 has any collective.
+        kept: the buffer, the home, and which of them has what there is.
         memory: the memory of the buffer.
-        home: where it rests, if not there.
         contribution: what the present backward pass has brought.
         content: per slot.
         summing: whether the sharded buffer has anything of this step; if not, the next reduction overwrites it.
@@ -73,16 +69,8 @@ class Gradient:
         self.cut = rests.gradients.cut
         self.meets_at_boundary = rests.deeper.many or rests.beyond.many
         self._space = spaces[Memory.DEVICE]
-        self._mover = spaces.mover
-        self.memory = self._space.transient(rests.gradients.numel, torch.float32, "gradients")
-        self.memory.restore()
-        self.buffer = self.memory.tensor
-        self.home: Tensor | None = None
-        if rests.gradients.memory is Memory.HOST:
-            self.home = spaces.host.allocate(rests.gradients.numel, torch.float32, "gradients")
-        self.at_home = False  # what is there of the gradient, is
-        own = rests.states.within(rests.gradients)
-        self._owns = [self.buffer[own], self.buffer[own] if self.home is None else self.home[own]]
+        self.kept = Accumulator(layout, rests, spaces)
+        self.memory, self.buffer = self.kept.memory, self.kept.buffer
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
         self.state = GradientState.EMPTY
@@ -95,45 +83,7 @@ class Gradient:
 
     @property
     def own(self) -> Tensor:
-        return self._owns[self.at_home]
-
-    @property
-    def near(self) -> Tensor:
-        """Return what of the own shard has its states on the device, where those are updated."""
-        return self.own[: self.rests.states.near]
-
-    @property
-    def values(self) -> Tensor:
-        """Return [n/G]: the buffer or the home, wherever the gradient is."""
-        if self.at_home and self.home is not None:
-            return self.home
-        self._take()
-        return self.buffer
-
-    def bring(self) -> None:
-        """Let what is there of the gradient be in the buffer: more is to be added, or it is to be sent."""
-        if self.at_home and self.home is not None:
-            self.memory.restore()
-            self._mover.follow()
-            self._mover.to_device(self.buffer, self.home).wait()
-            self.at_home = False
-        self._take()
-
-    def _take(self) -> None:
-        """Let the buffer have memory, whatever is in it."""
-        if not self.memory.here:
-            self.memory.restore()
-            if not self.cut:  # else a reduction writes all of it
-                for begin, end in self.layout.gaps:
-                    self.buffer[begin:end].zero_()
-
-    def rest(self) -> None:
-        """Bring what is in the buffer home, where there is one: nothing is added for now."""
-        if self.home is not None and not self.at_home:
-            self._mover.follow()
-            self._mover.to_host(self.home, self.buffer)
-            self.memory.release()
-            self.at_home = True
+        return self.kept.own
 
     def mark(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make the markers of ``parameters``, one per slot."""
@@ -142,15 +92,16 @@ class Gradient:
         self.markers = [guard.GradientMarker(p, partial(_parameter_of, of, i)) for i, p in enumerate(parameters)]
 
     def move(self, to: GradientState) -> None:
-        """Change the state, as the life-cycle allows; where there was no gradient, and it rests here, it gets memory."""
+        """Change the state, as the life-cycle allows; where nothing was, and gradients rest here, there is memory."""
         self.state = moved(f"gradients of {self.name}", self.state, to)
-        if self.home is None:
-            self._take()
+        if self.kept.home is None:
+            self.kept.take()
 
     def forget(self) -> None:
         """Drop the gradients of all slots."""
         self.content = [Content.NOWHERE] * len(self.content)
-        self.summing = self.at_home = False
+        self.summing = False
+        self.kept.forget()
         self.contribution.arrived.clear()
         self._drop_carry()
         self._drop_unsynced()
@@ -190,7 +141,7 @@ class Gradient:
         if self.cut and self.unsynced is None:
             self.unsynced = self._space.allocate(self.layout.numel, torch.float32, "buffers")
         if self.unsynced is None:
-            self.bring()
+            self.kept.bring()
         whole = self.unsynced if self.unsynced is not None else self.buffer
         arrived = self.contribution.arrived
         if Content.ALONE not in self.content:
@@ -304,7 +255,7 @@ class Gradient:
         """Zero whatever the buffers hold of slot ``i``."""
         self.content[i] = Content.NOWHERE
         slot = self.layout.slots[i]
-        for buffer, rest in ((self.values, self.rests.gradients), (self.carry, self.rests.states)):
+        for buffer, rest in ((self.kept.values, self.rests.gradients), (self.carry, self.rests.states)):
             if buffer is not None:
                 begin, end = overlap((slot.begin, slot.end), rest.range)
                 buffer[begin - rest.begin : end - rest.begin].zero_()

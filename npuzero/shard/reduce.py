@@ -47,7 +47,9 @@ class Reducer:
             group = gradient.rests.summed
             axes: Axes = () if group is None else group.axes
             if axes not in pools:
-                pools[axes] = Pool(spaces[Memory.DEVICE], None if group is None else group.communicator("reduce").buffer)
+                pools[axes] = Pool(
+                    spaces[Memory.DEVICE], None if group is None else group.communicator("reduce").buffer
+                )
             gradient.pool = pools[axes]
         self._active: list[Iterator[None]] = []
         self._turn = 0
@@ -108,7 +110,7 @@ class Reducer:
             self._launch(gradient, wire, boundary)
         else:
             gradient.move(_S.ACCUMULATED)
-            gradient.rest()
+            gradient.kept.rest()
 
     def _reopen(self, gradient: Gradient) -> None:
         if gradient.state is _S.REDUCING:
@@ -174,7 +176,7 @@ class Reducer:
         tag = f"reduce {gradient.name}"
         # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
-            gradient.bring()
+            gradient.kept.bring()
             communicator = gradient.rests.gradients.group.communicator("reduce")
             yield from _wait(communicator.reduce_scatter(gradient.buffer, wire, accumulate=gradient.summing, tag=tag))
             gradient.summing = True
@@ -184,12 +186,12 @@ class Reducer:
         # Buffers are not zeroed between steps: where no gradient has come they hold something older, which must not be
         # summed.
         if last and not gradient.cut and wire is None:
-            gradient.zero_absent(gradient.values)
+            gradient.zero_absent(gradient.kept.values)
         elif last and gradient.cut and not gradient.summing:
-            gradient.values.zero_()
+            gradient.kept.values.zero_()
         # R3: first over the axes that shard states further, then over those that replicate them, with what is left.
         if boundary and gradient.meets_at_boundary:
-            gradient.bring()
+            gradient.kept.bring()
         if boundary and gradient.rests.deeper.many:
             yield from self._sum_deeper(gradient, wire, tag)
             wire = None
@@ -198,7 +200,7 @@ class Reducer:
         if last:
             gradient.add_carry()
         gradient.move(_S.READY if last else _S.ACCUMULATED)
-        gradient.rest()
+        gradient.kept.rest()
 
     def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""

@@ -228,7 +228,7 @@ class Stream:
         """Tell whether anything of ``unit`` is updated here."""
         return unit.index in self._last
 
-    def run(  # noqa: PLR0913, PLR0917 - what an update is told
+    def run(
         self,
         flats: Collection[Flat],
         banks: Sequence[Bank],

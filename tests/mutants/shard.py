@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "under zero0 and zero1 what is not used in this step has the gradient of the last",
         "shard/reduce.py",
-        "gradient.zero_absent(gradient.values)",
+        "gradient.zero_absent(gradient.kept.values)",
         "pass",
         (f"{LOOPS}[branches that differ between ranks-zero1]",),
     ),
@@ -325,9 +325,9 @@ MUTANTS = (
     # units and flats
     Mutant(
         "what was left in the memory of gradients counts in their norm",
-        "shard/gradient.py",
-        "                for begin, end in self.layout.gaps:\n                    self.buffer[begin:end].zero_()",
-        "                pass",
+        "shard/accumulator.py",
+        "            for begin, end in self._gaps:\n                self.buffer[begin:end].zero_()",
+        "            pass",
         ("world/test_clipping.py::test_gaps_count_for_nothing",),
     ),
     Mutant(
@@ -347,8 +347,8 @@ MUTANTS = (
     Mutant(
         "a gradient that was dropped after clipping comes back where more micro-batches follow",
         "shard/gradient.py",
-        "for buffer, rest in ((self.values, self.rests.gradients), (self.carry, self.rests.states)):",
-        "for buffer, rest in ((self.values, self.rests.gradients),):",
+        "for buffer, rest in ((self.kept.values, self.rests.gradients), (self.carry, self.rests.states)):",
+        "for buffer, rest in ((self.kept.values, self.rests.gradients),):",
         (f"{GRADIENTS}[dropped while the reduced are set aside-zero1]",),
     ),
     Mutant(

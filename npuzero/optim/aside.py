@@ -1,0 +1,57 @@
+"""A far flat beside torch's optimizers: its masters and gradient on the host, all at once, where they update it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuzero.errors import ConfigError
+from npuzero.plan import Memory
+from npuzero.shard.engine import Engine
+from npuzero.shard.flat import Flat, copy_rounded
+
+
+class Aside:
+    """Keep for one flat, on the host, what an optimizer of torch's class is given.
+
+    Attributes:
+        master: [n/S] float32; the masters, or where those are the parameters a copy of them.
+
+    Raises:
+        ConfigError: some of its states are to rest on a disk, or on the device.
+    """
+
+    def __init__(self, engine: Engine, flat: Flat) -> None:
+        rest = flat.rests.states
+        if rest.memory is not Memory.HOST or rest.near:
+            raise ConfigError(
+                f"ZeroOptimizer over a model of plan {flat.plan.name!r}",
+                expected="states on the device, or all of them on the host: torch's optimizers have them in memory",
+                got=f"{rest.numel - rest.near} of {rest.numel} elements of each shard on {rest.memory.value}",
+                do="Use npuzero.AdamW, npuzero.Adam or npuzero.Lion, or let states rest on the host.",
+            )
+        self._flat = flat
+        self._mover = engine.spaces.mover
+        host = engine.spaces.host
+        own = None if flat.masters == "fp32" else host.allocate(rest.numel, torch.float32, "buffers")
+        self.master: Tensor = engine.far.whole(flat) if own is None else own
+        self._low = host.allocate(rest.numel, flat.dtype, "buffers") if own is None else None
+        self._gradient: Tensor | None = None
+        if flat.rests.gradients.memory is Memory.DEVICE:
+            self._gradient = host.allocate(rest.numel, torch.float32, "buffers")
+
+    def fetch(self) -> Tensor:
+        """Bring here what is not; return the gradient."""
+        self._mover.follow()
+        if self._low is None:
+            self._mover.to_host(self.master, self._flat.own_parameters)
+        if self._gradient is not None:
+            self._mover.to_host(self._gradient, self._flat.own_gradient)
+        self._mover.quiet()
+        return self._flat.own_gradient if self._gradient is None else self._gradient
+
+    def store(self) -> None:
+        """Bring the updated parameters to the device."""
+        if self._low is not None:
+            copy_rounded(self.master, self._low)
+        self._mover.to_device(self._flat.own_parameters, self.master if self._low is None else self._low).wait()

@@ -1,0 +1,102 @@
+"""Where the gradient of one flat accumulates: a buffer on the device, and its home where gradients rest on the host.
+
+Who may touch what, where the update runs beside the program (:mod:`npuzero.shard.stream`): until the update of a flat
+is waited for, the lane reads ``own``, and nobody writes there. Backward passes, clipping and whatever else changes
+gradients wait for the whole update first (``Boundary.finish``, ``Boundary.reopen``); what dropping gradients changes
+the lane does not look at; and ``zero_grad()`` leaves releasing the buffer to who waits for the flat's update.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from npuzero.memory import Spaces, Transient
+from npuzero.plan import Memory
+from npuzero.shard.layout import Layout
+from npuzero.shard.rest import Rests
+
+
+class Accumulator:
+    """Hold the sums of one flat's gradients; names in :mod:`npuzero.shard.gradient`.
+
+    Attributes:
+        memory: that of the buffer, which comes and goes.
+        buffer: [n/G] float32, where gradients are added up and sent from.
+        home: [n/G] float32, on the host, where they rest between passes and are read by the update; or None.
+    """
+
+    def __init__(self, layout: Layout, rests: Rests, spaces: Spaces) -> None:
+        self._space = spaces[Memory.DEVICE]
+        self._mover = spaces.mover
+        # Where they are sharded a reduction writes all of the buffer.
+        self._gaps = () if rests.gradients.cut else layout.gaps
+        self.memory = self._space.transient(rests.gradients.numel, torch.float32, "gradients")
+        self.memory.restore()
+        self.buffer = self.memory.tensor
+        self.home: Tensor | None = None
+        if rests.gradients.memory is Memory.HOST:
+            self.home = spaces.host.allocate(rests.gradients.numel, torch.float32, "gradients")
+        self._at_home = False
+        own = rests.states.within(rests.gradients)
+        self._owns = [self.buffer[own], self.buffer[own] if self.home is None else self.home[own]]
+        self._near_numel = rests.states.near
+        self._near: Transient | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """Return this rank's states shard of what there is, wherever it is."""
+        return self._owns[self._at_home]
+
+    @property
+    def values(self) -> Tensor:
+        """Return all that there is, wherever it is; undefined at first."""
+        if self._at_home and self.home is not None:
+            return self.home
+        self.take()
+        return self.buffer
+
+    def take(self) -> None:
+        """Let the buffer have memory, whatever is in it."""
+        if not self.memory.here:
+            self.memory.restore()
+            for begin, end in self._gaps:
+                self.buffer[begin:end].zero_()
+
+    def bring(self) -> None:
+        """Let all there is be in the buffer: more is to be added, or it is to be sent."""
+        self.take()
+        if self._at_home and self.home is not None:
+            self._mover.follow()
+            self._mover.to_device(self.buffer, self.home).wait()
+            self._at_home = False
+
+    def rest(self) -> None:
+        """Let what is in the buffer rest at home, where there is one: nothing is added for now."""
+        if self.home is not None and not self._at_home:
+            self._mover.follow()
+            self._mover.to_host(self.home, self.buffer)
+            self.memory.release()
+            self._at_home = True
+
+    def forget(self) -> None:
+        """Drop what there is."""
+        self._at_home = False
+
+    # -- at the update ---------------------------------------------------------------------------------------------
+
+    def lend_near(self) -> Tensor:
+        """Return of the own shard what has its states on the device, there."""
+        if not self._at_home:
+            return self.own[: self._near_numel]
+        if self._near is None:
+            self._near = self._space.transient(self._near_numel, torch.float32, "gradients")
+        self._near.restore()
+        self._mover.follow()
+        self._mover.to_device(self._near.tensor, self.own[: self._near_numel]).wait()
+        return self._near.tensor
+
+    def drop_near(self) -> None:
+        """Take back what was lent."""
+        if self._near is not None:
+            self._near.release()
