@@ -17,7 +17,7 @@ gradients and states into P, A, G and S shards::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -216,14 +216,14 @@ class Flat:
             if self.masters == "split" and self.exact is not None:
                 own = self.rests.states.within(self.rests.parameters)
                 # As bits: NaN equals nothing, and -0 equals 0.
-                self._clear_remainder(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))
+                self.exact.clear(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))
             self.resting.copy_(new)
-        elif self.masters == "split":
+        elif self.masters == "split" and self.exact is not None:
             for i in slots:
-                self._clear_remainder(self.own_slots[i])
-        if self.trainable and self.low is not None:
+                self.exact.clear(self.own_slots[i])
+        if self.low is not None and self.exact is not None:
             for own in (self.own_slots[i] for i in slots):
-                for low, master in self._pairs(own, self.low):
+                for low, master in self.exact.beside(own, self.low):
                     storage.follow(master, low)
 
     # -- masters ---------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Flat:
             return self.own_parameters[own].float()
         if self.masters == "fp32":
             return self.exact.read(own)
-        joined = [storage.join(upper, remainder) for upper, remainder in self._pairs(own, self.own_parameters)]
+        joined = [storage.join(upper, remainder) for upper, remainder in self.exact.beside(own, self.own_parameters)]
         return torch.cat([some.to(joined[0].device) for some in joined]) if joined else self.own_parameters[own].float()
 
     def write_master(self, own: slice, values: Tensor) -> None:
@@ -262,10 +262,12 @@ class Flat:
 
     def refresh_master(self) -> None:
         """Update masters from the parameters, which were written."""
-        if self.masters == "split":
-            self._clear_remainder(self._all)
-        elif self.low is not None:
-            for low, master in self._pairs(self._all, self.low):
+        if self.exact is None:
+            return
+        if self.low is None:
+            self.exact.clear(self._all)
+        else:
+            for low, master in self.exact.beside(self._all, self.low):
                 master.copy_(low)
 
     def refresh_low(self) -> None:
@@ -277,19 +279,6 @@ class Flat:
     @property
     def _all(self) -> slice:
         return slice(0, self.rests.states.numel)
-
-    def _pairs(self, own: slice, beside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, part by part of a range, what ``beside`` ([n/S]) has of it, and what is kept exactly, to be written;
-        both where that is.
-        """
-        for reach in self.exact.over(own, write=True) if self.exact is not None else ():
-            yield beside[own][reach.here].to(reach.stored.device), reach.stored[reach.there]
-
-    def _clear_remainder(self, own: slice, where: Tensor | None = None) -> None:
-        """Zero the lower halves of a range, or those of its elements for which ``where`` is true."""
-        for reach in self.exact.over(own, write=True) if self.exact is not None else ():
-            part = reach.stored[reach.there]
-            part.zero_() if where is None else part.masked_fill_(where[reach.here].to(part.device), 0)
 
 
 def copy_rounded(values: Tensor, target: Tensor) -> None:

@@ -84,3 +84,16 @@ class Spread:
         for reach in self.over(own, write=True):
             mine = values[reach.here].to(reach.stored.device)
             storage.write(mine, reach.stored, reach.numel, reach.there, signed=signed)
+
+    def beside(self, own: slice, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, part by part of a range, what ``other`` (of all elements) has of it, brought to where what is stored
+        lies; and that, to be read and written, where each is stored alone, not in codes.
+        """
+        for reach in self.over(own, write=True):
+            yield other[own][reach.here].to(reach.stored.device), reach.stored[reach.there]
+
+    def clear(self, own: slice, where: Tensor | None = None) -> None:
+        """Zero a range, or those of its elements for which ``where`` is true."""
+        for reach in self.over(own, write=True):
+            part = reach.stored[reach.there]
+            part.zero_() if where is None else part.masked_fill_(where[reach.here].to(part.device), 0)

@@ -284,15 +284,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the lower halves of split masters are not saved",
         "shard/flat.py",
-        "return storage.join(self.master[own], self.remainder[own])",
-        "return self.master[own].float()",
+        "joined = [storage.join(upper, remainder) for upper",
+        "joined = [upper.float() for upper",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
     ),
     Mutant(
         "the lower halves of split masters are not loaded",
         "shard/flat.py",
-        "            self.remainder[own].copy_(remainder)\n",
-        "            self.remainder[own].zero_()\n",
+        "                reach.stored[reach.there].copy_(remainder[reach.here])\n",
+        "                reach.stored[reach.there].zero_()\n",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
     ),
     Mutant(

@@ -354,14 +354,14 @@ MUTANTS = (
     Mutant(
         "a whole parameter that a program has written keeps the lower halves of its old values",
         "shard/flat.py",
-        "                self._clear_remainder(self.own_slots[i])",
+        "                self.exact.clear(self.own_slots[i])",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[zero1-bf16-split-False]",),
     ),
     Mutant(
         "elements that a program has written keep the lower halves of their old values",
         "shard/flat.py",
-        "                self._clear_remainder(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))",
+        "                self.exact.clear(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[hsdp-bf16-split-False]",),
     ),

@@ -127,5 +127,5 @@ def test_each_memory_has_a_space_with_counts_of_its_own():
 def test_a_memory_where_nothing_can_rest_is_named():
     spaces = Spaces(CPU)
     assert list(spaces) == [Memory.DEVICE] and len(spaces) == 1 and Memory.NVME not in spaces
-    with pytest.raises(ConfigError, match="memory 'nvme': expected one of 'device'"):
+    with pytest.raises(ConfigError, match="memory 'nvme': expected 'device' or 'host'"):
         spaces[Memory.NVME]
