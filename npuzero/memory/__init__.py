@@ -4,7 +4,7 @@ from npuzero.memory.device import DeviceSpace, zeros
 from npuzero.memory.host import HostSpace
 from npuzero.memory.mover import Mover
 from npuzero.memory.pool import Pool
-from npuzero.memory.ring import Ring, whole_pages
+from npuzero.memory.ring import Ring
 from npuzero.memory.space import Source, Space, Transient
 from npuzero.memory.spaces import Spaces
 
@@ -18,6 +18,5 @@ __all__ = [
     "Space",
     "Spaces",
     "Transient",
-    "whole_pages",
     "zeros",
 ]

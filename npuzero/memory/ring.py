@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from npuzero.memory.host import HostSpace
-
-#: Slots are whole pages, on page bounds, as a disk that is read past the page cache wants them.
-PAGE_BYTES = 4096
+from npuzero.plan import whole_pages
 
 
 class Ring:
     """Hold ``slots`` buffers of ``nbytes`` each; what goes through the ring is in one of them at a time.
 
-    Whoever fills a slot again must know that nobody uses what it held.
+    Slots are whole pages, on page bounds, as a disk that is read past the page cache wants them. Whoever fills one
+    again must know that nobody uses what it held.
     """
 
     def __init__(self, space: HostSpace, nbytes: int, slots: int) -> None:
@@ -24,8 +23,3 @@ class Ring:
     def slot(self, turn: int) -> Tensor:
         """Return the buffer of the chunk number ``turn``, uint8."""
         return self._slots[turn % len(self._slots)]
-
-
-def whole_pages(nbytes: int) -> int:
-    """Return ``nbytes``, rounded up to whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -8,11 +8,10 @@ divided moves no bit of any result.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from npuzero.plan import MOMENT_BLOCK
+from npuzero.plan import divide
 from npuzero.shard.flat import Flat
 
 
@@ -32,27 +31,15 @@ class Chunk(NamedTuple):
     end: int
 
 
-def divide(shards: Iterable[Piece], block_bytes: Callable[[Flat], int], chunk_bytes: int) -> Iterator[Chunk]:
-    """Divide shards into chunks of as many blocks as fit, one at least; the last block of a shard may be shorter.
+def chunks_of(shards: Sequence[Piece], block_bytes: Callable[[Flat], int], chunk_bytes: int) -> Iterator[Chunk]:
+    """Divide shards, in order of their units, into chunks.
 
     Args:
-        shards: what is to be divided, in order of the units.
         block_bytes: what MOMENT_BLOCK elements of a flat's masters and moments take.
         chunk_bytes: 0: all in one.
     """
-    pieces: list[Piece] = []
-    begin = end = 0  # of the chunk that is being filled, on the line
-    room = chunk_bytes or sys.maxsize
-    for flat, first, numel in shards:
-        cost = block_bytes(flat) if chunk_bytes else 1
-        while first < numel:
-            if room < cost and pieces:
-                yield Chunk(pieces, begin, end)
-                pieces, begin, room = [], end, chunk_bytes
-            blocks = min(max(room // cost, 1), -(-(numel - first) // MOMENT_BLOCK))
-            last = min(first + blocks * MOMENT_BLOCK, numel)
-            pieces.append(Piece(flat, first, last))
-            end += last - first
-            first, room = last, room - blocks * cost
-    if pieces:
-        yield Chunk(pieces, begin, end)
+    costs = ((begin, end, block_bytes(flat) if chunk_bytes else 0) for flat, begin, end in shards)
+    end = 0
+    for parts in divide(costs, chunk_bytes):
+        begin, end = end, end + sum(last - first for _, first, last in parts)
+        yield Chunk([Piece(shards[i].flat, first, last) for i, first, last in parts], begin, end)

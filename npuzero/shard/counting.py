@@ -22,13 +22,16 @@ class CountingMesh:
         self.size = mesh.size
         self.index = mesh.index
         self.sent: Counter[str] = Counter()
+        self.restored: Counter[str] = Counter()  # by R4, which an update may leave to the step after it
         self.control: Counter[str] = Counter()
 
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
         """Return the communicator of :meth:`Mesh.communicator`, made at its first use."""
         key = (axes, purpose)
         if key not in self._made:
-            counter = self.control if purpose in ("control", HOST_CHANNEL) else self.sent
+            counter = {"control": self.control, HOST_CHANNEL: self.control, "restore": self.restored}.get(
+                purpose, self.sent
+            )
             self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
         return self._made[key]
 
@@ -53,19 +56,24 @@ class Meter:
         """Note a forward for training; the first one since the last step begins another."""
         if not self._begun:
             self._begun = True
-            self.reset()
+            self._reset()
 
     def reset(self) -> None:
         """Count from here on."""
+        self._mesh.restored.clear()
+        self._reset()
+
+    def _reset(self) -> None:
         self._mesh.sent.clear()
         self._mesh.control.clear()
         self._spaces.mover.moved.clear()
         self._spaces.reset_peaks()
 
     def step_ends(self) -> None:
-        sent = sent_by_verb(self._mesh.sent, sum(self._mesh.control.values()))
+        sent = sent_by_verb(self._mesh.sent + self._mesh.restored, sum(self._mesh.control.values()))
         moved = dict.fromkeys(LINKS, 0) | self._spaces.mover.moved
         self._last = Report(self._spaces.peaks(), sent, self._plan, self._mesh.shape.world, moved)
+        self._mesh.restored.clear()
         self._begun = False
 
     def report(self) -> Report:

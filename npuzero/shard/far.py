@@ -10,16 +10,13 @@ from torch import Tensor
 
 from npuzero.config import Settings
 from npuzero.memory import Spaces
-from npuzero.plan import MOMENT_BLOCK, Memory
+from npuzero.plan import FAR_CHUNK_BYTES, Memory, far_block_bytes
 from npuzero.shard.bank import Bank, Fields, HostBank
-from npuzero.shard.chunks import Piece, divide
+from npuzero.shard.chunks import Piece, chunks_of
 from npuzero.shard.flat import EXACT, Flat
 from npuzero.shard.spread import Spread
 from npuzero.shard.stream import Stream
 from npuzero.shard.unit import Unit
-
-#: Bytes of masters and moments in a chunk, where no setting says it.
-FAR_CHUNK_BYTES = 32 * 2**20
 
 
 class Far:
@@ -32,8 +29,8 @@ class Far:
 
     def __init__(self, units: Sequence[Unit], spaces: Spaces, settings: Settings) -> None:
         flats = [flat for unit in units for flat in unit.trainable if flat.far]
-        shards = (Piece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats)
-        chunks = list(divide(shards, _block_bytes, settings.chunk_bytes or FAR_CHUNK_BYTES))
+        shards = [Piece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats]
+        chunks = list(chunks_of(shards, _block_bytes, settings.chunk_bytes or FAR_CHUNK_BYTES))
         self._spaces = spaces
         self.stream = Stream(units, chunks, spaces, settings.overlaps_parameters)
         self.masters = self.banks({flat: dict([EXACT[flat.masters]]) for flat in flats if flat.masters in EXACT})
@@ -59,6 +56,4 @@ class Far:
 
 
 def _block_bytes(flat: Flat) -> int:
-    precision = flat.plan.precision
-    beside = 0 if flat.masters == "fp32" else flat.dtype.itemsize
-    return MOMENT_BLOCK * (precision.master_bytes(flat.dtype) + beside) + 2 * precision.moment_bytes(MOMENT_BLOCK)
+    return far_block_bytes(flat.plan.precision, flat.dtype)

@@ -32,14 +32,11 @@ from npuzero.comm.fork import door
 from npuzero.device import Handle, HostLane
 from npuzero.errors import NpuZeroError, StateError
 from npuzero.memory import Mover, Ring, Spaces
-from npuzero.plan import Memory
+from npuzero.plan import RING_SLOTS, Memory
 from npuzero.shard.bank import Bank
 from npuzero.shard.chunks import Chunk, Piece
 from npuzero.shard.flat import Flat
 from npuzero.shard.unit import Unit
-
-#: Chunks that are on the host at a time: one goes, one is updated, one comes.
-SLOTS = 3
 
 
 class Staged(NamedTuple):
@@ -150,8 +147,8 @@ class _Job:
 
     def _begin(self, k: int) -> tuple[list[Staged], list[Handle]]:
         """Begin to bring chunk ``k`` to the host, all of it that is updated."""
-        if k >= SLOTS:
-            self._stored(k - SLOTS)
+        if k >= RING_SLOTS:
+            self._stored(k - RING_SLOTS)
         handles: list[Handle] = []
         staged: list[Staged] = []
         begins = [0, 0]
@@ -224,10 +221,6 @@ class Stream:
         self._lane = HostLane("update", door("an update"))
         weakref.finalize(self, self._lane.close, 0.0)
 
-    def has(self, unit: Unit) -> bool:
-        """Tell whether anything of ``unit`` is updated here."""
-        return unit.index in self._last
-
     def run(
         self,
         flats: Collection[Flat],
@@ -276,14 +269,18 @@ class Stream:
             for some in pieces
         )
         parameters = max(sum((end - begin) * flat.dtype.itemsize for flat, begin, end in some) for some in pieces)
-        slots = min(SLOTS, len(self.chunks))
+        slots = min(RING_SLOTS, len(self.chunks))
         self._staging = [Ring(self._spaces.host, nbytes, slots) for nbytes in (gradients, parameters)]
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
+    def has(self, unit: Unit) -> bool:
+        """Tell whether ``unit`` has an update that nobody has waited for to its end."""
+        return bool(self._handles) and unit.index in self._last
+
     def done(self, unit: Unit) -> bool:
         """Tell whether :meth:`wait` would return at once."""
-        return not self._handles or not self.has(unit) or self._handles[self._last[unit.index]].done()
+        return not self.has(unit) or self._handles[self._last[unit.index]].done()
 
     def wait(self, unit: Unit) -> None:
         """Wait until the parameters of ``unit`` are updated.
@@ -291,7 +288,7 @@ class Stream:
         Raises:
             NpuZeroError: the update has failed.
         """
-        if self._handles and self.has(unit):
+        if self.has(unit):
             self._handles[self._last[unit.index]].wait()
 
     def quiet(self) -> None:

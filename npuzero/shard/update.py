@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from npuzero.memory import Transient
-from npuzero.shard.chunks import Chunk, Piece, divide
+from npuzero.shard.chunks import Chunk, Piece, chunks_of
 from npuzero.shard.flat import Flat
 from npuzero.shard.restore import Restorer
 from npuzero.shard.stream import Stream
@@ -52,8 +52,8 @@ class Update:
             flats: in order of their units.
             block_bytes: what MOMENT_BLOCK elements of a flat's masters and moments take.
         """
-        shards = (Piece(flat, 0, flat.rests.states.near) for flat in flats)
-        chunks = list(divide(shards, block_bytes, self._chunk_bytes))
+        shards = [Piece(flat, 0, flat.rests.states.near) for flat in flats]
+        chunks = list(chunks_of(shards, block_bytes, self._chunk_bytes))
         for i, chunk in enumerate(chunks):
             yield chunk
             self._restore_until(chunks[i + 1].pieces[0].flat if i + 1 < len(chunks) else None)
@@ -67,8 +67,8 @@ class Update:
             self._restorer.before = self._catch_up
 
     def _restore_until(self, undone: Flat | None) -> None:
-        """Start R4, in order, of the units before that of ``undone`` that are updated."""
-        while self._waiting and undone not in self._waiting[0].trainable and self.stream.done(self._waiting[0]):
+        """Start R4, in order, of the units before that of ``undone``, and before the first that the stream has."""
+        while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):
             unit = self._waiting.popleft()
             self._restorer.start(unit)
             if not self._overlap:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -223,6 +224,9 @@ class Values:
 
     def restore_parameters(self) -> None:
         """Run R4 at once: masters were written, and every rank's resting parameters follow. Collective."""
+        counted = Counter(self._mesh.restored)
         for unit in self._units:
             self._restorer.start(unit)
             self._restorer.finish(unit)
+        self._mesh.restored.clear()  # these are no step's
+        self._mesh.restored.update(counted)

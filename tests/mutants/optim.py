@@ -269,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks get a unit before all of its chunks are updated",
         "shard/update.py",
-        "while self._waiting and undone not in self._waiting[0].trainable and self.stream.done(self._waiting[0]):",
+        "while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):",
         "while self._waiting:",
         ("world/test_chunks.py::test_a_unit_is_restored_when_its_last_chunk_is_done",),
     ),

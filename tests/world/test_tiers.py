@@ -1,0 +1,149 @@
+"""States and gradients that rest on the host: no bit of any result moves, and what is held and moved was foretold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import Memory, Plan, Precision, Report, Settings, comm
+from npuzero.comm import World
+from world.test_chunks import trained as awkward
+from world.test_optimizers import optimizer_state
+from world.toy import Recipe, ToyGPT, build
+from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
+
+PRECISIONS = {
+    "fp32": Precision(torch.float32),
+    "bf16": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16),
+    "split": Precision(torch.bfloat16, masters="split"),
+    "8 bits": Precision(torch.bfloat16, masters="split", moments="int8"),
+    "drawn": Precision(torch.bfloat16, masters="none", moments="int8"),
+}
+FOUR = Recipe(steps=3, micro_batches=4, clip=0.5, groups=True)
+LONG = Recipe(steps=10, micro_batches=2, clip=0.5, groups=True)
+#: Ranks, and how many of them share a group.
+LOCAL_SIZE = {1: 1, 2: 1, 3: 3, 4: 2}
+SETTINGS = {
+    "one chunk": Settings(),
+    "many chunks": Settings(chunk_bytes=3000),
+    "no overlap": Settings(overlap=False, chunk_bytes=20000),
+}
+
+
+def placed(plan: str, precision: Precision, size: int, gradients: bool = False, share: float = 1.0) -> Plan:
+    """The preset with its states on the host, and its gradients, where that is asked for."""
+    row = Plan.preset(plan, precision=precision, local_size=LOCAL_SIZE[size])
+    memory = Memory.HOST if gradients else Memory.DEVICE
+    return replace(
+        row,
+        gradients=replace(row.gradients, memory=memory),
+        states=replace(row.states, memory=Memory.HOST, share=share),
+    )
+
+
+@cache
+def resident(scenario: Any, plan: str, precision: str, size: int) -> list[State]:
+    row = Plan.preset(plan, precision=PRECISIONS[precision], local_size=LOCAL_SIZE[size])
+    return run_cut(scenario, size, ToyGPT, plan=row)
+
+
+def assert_as_resident(scenario: Any, plan: str, precision: str, size: int, settings: Settings, **where: Any) -> None:
+    row = placed(plan, PRECISIONS[precision], size, **where)
+    found = run_cut(scenario, size, ToyGPT, plan=row, settings=settings)
+    for mine, expected in zip(found, resident(scenario, plan, precision, size), strict=True):
+        assert_same_bits(mine, expected)
+
+
+CASES = [
+    ("zero0", "bf16", 1, {"gradients": True}),
+    ("zero1", "fp32", 2, {}),
+    ("zero2", "8 bits", 3, {"gradients": True}),
+    ("zero3", "drawn", 2, {"gradients": True}),
+    ("hsdp", "split", 4, {"gradients": True, "share": 0.3}),
+    ("zero3", "bf16", 3, {"share": 0.7}),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(("plan", "precision", "size", "where"), CASES, ids=lambda value: str(value))
+def test_where_states_rest_moves_no_bit(
+    plan: str, precision: str, size: int, where: dict[str, Any], settings: Settings
+) -> None:
+    """Groups, clipping, parameters without a gradient, an overflow that only the device knows of; amsgrad."""
+    assert_as_resident(awkward, plan, precision, size, settings, **where)
+
+
+four = partial(train, recipe=FOUR)
+
+
+@pytest.mark.parametrize(("plan", "precision", "size", "where"), CASES, ids=lambda value: str(value))
+def test_micro_batches_add_up_at_home(plan: str, precision: str, size: int, where: dict[str, Any]) -> None:
+    assert_as_resident(four, plan, precision, size, SETTINGS["many chunks"], **where)
+
+
+long = partial(train, recipe=LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", LOCAL_SIZE)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("plan", npuzero.PRESETS)
+def test_ten_steps(plan: str, precision: str, size: int) -> None:
+    """Whatever the settings, each with another share; gradients rest there, too, where they are sharded as states."""
+    row = Plan.preset(plan)
+    for gradients in (False, True) if row.gradients.axes == row.states.axes else (False,):
+        for share, settings in zip((1.0, 0.6, 0.25), SETTINGS.values(), strict=True):
+            assert_as_resident(long, plan, precision, size, settings, gradients=gradients, share=share)
+
+
+def report_of(world: World, plan: Plan, recipe: Recipe, settings: Settings) -> Report:
+    session = CutSession(build(), world, plan=plan, settings=settings)
+    train(session, recipe)
+    session.state()  # a rank that leaves now would take its part of the last step's gather with it
+    return npuzero.report(session.model)
+
+
+@pytest.mark.parametrize("recipe", [Recipe(steps=3), FOUR], ids=["plain", "micro-batches, clipped"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("plan", "precision", "where"),
+    [
+        ("zero3", "bf16", {}),
+        ("zero2", "8 bits", {"gradients": True}),
+        ("hsdp", "split", {"gradients": True, "share": 0.5}),
+        ("zero1", "fp32", {"share": 0.5}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_report_equals_predict(
+    plan: str, precision: str, where: dict[str, Any], settings: Settings, recipe: Recipe
+) -> None:
+    row = placed(plan, PRECISIONS[precision], 4, **where)
+    facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
+    expected = npuzero.predict(build(), row, 4, settings=settings, **facts)
+    for report in comm.run_threads(4, lambda world: report_of(world, row, recipe, settings)):
+        assert report.held == expected.held
+        assert report.bytes_sent == expected.bytes_sent
+        assert report.bytes_moved == expected.bytes_moved
+    assert expected.bytes_moved["host>device"] > 0
+
+
+def by_torch(session: Session) -> State:
+    optimizer = session.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, fused=False)
+    for step in range(3):
+        session.loss(step).backward()
+        session.clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer_state(optimizer)
+
+
+@pytest.mark.parametrize(("plan", "precision", "gradients"), [("zero3", "bf16", True), ("zero1", "fp32", False)])
+def test_torchs_optimizers_update_on_the_host(plan: str, precision: str, gradients: bool) -> None:
+    assert_as_resident(by_torch, plan, precision, 2, Settings(), gradients=gradients)
