@@ -22,7 +22,7 @@ bad = TABLE.bad
 for _tiles, _error, *_says in (
     (None, ConfigError, "tiles", "lm_head"),
     ({}, ConfigError, "tiles", "lm_head"),
-    ({"blocks.*.qvk": 2}, ConfigError, "no module's name", "blocks.0.qkv"),
+    ({"blocks.*.qvk": 2}, ConfigError, "no module's name", r"blocks\.\d\.qkv"),
     ({"blocks.0": 2}, ConfigError, "that of Block", "blocks.0.qkv"),
     ({"blocks.0.qkv": 49}, ConfigError, "1 to 48", "49"),
     ({"blocks.0.qkv": 0}, ConfigError, "1 to 48", "0"),
