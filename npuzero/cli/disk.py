@@ -9,7 +9,7 @@ from npuzero.bench.disk import Speeds, speeds, step_seconds
 from npuzero.cli.table import table
 from npuzero.config import Settings
 
-_QUICK = {"seconds": 0.1, "nbytes": 1 << 28}
+_QUICK = {"seconds": 0.1, "nbytes": 1 << 27}
 _FULL = {"seconds": 5.0, "nbytes": 4 << 30}
 _DIRECT = "Bytes go past the page cache (O_DIRECT)."
 _CACHED = (
