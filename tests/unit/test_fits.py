@@ -16,6 +16,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "it-does-not-fit.md").rea
 ROWS = re.findall(
     r"^\| [^|]+ \| `(stage=[^|]+)` \| (\d+) \| ([\d.]+) \| ([\d.]*) ?\|", PAGE, re.MULTILINE
 )  # arguments of zero(), ranks, GiB a rank, what that buys
+FAR_ROWS = re.findall(
+    r"^\| `(stage=[^`]+offload=[^`]+)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|",
+    PAGE,
+    re.MULTILINE,
+)  # arguments of zero(), ranks, GiB on the device, on the host, on NVMe, seconds of the link, of the disk
 WIDTH, BLOCKS, WORDS, TOKENS = 5120, 40, 32_000, 4096
 GIB = 2**30
 
@@ -38,6 +43,19 @@ def test_each_remedy_buys_what_the_plan_says(capsys: pytest.CaptureFixture[str])
         assert shown == f"{now:.1f}", arguments
         assert bought == ("" if before is None else f"{before - now:.1f}"), arguments
         before = now
+
+
+def test_off_the_device_a_rank_holds_and_moves_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(FAR_ROWS) == 6
+    for arguments, ranks, *shown in FAR_ROWS:
+        chosen = eval(f"dict({arguments})")
+        offload = chosen["offload"]
+        options = ["--world", ranks, "--precision", chosen["precision"], "--offload", offload, "--link", "25"]
+        assert main(["plan", "--parameters", "13B", *options, *["--disk", "5"] * (offload == "nvme"), "--json"]) == 0
+        row = json.loads(capsys.readouterr().out)["presets"][f"zero{chosen['stage']}+{offload}"]
+        disk = f"{row['disk_seconds']:.2f}" if offload == "nvme" else ""
+        gib = [f"{row['memory'][memory] / GIB:.1f}" for memory in ("device", "host", "nvme")]
+        assert shown == [*gib, f"{row['link_seconds']:.2f}", disk], arguments
 
 
 def test_the_question_is_answered_by_plan_and_estimate(capsys: pytest.CaptureFixture[str]) -> None:

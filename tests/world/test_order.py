@@ -5,6 +5,7 @@ Events of one rank come in the order in which that rank did things; marks of the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +18,7 @@ from npuzero import Settings, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
-from npuzero.plan import FlatSize, Plan, Step, flattened, steady_step
+from npuzero.plan import OFFLOADED, FlatSize, Plan, Step, flattened, steady_step
 from npuzero.plan.moves import Compute, Launch, Move, Start, Wait
 from world.toy import Recipe, build
 from world.train import CutSession
@@ -257,6 +258,22 @@ def told(moves: list[Move], mesh: Mesh) -> Trace:
 def test_the_engine_keeps_to_the_schedule(plan: str, micro_batches: int, overlap: object) -> None:
     step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap)
     assert step.done == step.scheduled
+
+
+def apart(trace: Trace) -> tuple[Trace, Counter[tuple[object, ...]]]:
+    """What has its place, and R4's starts, which have none where the update runs beside the next forward."""
+    late = [happened for happened in trace if happened[:3] == ("start", "all_gather", "restore")]
+    return [happened for happened in trace if happened not in late], Counter(late)
+
+
+@pytest.mark.parametrize("plan", OFFLOADED)
+@pytest.mark.parametrize(
+    ("micro_batches", "overlap"),
+    [(2, True), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, True), (1, False), (3, "parameters")))],
+)
+def test_what_rests_off_the_device_keeps_to_the_schedule(plan: str, micro_batches: int, overlap: object) -> None:
+    step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap, chunk_bytes=8192)
+    assert apart(step.done) == apart(step.scheduled)
 
 
 @pytest.mark.parametrize("settings", [{"prefetch": 0}, {"prefetch": 2}, {"bucket_bytes": 1024}], ids=str)

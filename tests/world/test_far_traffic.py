@@ -1,0 +1,119 @@
+"""Where parts rest off the device, what a rank holds, sends and moves is what the table's arithmetic says; on 2 × 2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import npuzero
+from npuzero import Memory, Plan, Settings, comm
+from npuzero.comm import World
+from npuzero.plan import OFFLOADED
+from world.toy import Recipe, build
+from world.train import CutSession, train
+
+SIZE, LOCAL = 4, 2
+PRECISIONS = ("fp32", "bf16", "bf16-split", "bf16-stochastic", "bf16-8bit")
+ONE, THREE = Recipe(steps=3), Recipe(steps=3, micro_batches=3, clip=0.5)
+
+
+def placed(name: str, precision: str, share: float = 1.0) -> Plan:
+    """A preset, or with ``+host`` and the like one that is offloaded; with a share of its states off the device."""
+    row, _, offload = name.partition("+")
+    plan = Plan.preset(row, precision=precision, local_size=LOCAL)
+    plan = plan.offloaded(offload) if offload else plan
+    return replace(plan, states=replace(plan.states, share=share))
+
+
+def assert_foretold(plan: Plan, recipe: Recipe, **settings: Any) -> None:
+    """Every rank held, sent and moved exactly what was foretold."""
+    chosen = Settings(**settings)
+    facts = {"micro_batches": recipe.micro_batches, "clip": recipe.clip is not None}
+    expected = npuzero.predict(build(), plan, SIZE, settings=chosen, **facts)
+
+    def rank(world: World) -> npuzero.Report:
+        session = CutSession(build(), world, plan=plan, settings=chosen)
+        train(session, recipe)
+        session.state()
+        return npuzero.report(session.model)
+
+    for number, report in enumerate(comm.run_threads(SIZE, rank)):
+        assert report.bytes_moved == expected.bytes_moved, number
+        assert report.bytes_sent == expected.bytes_sent, number
+        assert report.held == expected.held, number
+    far = {memory for memory in (plan.states.memory, plan.gradients.memory) if memory is not Memory.DEVICE}
+    assert all(any(expected.held[memory].values()) for memory in far) and any(expected.bytes_moved.values())
+
+
+def test_zero_with_offload_follows_the_plan_that_predict_is_told() -> None:
+    """By name as by placements: ``zero(stage=3, offload="host")``."""
+
+    def rank(world: World) -> npuzero.Report:
+        session = CutSession(build(), world, stage=3, offload="host", precision="bf16")
+        train(session, ONE)
+        session.state()
+        return npuzero.report(session.model)
+
+    expected = npuzero.predict(build(), 3, SIZE, offload="host", precision="bf16")
+    for report in comm.run_threads(SIZE, rank):
+        assert (report.held, report.bytes_moved) == (expected.held, expected.bytes_moved)
+        assert report.plan == expected.plan and report.plan.name == "zero3+host"
+
+
+QUICK = (("offload", "bf16-8bit"), ("offload3", "fp32"), ("infinity-states", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
+        for name in OFFLOADED
+        for precision in PRECISIONS
+    ],
+)
+def test_presets_of_offload(name: str, precision: str) -> None:
+    plan = placed(name, precision)
+    assert_foretold(plan, ONE)
+    assert_foretold(plan, THREE, chunk_bytes=4096)
+    assert_foretold(plan, ONE, chunk_bytes=1 << 14, overlap=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "share"),
+    [
+        ("zero1+host", "bf16-split", 0.6),
+        pytest.param("zero0+host", "bf16", 1.0, marks=pytest.mark.slow),
+        pytest.param("zero1.5+host", "bf16-stochastic", 0.3, marks=pytest.mark.slow),
+        ("hsdp+host", "bf16", 0.5),
+        pytest.param("hpz+host", "bf16-8bit", 0.9, marks=pytest.mark.slow),
+        pytest.param("zero3-keep+host", "fp32", 1.0, marks=pytest.mark.slow),
+        pytest.param("hsdp+nvme", "bf16-8bit", 0.7, marks=pytest.mark.slow),
+        ("zero1+nvme", "bf16-8bit", 0.5),
+        pytest.param("hpz+nvme", "fp32", 0.2, marks=pytest.mark.slow),
+    ],
+)
+def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float) -> None:
+    plan = placed(name, precision, share)
+    assert_foretold(plan, THREE, chunk_bytes=4096)
+    assert_foretold(plan, ONE, overlap="gradients")
+
+
+def test_units_may_rest_in_different_memories() -> None:
+    own = {"blocks.1": "zero1", "blocks.2": placed("zero3+nvme", "bf16"), "blocks.0": placed("offload", "bf16")}
+    chosen = Settings(chunk_bytes=8192)
+
+    def rank(world: World) -> npuzero.Report:
+        session = CutSession(
+            build(), world, stage=3, local_size=LOCAL, precision="bf16", unit_plans=own, settings=chosen
+        )
+        train(session, THREE)
+        session.state()
+        return npuzero.report(session.model)
+
+    facts = {"local_size": LOCAL, "precision": "bf16", "unit_plans": own, "settings": chosen}
+    expected = npuzero.predict(build(), 3, SIZE, micro_batches=3, clip=True, **facts)
+    for report in comm.run_threads(SIZE, rank):
+        assert (report.held, report.bytes_moved) == (expected.held, expected.bytes_moved)
+        assert report.bytes_sent == expected.bytes_sent
