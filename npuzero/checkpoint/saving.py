@@ -182,11 +182,9 @@ class Saver:
     def _items(self, parts: Sequence[Part]) -> Iterator[tuple[Item, Tensor]]:
         """Yield what this rank writes, and its elements."""
         for part in parts:
-            begin, end = part.written_by(self._world.rank, self._shape)
-            shard = part.rest.begin
-            values = part.read(slice(begin - shard, end - shard))
             for item in part.items(self._world.rank, self._shape):
-                yield item, values[item.begin - begin : item.begin - begin + item.box.numel]
+                begin = item.begin - part.rest.begin
+                yield item, part.read(slice(begin, begin + item.box.numel))
 
     def _copied(self, items: Iterator[tuple[Item, Tensor]], parts: Sequence[Part]) -> list[tuple[Item, Tensor]]:
         """Copy what this rank writes into host memory that is kept from save to save."""

@@ -39,7 +39,7 @@ class DeviceSpace(Space):
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a zeroed 1-D buffer that no space counts; on the host a large one goes back to the system when freed."""
     if device.type == "cpu" and numel * dtype.itemsize >= _MAPPED_BYTES:
-        return torch.frombuffer(mapped(numel * dtype.itemsize), dtype=dtype)
+        return torch.frombuffer(_mapped(numel * dtype.itemsize), dtype=dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
@@ -73,8 +73,7 @@ class _StorageTransient(Transient):
         self.tensor.untyped_storage().resize_(0)
 
 
-def mapped(nbytes: int) -> mmap.mmap:
-    """Return zeroed pages of their own."""
+def _mapped(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # advice: kernels built without huge pages refuse it
         pages.madvise(mmap.MADV_HUGEPAGE)

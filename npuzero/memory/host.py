@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npuzero.memory.device import DeviceSpace, mapped, zeros
+from npuzero.errors import OutOfSpace
+from npuzero.memory.device import DeviceSpace, zeros
+from npuzero.memory.file import FileStore
 
 
 class HostSpace(DeviceSpace):
@@ -13,19 +15,35 @@ class HostSpace(DeviceSpace):
 
     Args:
         beside: where the rank computes. On a CPU that is the same memory, and counted apart all the same.
+        limit: bytes that may be held here; 0: as many as there are.
     """
 
-    def __init__(self, beside: torch.device) -> None:
+    def __init__(self, beside: torch.device, limit: int = 0) -> None:
         super().__init__(torch.device("cpu"))
         self._pinned = beside.type != "cpu"
+        self._limit = limit
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._check_room(numel * dtype.itemsize)
         if self._pinned and numel:
             return torch.zeros(numel, dtype=dtype, pin_memory=True)
         return zeros(numel, dtype, self.device)
 
     def pages(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed 1-D buffer that begins on a page, however small it is; as a source of :meth:`allocate`."""
-        if self._pinned or not numel:
+        if self._pinned:
             return self._zeros(numel, dtype)
-        return torch.frombuffer(mapped(numel * dtype.itemsize), dtype=dtype)
+        self._check_room(numel * dtype.itemsize)
+        return FileStore.aligned(numel * dtype.itemsize).view(dtype)
+
+    def _check_room(self, nbytes: int) -> None:
+        held = sum(self.held.values())
+        if self._limit and held + nbytes > self._limit:
+            raise OutOfSpace(
+                "memory of the host",
+                expected=f"room for {nbytes:,} bytes",
+                got=f"{held:,} bytes held of the {self._limit:,} that settings.host_bytes allows",
+                do="Allow more, let states rest in files (offload='nvme'), or divide them into smaller chunks.",
+                nbytes=nbytes,
+                held=dict(self.held),
+            )

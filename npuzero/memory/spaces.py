@@ -7,8 +7,9 @@ from typing import cast
 
 import torch
 
-from npuzero.errors import ConfigError
+from npuzero.config import Settings
 from npuzero.memory.device import DeviceSpace
+from npuzero.memory.disk import DiskSpace
 from npuzero.memory.host import HostSpace
 from npuzero.memory.mover import Mover
 from npuzero.memory.space import Space
@@ -27,13 +28,15 @@ class Spaces(Mapping[Memory, Space]):
 
     Args:
         device: where the rank computes.
+        settings: folders, and what the host has room for.
 
     Attributes:
         mover: copies between the device and the host, but for those of the update, which has its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, settings: Settings | None = None) -> None:
         self._device = device
+        self._settings = settings or Settings()
         # Those in which something rests, made when it is first asked for.
         self._spaces: dict[Memory, Space] = {Memory.DEVICE: DeviceSpace(device)}
         self.mover = Mover(device)
@@ -42,28 +45,24 @@ class Spaces(Mapping[Memory, Space]):
     def host(self) -> HostSpace:
         """Return the space of the host's memory."""
         if Memory.HOST not in self._spaces:
-            self._spaces[Memory.HOST] = HostSpace(self._device)
+            self._spaces[Memory.HOST] = HostSpace(self._device, self._settings.host_bytes)
         return cast(HostSpace, self._spaces[Memory.HOST])
 
-    def __getitem__(self, memory: Memory) -> Space:
-        """Return the space of ``memory``.
+    @property
+    def disk(self) -> DiskSpace:
+        """Return the space on disks."""
+        if Memory.NVME not in self._spaces:
+            self._spaces[Memory.NVME] = DiskSpace(self._settings)
+        return cast(DiskSpace, self._spaces[Memory.NVME])
 
-        Raises:
-            ConfigError: nothing can rest there yet.
-        """
-        if memory is Memory.HOST:
-            return self.host
-        if memory not in self._spaces:
-            raise ConfigError(
-                f"memory {memory.value!r}",
-                expected="'device' or 'host'",
-                got=repr(memory.value),
-                do="Let each part of the plan rest in one of these.",
-            )
-        return self._spaces[memory]
+    def __getitem__(self, memory: Memory) -> Space:
+        """Return the space of ``memory``."""
+        if memory is Memory.DEVICE:
+            return self._spaces[memory]
+        return self.host if memory is Memory.HOST else self.disk
 
     def __contains__(self, memory: object) -> bool:
-        return memory in (Memory.DEVICE, Memory.HOST)
+        return memory in tuple(Memory)
 
     def __iter__(self) -> Iterator[Memory]:
         return iter(self._spaces)

@@ -44,6 +44,7 @@ from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
     RING_SLOTS,
+    STATE_ALIGNMENT,
     Part,
     Sections,
     divide,
@@ -72,6 +73,7 @@ __all__ = [
     "RING_SLOTS",
     "SHARD_BYTES",
     "START_ELEMENTS",
+    "STATE_ALIGNMENT",
     "SUMS",
     "VERBS",
     "Axes",

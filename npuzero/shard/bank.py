@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from npuzero.device import Handle, Ready
-from npuzero.memory import Space
+from npuzero.memory import Space, Spaces
 from npuzero.ops.storage import stored_numel
 from npuzero.shard.chunks import Chunk
 from npuzero.shard.flat import Flat
@@ -41,6 +41,14 @@ class Bank(ABC):
             for i, piece in enumerate(chunk.pieces):
                 if piece.flat in fields:
                     self._places[piece.flat].append((k, i))
+
+    def extent_bytes(self, k: int) -> int:
+        """Return what ``fetch`` reads from a disk, and ``store`` writes there."""
+        return 0
+
+    def settle(self) -> None:
+        """Bring what was written outside of updates to where it rests; an update begins."""
+        return
 
     @abstractmethod
     def fetch(self, k: int) -> Handle:
@@ -80,13 +88,13 @@ class HostBank(Bank):
     codes.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], space: Space) -> None:
+    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], spaces: Spaces) -> None:
         super().__init__(chunks, fields, quiet)
         self._wholes: dict[tuple[Flat, str], Tensor] = {}
         self._views: list[list[dict[str, Tensor]]] = [[{} for _ in chunk.pieces] for chunk in chunks]
         for flat, states in fields.items():
             for name, dtype in states.items():
-                self._allocate(space, flat, name, dtype)
+                self._allocate(spaces.host, flat, name, dtype)
 
     def _allocate(self, space: Space, flat: Flat, name: str, dtype: torch.dtype) -> None:
         places = self._places[flat]

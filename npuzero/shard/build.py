@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from npuzero import device
 from npuzero.comm import World
-from npuzero.config import Settings
+from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
+from npuzero.memory import check_folders
 from npuzero.plan import FlatSize, Memory, MeshShape, Plan, Precision, Report, Step, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
@@ -58,7 +60,7 @@ def agree(
         shape = plans.model.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         own = plans.of([spec.name for spec in specs])
-        _check_memories([plans.model, *own])
+        _check_memories([plans.model, *own], settings)
         _check_model(model, specs, world)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model)
@@ -238,21 +240,17 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
         ) from error
 
 
-# What the engine cannot do yet, though plans and predictions can.
-_NOT_YET = {"states": (Memory.NVME,)}
-
-
-def _check_memories(plans: Sequence[Plan]) -> None:
-    for plan in plans:
-        for part, memories in _NOT_YET.items():
-            memory = plan.parts[part].memory
-            if memory in memories:
-                raise ConfigError(
-                    f"plan {plan.name!r}, {part}.memory",
-                    expected="Memory.DEVICE (npuzero.predict knows others; training with them is not in this version)",
-                    got=str(memory),
-                    do="Keep this part on the device.",
-                )
+def _check_memories(plans: Sequence[Plan], settings: Settings) -> None:
+    """Check that what is to rest off the device can: before anything is allocated, on every rank."""
+    if any(plan.states.memory is Memory.NVME for plan in plans):
+        check_folders([Path(folder) for folder in nvme_folders(settings)])
+    if settings.update_on == "device" and any(plan.states.far for plan in plans):
+        raise ConfigError(
+            "settings.update_on",
+            expected="'auto' or 'host' (updates by the device of what rests off it are not in this version)",
+            got="'device'",
+            do="Leave it out.",
+        )
 
 
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:

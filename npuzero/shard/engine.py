@@ -73,7 +73,7 @@ class Engine:
         self.plan, self.world, self.settings = plans.model, world, settings
         specs, own, shape = agree(model, plans, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
-        self.spaces = Spaces(world.device)
+        self.spaces = Spaces(world.device, settings)
         self.meter = Meter(self.plan, self.mesh, self.spaces)
         self.units = build_units(specs, own, settings, self.mesh)
         self._flats = [flat for unit in self.units for flat in unit.trainable]

@@ -13,6 +13,7 @@ from npuzero.memory import Spaces
 from npuzero.plan import FAR_CHUNK_BYTES, Memory, far_block_bytes
 from npuzero.shard.bank import Bank, Fields, HostBank
 from npuzero.shard.chunks import Piece, chunks_of
+from npuzero.shard.file_bank import FileBank
 from npuzero.shard.flat import EXACT, Flat
 from npuzero.shard.spread import Spread
 from npuzero.shard.stream import Stream
@@ -40,8 +41,8 @@ class Far:
         found: list[Bank] = []
         for memory in dict.fromkeys(flat.rests.states.memory for flat in fields):
             mine = {flat: states for flat, states in fields.items() if flat.rests.states.memory is memory}
-            assert memory is Memory.HOST
-            found.append(HostBank(self.stream.chunks, mine, self.stream.quiet, self._spaces.host))
+            make = FileBank if memory is Memory.NVME else HostBank
+            found.append(make(self.stream.chunks, mine, self.stream.quiet, self._spaces))
         return found
 
     def exact(self, flat: Flat, name: str) -> Spread:

@@ -31,7 +31,7 @@ from npuzero import observe
 from npuzero.comm.fork import door
 from npuzero.device import Handle, HostLane
 from npuzero.errors import NpuZeroError, StateError
-from npuzero.memory import Mover, Ring, Spaces
+from npuzero.memory import FROM_DISK, TO_DISK, Mover, Ring, Spaces
 from npuzero.plan import RING_SLOTS, Memory
 from npuzero.shard.bank import Bank
 from npuzero.shard.chunks import Chunk, Piece
@@ -135,6 +135,7 @@ class _Job:
             for each in staged
         ]
         self.launch(whole, self.numbers)
+        self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
         self.storing[k] = [bank.store(k) for bank in self.banks]
         arrived = [self.mover.to_device(_own(each.piece), each.parameter) for each in staged]
         for handle in arrived:
@@ -167,6 +168,7 @@ class _Job:
                 handles.append(self.mover.to_host(parameter, own))
             staged.append(Staged(piece, gradient, parameter, {}))
         if staged:
+            self.mover.moved[FROM_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
             handles += [bank.fetch(k) for bank in self.banks]
         return staged, handles
 
@@ -238,6 +240,8 @@ class Stream:
             scale, skip, dynamic: on the device; they may change meanwhile.
         """
         self._stage()
+        for bank in banks:
+            bank.settle()
         self.mover.moved.clear()
         self.mover.follow()
         gradients = {flat: flat.own_gradient for flat in flats}

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from npuzero.errors import ConfigError, OutOfSpace
-from npuzero.memory import DeviceSpace, Spaces
+from npuzero.config import Settings
+from npuzero.errors import OutOfSpace
+from npuzero.memory import DeviceSpace, Ring, Spaces
 from npuzero.plan import Memory, Placement
 
 CPU = torch.device("cpu")
@@ -124,8 +125,23 @@ def test_each_memory_has_a_space_with_counts_of_its_own():
     assert not any(others[Memory.DEVICE].held.values())
 
 
-def test_a_memory_where_nothing_can_rest_is_named():
-    spaces = Spaces(CPU)
-    assert list(spaces) == [Memory.DEVICE] and len(spaces) == 1 and Memory.NVME not in spaces
-    with pytest.raises(ConfigError, match="memory 'nvme': expected 'device' or 'host'"):
-        spaces[Memory.NVME]
+def test_spaces_are_there_when_something_rests_in_them(tmp_path):
+    spaces = Spaces(CPU, Settings(nvme_paths=(str(tmp_path),)))
+    assert list(spaces) == [Memory.DEVICE] and len(spaces) == 1
+    assert spaces[Memory.HOST] is spaces.host and spaces[Memory.NVME] is spaces.disk
+    assert list(spaces) == [Memory.DEVICE, Memory.HOST, Memory.NVME]
+    assert spaces.disk.store(5000).nbytes == 8192
+
+
+def test_the_host_may_have_less_room_than_memory():
+    host = Spaces(CPU, Settings(host_bytes=100)).host
+    host.allocate(25, torch.float32, "states")
+    for source in (None, host.pages):
+        with pytest.raises(OutOfSpace, match="host_bytes"):
+            host.allocate(1, torch.uint8, "states", source)
+
+
+def test_a_ring_begins_on_pages_and_comes_round():
+    ring = Ring(Spaces(CPU).host, 5000, 2)
+    assert ring.slot(0).numel() == 8192 and ring.slot(0).data_ptr() % 4096 == 0
+    assert ring.slot(0).data_ptr() == ring.slot(2).data_ptr() != ring.slot(1).data_ptr()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import npuzero
-from npuzero import ConfigError, Memory, Placement, Plan, Precision, checkpoint
+from npuzero import ConfigError, Memory, Placement, Plan, Precision, Settings, checkpoint
 from npuzero.comm import World
 from npuzero.errors import config_error_as
 from world.toy import ToyGPT, build
@@ -103,10 +103,10 @@ for _name, _make, _says in [
     bad(_name, ConfigError, *_says)(lambda world, make=_make: make())
 
 
-for _preset in ("infinity-states",):
-    bad(f"{_preset}: not yet", ConfigError, r"\.memory", "not in this version")(
-        lambda world, preset=_preset: cut(world, plan=preset)
-    )
+bad("files without a folder", ConfigError, "nvme_paths")(lambda world: cut(world, plan="infinity-states"))
+bad("files in no folder", ConfigError, "/not/there")(
+    lambda world: cut(world, plan="infinity-states", settings=Settings(nvme_paths=("/not/there",)))
+)
 
 #: What somebody writes, and the word that he is asked for.
 MISSPELT: dict[str, tuple[Callable[[World], object], str]] = {

@@ -1,0 +1,44 @@
+"""Room on disks: what rests there is in no tensor, but in stores, and comes to the host extent by extent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from npuzero.config import Settings, nvme_folders
+from npuzero.errors import StateError
+from npuzero.memory.file import FileStore
+from npuzero.memory.space import Space, Transient
+
+
+class DiskSpace(Space):
+    """Make stores in the folders that the settings name, and count what they are for."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(torch.device("cpu"))
+        self._settings = settings
+
+    def store(self, nbytes: int) -> FileStore:
+        """Return a store of ``nbytes``, zeros.
+
+        Raises:
+            ConfigError: no folder is named, or one that cannot be used.
+            OutOfSpace: a disk has no room for its part.
+        """
+        folders = [Path(folder) for folder in nvme_folders(self._settings)]
+        return FileStore(folders, nbytes, threads=self._settings.io_threads, verify=self._settings.verify)
+
+    def transient(self, numel: int, dtype: torch.dtype, label: str) -> Transient:
+        _refuse()
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise StateError(
+        "memory of a disk", expected="stores alone", got="a tensor there", do="This is a fault of the engine."
+    )

@@ -1,0 +1,93 @@
+"""A bank on disks: chunk by chunk, one extent each, which comes to the host and goes back as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from npuzero.device import Handle, Ready
+from npuzero.memory import Ring, Spaces
+from npuzero.ops.storage import stored_numel
+from npuzero.plan import RING_SLOTS, STATE_ALIGNMENT, Memory, whole_pages
+from npuzero.shard.bank import Bank, Fields, Views
+from npuzero.shard.chunks import Chunk
+
+
+class _State(NamedTuple):
+    """Describe where in its chunk's extent a state of a piece lies, in bytes."""
+
+    piece: int
+    name: str
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+class FileBank(Bank):
+    """Hold states in a store, and bring them through a ring of the host's.
+
+    Whoever opens a part outside of an update finds its chunk's extent in the ring from then on; what he writes there
+    goes to the disk when another extent is opened, or an update begins.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], spaces: Spaces) -> None:
+        super().__init__(chunks, fields, quiet)
+        self._states = [_laid_out(chunk, fields) for chunk in chunks]
+        self._extents: list[tuple[int, int]] = []  # where each begins in the store, and its length
+        total = 0
+        for states in self._states:
+            nbytes = whole_pages(states[-1].end) if states else 0
+            self._extents.append((total, nbytes))
+            total += nbytes
+        self._store = spaces.disk.store(total)
+        spaces[Memory.NVME].count("states", sum(s.end - s.begin for states in self._states for s in states))
+        self._ring = Ring(spaces.host, max(nbytes for _, nbytes in self._extents), min(RING_SLOTS, len(chunks)))
+        self._opened: int | None = None
+        self._written = False
+
+    def extent_bytes(self, k: int) -> int:
+        return self._extents[k][1]
+
+    def settle(self) -> None:
+        if self._opened is not None and self._written:
+            self._move(self._store.write, self._opened).wait()
+        self._opened, self._written = None, False
+
+    def fetch(self, k: int) -> Handle:
+        return self._move(self._store.read, k)
+
+    def views(self, k: int) -> list[Views]:
+        slot = self._ring.slot(k)
+        found: list[dict[str, torch.Tensor]] = [{} for _ in self._chunks[k].pieces]
+        for state in self._states[k]:
+            found[state.piece][state.name] = slot[state.begin : state.end].view(state.dtype)
+        return list(found)
+
+    def store(self, k: int) -> Handle:
+        return self._move(self._store.write, k)
+
+    def opened(self, k: int, write: bool) -> list[Views]:
+        if self._opened != k:
+            self.settle()
+            self.fetch(k).wait()
+            self._opened = k
+        self._written = self._written or write
+        return self.views(k)
+
+    def _move(self, way: Callable[[int, torch.Tensor], Handle], k: int) -> Handle:
+        offset, nbytes = self._extents[k]
+        return way(offset, self._ring.slot(k)[:nbytes]) if nbytes else Ready()
+
+
+def _laid_out(chunk: Chunk, fields: Fields) -> list[_State]:
+    """Lay the states of a chunk's pieces side by side, each on a multiple of STATE_ALIGNMENT."""
+    states: list[_State] = []
+    begin = 0
+    for i, piece in enumerate(chunk.pieces):
+        for name, dtype in fields.get(piece.flat, {}).items():
+            end = begin + stored_numel(piece.end - piece.begin, dtype) * dtype.itemsize
+            states.append(_State(i, name, dtype, begin, end))
+            begin = -(-end // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    return states
