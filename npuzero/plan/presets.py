@@ -134,7 +134,7 @@ class Plan:
                 "offload",
                 expected=f"None or one of {', '.join(OFFLOADS)}",
                 got=repr(offload),
-                do=did_you_mean(offload, OFFLOADS, "Choose among these, or build a Plan from Placements."),
+                do=did_you_mean(offload, tuple(OFFLOADS), "Choose among these, or build a Plan from Placements."),
             )
         if any(placement.far for placement in self.parts.values()):
             raise ConfigError(
