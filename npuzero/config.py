@@ -148,6 +148,7 @@ class Settings(_Checked):
     chunk_bytes: int = setting(
         0, int, "bytes of masters and moments that are updated at a time; 0: all at once", least=0, most=2**40
     )
+    strict: bool = setting(False, bool, "refuse on one rank what the plan would refuse on several")
 
     @property
     def overlaps_gradients(self) -> bool:
@@ -177,6 +178,7 @@ class Environment(_Checked):
         "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
     timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
+    strict: bool = setting(False, bool, "Settings(strict=True) for every model")
     npu_kernels: str = setting("", str, "the library of npu kernels, instead of the one that is looked for")
 
     @classmethod
@@ -353,7 +355,7 @@ def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
     values: dict[str, Any] = {}
     for key, text in texts.items():
         try:
-            values[key] = kinds[key](text)
+            values[key] = {"0": False, "1": True}.get(text, text) if kinds[key] is bool else kinds[key](text)
         except ValueError:
             values[key] = text
     return record.from_dict(values)

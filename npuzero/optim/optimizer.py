@@ -142,7 +142,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             StateError: beside sharded parameters there are plain ones, whose gradients nobody reduces.
         """
         engines, plain = self._owners()
-        if plain and any(engine.world.size > 1 for engine in engines):
+        if plain and not all(engine.alone for engine in engines):
             raise StateError(
                 type(self).__name__,
                 expected="parameters of models made by npuzero.zero() only",

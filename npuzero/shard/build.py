@@ -94,7 +94,8 @@ def build_units(specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings
         flats: list[Flat] = []
         for layout, _ in layouts_of(_facts(spec), plan.precision, mesh.shape.world, settings.bucket_bytes):
             parameters = [named[slot.name] for slot in layout.slots]
-            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, plan, Rests.of(plan, layout, mesh)))
+            rests = Rests.of(plan, layout, mesh, settings.strict)
+            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, plan, rests))
         units.append(Unit(spec, i, flats, plan))
     return units
 

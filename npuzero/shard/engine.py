@@ -10,7 +10,7 @@ from torch import nn
 
 from npuzero.comm import Mesh, World
 from npuzero.comm.calls import collective
-from npuzero.config import Settings
+from npuzero.config import Settings, environment
 from npuzero.memory import Spaces
 from npuzero.plan import AXES, Memory
 from npuzero.shard.boundary import Boundary
@@ -43,6 +43,7 @@ class Engine:
 
     Attributes:
         plan, world, settings, mesh, spaces: what it was made with.
+        alone: whether this is the only rank, and may do what others would have to join (not in strict mode).
         units: the root unit first, then the others in the order they are registered.
         passes: forward and backward, as the hooks tell of them.
         boundary: which gradients there are at the step boundary.
@@ -68,7 +69,9 @@ class Engine:
         origin: Origin,
         buffers: str | None = None,
     ) -> None:
+        settings = settings.replace(strict=settings.strict or environment().strict)
         self.plan, self.world, self.settings = plans.model, world, settings
+        self.alone = world.size == 1 and not settings.strict
         specs, own, shape = agree(model, plans, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.spaces = Spaces(world.device)
@@ -91,7 +94,7 @@ class Engine:
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
         self.boundary = Boundary(self.units, world, self.mesh, reducer, self.values, census)
-        self.gradients = Gradients(self.units, world, self.boundary, self.values)
+        self.gradients = Gradients(self.units, world, self.boundary, self.values, self.alone)
         everyone = self.mesh.communicator(AXES, "control")
         self.finite = Finite(lambda: Watch(self.units, world, everyone), self.boundary, self._show)
         self.passes = Passes(

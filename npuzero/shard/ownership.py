@@ -33,7 +33,7 @@ def claim(reference: EngineReference, unit: Unit) -> None:
             parameter._npuzero_open = _opener(reference, unit, slot.name)  # type: ignore[attr-defined]
         for i, marker in enumerate(flat.gradient.markers if flat.trainable else ()):
             marker.whole, marker.name = _reader(reference, flat, i), flat.layout.slots[i].name
-            marker.sharded_by = flat.plan.name if flat.rests.states.cut else ""
+            marker.sharded_by = flat.plan.name if flat.rests.states.guarded else ""
 
 
 def engine_of(model: nn.Module) -> Engine:

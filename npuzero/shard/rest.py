@@ -44,18 +44,22 @@ class Rest:
         group: the ranks it is sharded over: as many shards as they are, in their order.
         memory: where it lies.
         begin, end: this rank's shard, in elements of the flat.
+        guarded: whether programs are kept from it as from what is sharded: it is, or in strict mode the plan shards it
+            where there are more ranks.
     """
 
     group: Group
     memory: Memory
     begin: int
     end: int
+    guarded: bool
 
     @staticmethod
-    def of(placement: Placement, layout: Layout, mesh: CountingMesh) -> Rest:
+    def of(placement: Placement, layout: Layout, mesh: CountingMesh, strict: bool) -> Rest:
         """Return where ``placement`` puts a part of a flat of this layout."""
         group = Group(mesh, placement.axes)
-        return Rest(group, placement.memory, *layout.shard(group.index, group.size))
+        guarded = group.many or (strict and bool(group.axes))
+        return Rest(group, placement.memory, *layout.shard(group.index, group.size), guarded)
 
     @property
     def range(self) -> tuple[int, int]:
@@ -97,13 +101,13 @@ class Rests:
     averaged: Group
 
     @staticmethod
-    def of(plan: Plan, layout: Layout, mesh: CountingMesh) -> Rests:
+    def of(plan: Plan, layout: Layout, mesh: CountingMesh, strict: bool) -> Rests:
         """Return the row ``plan`` of the table, for a flat of this layout."""
         return Rests(
-            parameters=Rest.of(plan.parameters, layout, mesh),
-            after_forward=Rest.of(plan.after_forward, layout, mesh),
-            gradients=Rest.of(plan.gradients, layout, mesh),
-            states=Rest.of(plan.states, layout, mesh),
+            parameters=Rest.of(plan.parameters, layout, mesh, strict),
+            after_forward=Rest.of(plan.after_forward, layout, mesh, strict),
+            gradients=Rest.of(plan.gradients, layout, mesh, strict),
+            states=Rest.of(plan.states, layout, mesh, strict),
             deeper=Group(mesh, plan.deeper),
             beyond=Group(mesh, plan.beyond),
             restored=Group(mesh, plan.restored),

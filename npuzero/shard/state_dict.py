@@ -132,7 +132,7 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
     Raises:
         StateError: the model's parameters are sharded, or ``assign=True``.
     """
-    cut = any(unit.cut for unit in engine_of(model).units)
+    cut = any(flat.rests.parameters.guarded for unit in engine_of(model).units for flat in unit.flats)
     if cut or metadata.get("assign_to_params_buffers"):
         raise StateError(
             f"load_state_dict of {type(model).__name__}",
