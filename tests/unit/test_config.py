@@ -39,6 +39,7 @@ def test_defaults():
         "prefetch": 1,
         "bucket_bytes": 25 * 2**20,
         "chunk_bytes": 0,
+        "strict": False,
     }
 
 
