@@ -130,6 +130,9 @@ class _Checked:
 class Settings(_Checked):
     """Describe how the engine works. None of these changes a bit of the result.
 
+    ``strict`` is for programs that are written on one rank and meant for several: it refuses on one what several ranks
+    refuse by nature, with the same errors.
+
     Example::
 
         settings = npuzero.Settings(prefetch=2, overlap="gradients")
@@ -148,7 +151,7 @@ class Settings(_Checked):
     chunk_bytes: int = setting(
         0, int, "bytes of masters and moments that are updated at a time; 0: all at once", least=0, most=2**40
     )
-    strict: bool = setting(False, bool, "refuse on one rank what the plan would refuse on several")
+    strict: bool = setting(False, bool, "refuse on one rank what the plan refuses on several; nothing is moved for it")
 
     @property
     def overlaps_gradients(self) -> bool:
@@ -178,7 +181,7 @@ class Environment(_Checked):
         "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
     timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
-    strict: bool = setting(False, bool, "Settings(strict=True) for every model")
+    strict: str = setting("0", str, "1: Settings(strict=True) for every model", choices=("0", "1"))
     npu_kernels: str = setting("", str, "the library of npu kernels, instead of the one that is looked for")
 
     @classmethod
@@ -211,6 +214,16 @@ class Launch(_Checked):
                     got=str(getattr(self, index)),
                     do="Start the processes with torchrun, which sets these together.",
                 )
+
+
+def strict_word(ranks: int) -> str:
+    """Return what a refusal that several ranks meet says beside on one, where nothing but strict mode refuses it."""
+    if ranks > 1:
+        return ""
+    return (
+        " One rank alone could do it: strict mode refuses it here, as several ranks do; to allow it leave out "
+        "NPUZERO_STRICT=1 and Settings(strict=True)."
+    )
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -355,7 +368,7 @@ def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:
     values: dict[str, Any] = {}
     for key, text in texts.items():
         try:
-            values[key] = {"0": False, "1": True}.get(text, text) if kinds[key] is bool else kinds[key](text)
+            values[key] = kinds[key](text)
         except ValueError:
             values[key] = text
     return record.from_dict(values)

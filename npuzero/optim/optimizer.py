@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
 from npuzero.comm.calls import collective
+from npuzero.config import strict_word
 from npuzero.errors import ConfigError, NpuZeroError, StateError, config_error_as
 from npuzero.optim import states
 from npuzero.optim.rule import Options
@@ -147,7 +148,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 type(self).__name__,
                 expected="parameters of models made by npuzero.zero() only",
                 got=f"{len(plain)} others beside them, whose gradients no rank would reduce",
-                do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own.",
+                do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own."
+                + strict_word(engines[0].world.size),
             )
         return engines
 

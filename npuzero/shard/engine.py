@@ -69,14 +69,14 @@ class Engine:
         origin: Origin,
         buffers: str | None = None,
     ) -> None:
-        settings = settings.replace(strict=settings.strict or environment().strict)
         self.plan, self.world, self.settings = plans.model, world, settings
-        self.alone = world.size == 1 and not settings.strict
+        strict = world.size == 1 and (settings.strict or environment().strict == "1")
+        self.alone = world.size == 1 and not strict
         specs, own, shape = agree(model, plans, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.spaces = Spaces(world.device)
         self.meter = Meter(self.plan, self.mesh, self.spaces)
-        self.units = build_units(specs, own, settings, self.mesh)
+        self.units = build_units(specs, own, settings, self.mesh, strict)
         self._flats = [flat for unit in self.units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
 
@@ -137,7 +137,7 @@ class Engine:
         for unit in self.units:
             outer = unit.module()
             inside = outer is not None and any(each is module for each in outer.modules())
-            if unit.cut and inside and any(id(parameter) in own for parameter in unit.parameters()):
+            if unit.guarded and inside and any(id(parameter) in own for parameter in unit.parameters()):
                 around.append(unit)
         self._hooks.watch_method(around, module, name, plain)
 

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from npuzero.comm import World
 from npuzero.comm.calls import collective, torchs
+from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.shard.accord import Words
 from npuzero.shard.boundary import Boundary
@@ -103,7 +104,7 @@ class Gradients:
                 expected="a gradient that this rank has unsharded, after the ranks have summed it",
                 got=cut if flat.rests.states.guarded else "one that is not summed yet",
                 do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
-                f"to train use {INSTEAD}.",
+                f"to train use {INSTEAD}.{strict_word(self._world.size)}",
             )
         return flat.own_gradient[flat.own_slots[i]].view(slot.shape) * self._boundary.gradient_scale[0]
 

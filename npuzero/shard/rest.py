@@ -44,8 +44,8 @@ class Rest:
         group: the ranks it is sharded over: as many shards as they are, in their order.
         memory: where it lies.
         begin, end: this rank's shard, in elements of the flat.
-        guarded: whether programs are kept from it as from what is sharded: it is, or in strict mode the plan shards it
-            where there are more ranks.
+        guarded: whether programs are kept from it: it is sharded, or in strict mode would be, were there ranks beside
+            this one.
     """
 
     group: Group
@@ -113,6 +113,12 @@ class Rests:
             restored=Group(mesh, plan.restored),
             averaged=Group(mesh, plan.averaged),
         )
+
+    @property
+    def holds_more(self) -> bool:
+        """Return whether more of the parameters stays between forward and backward than between steps."""
+        held, resting = self.after_forward, self.parameters
+        return held.group.size < resting.group.size or (resting.guarded and not held.guarded)
 
     @property
     def summed(self) -> Group | None:

@@ -36,5 +36,5 @@ class Restorer:
             with observe.span("wait for restore", unit.name):
                 for handle in handles:
                     handle.wait()
-            if not unit.cut:
+            if not unit.guarded:
                 unit.reopen()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from npuzero.comm import World
 from npuzero.comm.calls import collective, torchs
+from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
 from npuzero.plan import AXES
@@ -74,7 +75,7 @@ class Values:
                 source = group.communicator(purpose).buffer if group.many else None
                 flat.materialize(spaces, source, first_values)
             claim(unit)
-            if unit.cut:
+            if unit.guarded:
                 unit.close()
         self.share(model.buffers())
 
@@ -148,7 +149,7 @@ class Values:
 
     def open(self, unit: Unit, name: str) -> None:
         """Let a guarded parameter be read where it rests unsharded; raise why not where it is sharded."""
-        if not unit.cut:
+        if not unit.guarded:
             self._restorer.finish(unit)
             return
         call, line = torchs()
@@ -159,7 +160,8 @@ class Values:
             got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} shards it over the ranks)",
             do=f"To train, use {INSTEAD}. To look at it, use npuzero.full_state_dict(model), or "
             "`with npuzero.gathered(model):` on every rank; if a forward reads it, run that module through the model's "
-            "forward or name it in units=; if a method does, see npuzero.register_forward_method.",
+            "forward or name it in units=; if a method does, see npuzero.register_forward_method."
+            + strict_word(self._world.size),
         )
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
@@ -195,7 +197,7 @@ class Values:
         """Look at what was written into units that stay unsharded; others were looked at when released."""
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._units:
-                if not unit.cut:
+                if not unit.guarded:
                     self._writes.look(unit)
 
     @property
