@@ -111,7 +111,7 @@ class Engine:
         )
         self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters)
         watch_conversions(model)
-        refuse_wrappers(model)
+        refuse_wrappers()
 
     @property
     def device(self) -> torch.device:
