@@ -293,6 +293,26 @@ def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def launched_beside(variables: Mapping[str, str] | None = None) -> dict[int, int]:
+    """Return by rank the process on this host that was started as it, in the run of this one (or of ``variables``).
+
+    A process shows what it was started with, and not what it has set since: where this one does not see itself, others
+    cannot be told either, and there is nothing.
+    """
+    variables = os.environ if variables is None else variables
+    run = {f"{name}={variables.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    found: dict[int, int] = {}
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        try:
+            told = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # somebody else's, or it has just ended
+            continue
+        rank = next((text.partition("=")[2] for text in told if text.startswith("RANK=")), "")
+        if rank.isdecimal() and run.issubset(told):
+            found.setdefault(int(rank), int(folder.name))  # the oldest: its children inherit what it was told
+    return found if variables.get("RANK", "") in map(str, found) else {}
+
+
 # What decides how devices compute and ranks talk, beside NPUZERO_*; a trailing * is any ending.
 _TOLD = (
     "HCCL_*", "ASCEND_LAUNCH_BLOCKING", "ASCEND_RT_VISIBLE_DEVICES", "INF_NAN_MODE_*", "PYTORCH_NPU_ALLOC_CONF",

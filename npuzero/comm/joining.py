@@ -23,6 +23,7 @@ from npuzero import config, device, observe
 from npuzero.comm import fork
 from npuzero.comm.calls import collective
 from npuzero.comm.process_world import ProcessWorld
+from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRoll
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
 from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 
@@ -220,14 +221,17 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
         )
     if here.type != "cpu":
         getattr(torch, here.type).set_device(here)
+    launch = config.launch()
+    call = RollCall(StoredRoll(launch.rank, launch.world_size, meeting), timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        with call:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
             "init",
-            expected=f"npuzero.init() on every rank, since it is collective: all meet at {meeting} by {backend}",
-            got=f"{type(error).__name__}: {error}",
-            do="See whether every rank was started, and whether its first error is another.",
+            expected=f"{EXPECTED}: all meet at {meeting} by {backend}",
+            got=(call.said and f"{call.said}; ") + f"{type(error).__name__}: {error}",
+            do=DO,
         ) from error
     _at_exit.append(dist.destroy_process_group)
 
