@@ -73,12 +73,14 @@ class Wrapped(Worker):
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         """Update in one chunk: what the optimizer does, and in which order, is its own business."""
         inner = self._made(optimizer)
+        # A scheduler changes the options of the optimizer that it sees, and the inner one updates.
         for group, mirror in zip(optimizer.param_groups, inner.param_groups, strict=True):
             mirror.update((key, value) for key, value in group.items() if key != "params")
         # A skipped step must not count: torch's optimizers cannot be told on the device, so the host waits.
         ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]
         for engine in ready:
             engine.boundary.apply_scale()
+        # Of all engines, also those that are not ready: a gradient left from the last step would be taken again.
         for engine in owners(p for group in optimizer.param_groups for p in group["params"])[0]:
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):

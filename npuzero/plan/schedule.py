@@ -170,7 +170,7 @@ class _Rank:
                 unit.restores = sum(count for kind, count in unit.trainable if kind.many(kind.plan.restored))
         if passes > 1:
             self._pass(first=True, last=False)
-        if passes > 2:
+        if passes > 2:  # all alike: the first finds no gradients, the last sends them where the step wants them
             self._moves.append(Repeat(passes - 2, self._written(lambda: self._pass(first=False, last=False))))
         self._pass(first=passes == 1, last=True)
         self._finish_gradients()
@@ -196,6 +196,7 @@ class _Rank:
             if unit is not root:
                 self._release(unit, after_forward=True)
         self._release(root, after_forward=True)
+        # Before backward reaches any of them: what is gathered ahead depends on which units are done.
         for unit in self._units:
             unit.missing = bool(unit.trainable)
         self._backward_reaches(root, first)
