@@ -88,7 +88,7 @@ class Exchanges:
             return Failure("dead", self._rank, f"rank {rank}", f"rank {rank} is dead", do)
         if waited_s > self._timeout_s:
             rank_of = {_key(here, each): each for each in here.ranks}
-            missing = listed([rank_of[key] for key in self._store.missing([*rank_of])])
+            missing = listed([rank_of[key] for key in self._store.missing([*rank_of])] or [rank])  # or just come
             expected = f"{listed(here.ranks)} within {self._timeout_s} s"
             do = f"See what {missing} does, or raise timeout_s."
             return Failure("timeout", self._rank, expected, f"nothing from {missing}", do)

@@ -72,7 +72,7 @@ class StoredRoll:
             # torch retries for as long as its timeout, and warns each time; a socket of Python's just says no.
             socket.create_connection((host, int(port)), _PAUSE_S).close()
             client = dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), is_master=False, timeout=timedelta(seconds=_PAUSE_S), wait_for_workers=False
+                host, int(port), is_master=False, timeout=timedelta(seconds=_SAY_S), wait_for_workers=False
             )
         except (OSError, RuntimeError) as error:
             keeper = "torchrun's agent on the first node" if config.agent_keeps_store() else "rank 0"

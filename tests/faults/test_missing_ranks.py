@@ -12,13 +12,17 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.world
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 8.0
 RANKS = 3
 
 #: A process of a run: what each rank does before it joins.
 PROGRAM = """
 import os, sys, time
+from pathlib import Path
 import npuzero
+Path("ready" + os.environ["RANK"]).touch()
+while len([*Path(".").glob("ready*")]) < {ranks}:  # imports take long, and not equally
+    time.sleep(0.02)
 if os.environ["RANK"] in {ends}:
     sys.exit()
 if {torch}:
@@ -30,12 +34,10 @@ npuzero.init("cpu", timeout_s={timeout_s})
 """
 
 
-def _run(
-    tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bool = False
-) -> dict[int, tuple[str, int]]:
-    """What the ranks that join write to stderr, and the processes of all: by rank."""
+def _run(tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bool = False) -> list[tuple[str, int]]:
+    """What the ranks that join write to stderr, and every rank's process."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(ends=[*ends], stays=[*stays], torch=torch, timeout_s=TIMEOUT_S))
+    program.write_text(PROGRAM.format(ends=[*ends], stays=[*stays], torch=torch, ranks=RANKS, timeout_s=TIMEOUT_S))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     if not agent:
@@ -52,11 +54,11 @@ def _run(
         )
         for rank in range(RANKS)
     ]
-    waiting = [rank for rank in range(RANKS) if str(rank) not in ends + stays]
     try:
-        return {
-            rank: (processes[rank].communicate(timeout=TIMEOUT_S + 60)[1], processes[rank].pid) for rank in waiting
-        } | {rank: ("", process.pid) for rank, process in enumerate(processes) if rank not in waiting}
+        return [
+            ("" if str(rank) in ends + stays else process.communicate(timeout=TIMEOUT_S + 60)[1], process.pid)
+            for rank, process in enumerate(processes)
+        ]
     finally:
         for process in processes:
             process.kill()
