@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from npuzero import config
 from npuzero.comm.board import PATIENCE_S, listed
+from npuzero.comm.calls import here
 from npuzero.comm.store import Store
 from npuzero.errors import CollectiveError
 
@@ -106,6 +107,8 @@ class RollCall:
 
     def __init__(self, roll: Roll, timeout_s: float) -> None:
         self.said = ""
+        place = here()
+        self._call = f"npuzero.{place.call or 'init'}()" + (place.line and f" at {place.line}")
         self._roll = roll
         self._say_s = min(_SAY_S, timeout_s / 3)
         self._over = threading.Event()
@@ -131,7 +134,8 @@ class RollCall:
             self.said = self._look()
             if self.said and not warned:
                 warned = True
-                warnings.warn(f"npuzero.init() has waited for {waited_s:.0f} s: {self.said}. {DO}", RuntimeWarning, 1)
+                text = f"{self._call} has waited for {waited_s:.0f} s: {self.said}. {DO}"
+                warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def _answered(self) -> bool:
         with suppress(CollectiveError):
@@ -151,12 +155,11 @@ def absent(missing: Sequence[int], size: int) -> str:
     """Say which ranks of ``size`` have joined and which have not, with what this host knows of their processes."""
     text = f"{size - len(missing)} of {size} ranks have joined, and wait for {listed(missing)}"
     process_of = config.launched_beside()
-    here = [rank for rank in missing if rank in process_of]
+    running = [rank for rank in missing if rank in process_of]
     gone = [rank for rank in missing if rank not in process_of]
-    if here:
-        text += f"; {listed(here)} runs on this host, in process " + ", ".join(
-            str(process_of[rank]) for rank in here[:8]
-        )
+    if running:
+        processes = ", ".join(str(process_of[rank]) for rank in running[:8])
+        text += f"; {listed(running)} runs on this host, in process {processes}"
     if process_of and gone:
         text += f"; no process of {listed(gone)} is to be seen on this host: it has ended, or runs on another"
     return text
