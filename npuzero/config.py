@@ -377,8 +377,8 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def describe(value: Any) -> str:
-    """Return a value as an error shows it: its text, cut short, and its type."""
-    text = repr(value)
+    """Return a value as an error shows it: its text, on one line and cut short, and its type."""
+    text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 

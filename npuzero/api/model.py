@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -308,4 +309,11 @@ def _settings(settings: Settings | None) -> Settings:
 
 def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
     if not isinstance(value, kind):
-        raise ConfigError(subject, expected=f"a {kind.__module__}.{kind.__name__}", got=describe(value), do=do)
+        raise ConfigError(subject, expected=f"a {_public_name(kind)}", got=describe(value), do=do)
+
+
+def _public_name(kind: type) -> str:
+    """Return the shortest name by which a program can import ``kind``: ``torch.nn.Module``, not where it is written."""
+    parts = kind.__module__.split(".")
+    homes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return next(f"{home}.{kind.__name__}" for home in homes if getattr(sys.modules[home], kind.__name__, None) is kind)

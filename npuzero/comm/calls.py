@@ -30,7 +30,7 @@ _FOREIGN = (
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Frames of torch that stand around what was called.
-_WRAPPERS = {"wrapper", "decorate_context", "inner", "fn"}
+_WRAPPERS = {"wrapper", "decorate_context", "inner", "fn", "nonrecursive_disable_wrapper", "tree_map_only"}
 
 _names: dict[CodeType, str] = {}
 

@@ -64,7 +64,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """End a constructor: ``worker`` has the parameters from now on."""
         self._worker = worker
         self._terms: weakref.WeakKeyDictionary[Engine, Terms] = weakref.WeakKeyDictionary()
-        with _as_config_error(f"{type(self).__name__}({options})", f"what {worker.alike} takes"):
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+        what = "model.parameters(), not the model" if isinstance(params, nn.Module) else f"what {worker.alike} takes"
+        with _as_config_error(f"{type(self).__name__}({given})", what):
             super().__init__(params, worker.defaults(options))
         for engine in self._owners()[0]:
             engine.boundary.accord.propose(self._terms_for(engine))

@@ -117,10 +117,11 @@ def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Pa
 
 def not_cut(model: nn.Module) -> StateError:
     """Return the error for a plain module where a sharded one is needed."""
+    plain = "a part of one" if _has_owned(model) else "a plain module"
     return StateError(
         type(model).__name__,
         expected="a model made by npuzero.zero()",
-        got="a part of one" if _has_owned(model) else "a plain module",
+        got=plain if isinstance(model, nn.Module) else describe(model),
         do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
     )
 

@@ -32,6 +32,20 @@ from npuzero.shard.writes import Writes, digests
 PIECE = 2**20
 
 
+def _instead(call: str) -> str:
+    """Return what to do in place of ``call``, a function of torch that read a parameter where it is sharded."""
+    what = call.rpartition(".")[2]
+    if what == "step":
+        return f"Use {INSTEAD}."
+    if what in ("state_dict", "save"):
+        return "On every rank use npuzero.full_state_dict(model), npuzero.export or npuzero.checkpoint.save."
+    return (
+        "Read and write parameters within `with npuzero.gathered(model):`, on every rank, or take copies from "
+        "npuzero.full_state_dict(model). If a forward reads it: run that module through the model's forward, or name "
+        "it in units=. If a method beside forward does: npuzero.register_forward_method."
+    )
+
+
 class Values:
     """Read and write the parameters of one model, unsharded or in shards; the collectives here run between steps."""
 
@@ -158,10 +172,7 @@ class Values:
             (call and f"{call} on ") + f"parameter {name}" + (line and f", called at {line}"),
             expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} shards it over the ranks)",
-            do=f"To train, use {INSTEAD}. To look at it, use npuzero.full_state_dict(model), or "
-            "`with npuzero.gathered(model):` on every rank; if a forward reads it, run that module through the model's "
-            "forward or name it in units=; if a method does, see npuzero.register_forward_method."
-            + strict_word(self._world.size),
+            do=_instead(call) + strict_word(self._world.size),
         )
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
