@@ -19,6 +19,7 @@ import fnmatch
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -380,6 +381,13 @@ def describe(value: Any) -> str:
     """Return a value as an error shows it: its text, on one line and cut short, and its type."""
     text = " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def public_name(kind: type) -> str:
+    """Return the shortest name by which a program can import ``kind``: ``torch.nn.Module``, not where it is written."""
+    parts = kind.__module__.split(".")
+    homes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return next(f"{home}.{kind.__name__}" for home in homes if getattr(sys.modules[home], kind.__name__, None) is kind)
 
 
 def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -14,7 +13,7 @@ from torch import nn
 from npuzero import comm
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
-from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe
+from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe, public_name
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan import Plan, PrecisionLike, Report
 from npuzero.shard.buffers import BUFFER_RULES
@@ -309,11 +308,4 @@ def _settings(settings: Settings | None) -> Settings:
 
 def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
     if not isinstance(value, kind):
-        raise ConfigError(subject, expected=f"a {_public_name(kind)}", got=describe(value), do=do)
-
-
-def _public_name(kind: type) -> str:
-    """Return the shortest name by which a program can import ``kind``: ``torch.nn.Module``, not where it is written."""
-    parts = kind.__module__.split(".")
-    homes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    return next(f"{home}.{kind.__name__}" for home in homes if getattr(sys.modules[home], kind.__name__, None) is kind)
+        raise ConfigError(subject, expected=f"a {public_name(kind)}", got=describe(value), do=do)
