@@ -18,6 +18,7 @@ import torch
 
 from npuzero.comm import fork
 from npuzero.comm.board import Board, Failure, NoSlots, Slots, aborted
+from npuzero.comm.calls import collective
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.single import SingleCommunicator
 from npuzero.config import describe
@@ -147,6 +148,7 @@ class World(ABC):
             ) from error
 
     @final
+    @collective("world.mean")
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Average ``value`` over the ranks, element by element: a loss of each rank's own batches, a metric.
 
