@@ -248,6 +248,13 @@ def launched(variables: Mapping[str, str] | None = None) -> bool:
     return not {"RANK", "WORLD_SIZE"}.isdisjoint(variables)
 
 
+def tasks(variables: Mapping[str, str] | None = None) -> int:
+    """Return how many processes srun or mpirun started as this one (or says in ``variables``); 1 where neither did."""
+    variables = os.environ if variables is None else variables
+    told = (variables.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    return max((int(text) for text in told if text.isdecimal()), default=1)
+
+
 def launch(variables: Mapping[str, str] | None = None) -> Launch:
     """Read torchrun's variables (of this process unless given).
 

@@ -182,15 +182,26 @@ def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.
 
 
 def _warn_if_alone(here: torch.device, named: bool) -> None:
-    """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that."""
-    count = device.get(here).count()
-    if count > 1 and not named and not config.launched():
-        warnings.warn(
-            f"one rank of {count} {here.type} devices: this process trains alone, on {here}. For all of them start it "
-            f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r}).",
-            RuntimeWarning,
-            stacklevel=5,  # whoever called init() or zero(), past the check of their keywords
+    """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that; and that
+    tasks of srun or mpirun, which do not set torchrun's variables, each train alone.
+    """
+    if config.launched():
+        return
+    count, tasks = device.get(here).count(), config.tasks()
+    text = ""
+    if tasks > 1:
+        text = (
+            f"one of {tasks} tasks that srun or mpirun started, each of which trains alone: they say nothing of ranks. "
+            "Have them start torchrun, one task a node, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT for each."
         )
+    elif count > 1 and not named:
+        text = (
+            f"one rank of {count} {here.type} devices: this process trains alone, on {here}. For all of them start it "
+            f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r})."
+        )
+    if text:
+        warnings.warn(text, RuntimeWarning, stacklevel=5)  # whoever called init() or zero(), past their keywords' check
 
 
 def _check_backend(backend: str | None, here: torch.device) -> None:
