@@ -9,12 +9,6 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank refuses what several refuse; a test of what it may do alone is `permissive`."""
-    monkeypatch.setenv("NPUZERO_STRICT", "1")
-
-
-@pytest.fixture(autouse=True)
 def one_thread_per_rank() -> Iterator[None]:
     """Ranks are the parallelism here; and the oracle's sums do not depend on how many cores there are."""
     before = torch.get_num_threads()

@@ -230,7 +230,6 @@ COMPILED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.usefixtures("permissive")
 @pytest.mark.parametrize("plan", [None, "zero0", "zero3"])
 @pytest.mark.parametrize("kind", COMPILED)
 def test_a_compiled_function_that_clips_and_steps(kind: str, plan: str | None) -> None:

@@ -217,7 +217,6 @@ def test_two_optimizers_under_one_scaler(plan: str, clip: float | None, kind: ty
         assert set(found["counts"].tolist()) == {5.0, 6.0}
 
 
-@pytest.mark.usefixtures("permissive")
 def test_the_host_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """From unscaling to the new scale no value comes back to the host."""
 
