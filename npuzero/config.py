@@ -385,7 +385,7 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def describe(value: Any) -> str:
-    """Return a value as an error shows it: its text, on one line and cut short (of a tensor what it is), and its type."""
+    """Return a value as an error shows it: text on one line, cut short (of a tensor what it is), and type."""
     tensor = hasattr(value, "shape") and hasattr(value, "dtype")
     text = f"shape={tuple(value.shape)}, dtype={value.dtype}" if tensor else " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 # Threads that wait by spinning take the cores from the ranks and processes that tests start beside them. Read by the
 # OpenMP runtime when torch loads it, and inherited by child processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# One rank refuses what several would, so that a test of one rank shows what holds for many; `permissive` says otherwise.
+# One rank refuses what several would: a test of one rank shows what holds for many. `permissive` says otherwise.
 os.environ.setdefault("NPUZERO_STRICT", "1")
 
 import pytest
