@@ -26,7 +26,7 @@ _WAY = ", read in place"  # of two figures of one collective: a row has both
 #: How a value is drawn: its colour, what its dot is filled with, the dot.
 Look = tuple[str, str, str]
 NPUZERO, SLOTS, PEER = (OWN, OWN, "o"), (OWN, PAPER, "o"), (OTHER, OTHER, "s")
-LEGEND = {"npuzero": NPUZERO, "npuzero, plain tensors through slots": SLOTS, "others": PEER}
+LEGEND = {"npuzero": NPUZERO, "npuzero, plain tensors (one copy more)": SLOTS, "others": PEER}
 
 
 @dataclass(frozen=True)

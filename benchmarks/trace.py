@@ -137,7 +137,7 @@ def draw(spans: Sequence[Span], facts: Mapping[str, Any]) -> Figure:
         _band(axes, [span for span in spans if span.rank == rank], end)
         own = [span for span in spans if span.rank == rank]
         axes.set_title(f"Rank {rank}: {communicating(own):.0f} ms of collectives, {waited(own):.0f} ms waited for")
-    bands[-1, 0].set_xlabel("ms from the step's begin · numbers: the blocks whose parameters or gradients travel")
+    bands[-1, 0].set_xlabel("ms from the step's start · numbers: the blocks whose parameters or gradients travel")
     legend = [
         Patch(color=WORK["compute"], label="the loop computes"),
         Patch(label="the loop waits", **WAITING),

@@ -19,6 +19,7 @@ import fnmatch
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -133,6 +134,9 @@ class _Checked:
 class Settings(_Checked):
     """Describe how the engine works. None of these changes a bit of the result.
 
+    ``strict`` is for programs that are written on one rank and meant for several: it refuses on one what several ranks
+    refuse by nature, with the same errors.
+
     Example::
 
         settings = npuzero.Settings(prefetch=2, overlap="gradients")
@@ -169,6 +173,7 @@ class Settings(_Checked):
     )
     verify: bool = setting(True, bool, "compare checksums of what comes back from NVMe")
     io_threads: int = setting(4, int, "threads of a rank that read and write on NVMe", least=1, most=256)
+    strict: bool = setting(False, bool, "refuse on one rank what the plan refuses on several; nothing is moved for it")
 
     @property
     def common(self) -> Settings:
@@ -203,6 +208,7 @@ class Environment(_Checked):
         "auto", str, "instruction set of the CPU kernels", choices=("auto", "baseline", "avx2", "avx512", "neon")
     )
     timeout_s: float = setting(600.0, float, "seconds before a waiting collective gives up", least=0.001, most=604800.0)
+    strict: str = setting("0", str, "1: Settings(strict=True) for every model", choices=("0", "1"))
     npu_kernels: str = setting("", str, "the library of npu kernels, instead of the one that is looked for")
     nvme_paths: str = setting("", str, "folders on NVMe with colons between, where settings name none")
 
@@ -238,6 +244,16 @@ class Launch(_Checked):
                 )
 
 
+def strict_word(ranks: int) -> str:
+    """Return what a refusal that several ranks meet says beside on one, where nothing but strict mode refuses it."""
+    if ranks > 1:
+        return ""
+    return (
+        " One rank alone could do it: strict mode refuses it here, as several ranks do; to allow it leave out "
+        "NPUZERO_STRICT=1 and Settings(strict=True)."
+    )
+
+
 def environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the ``NPUZERO_*`` variables (of this process unless given).
 
@@ -262,6 +278,13 @@ def launched(variables: Mapping[str, str] | None = None) -> bool:
     """Return whether a launcher started this process (or set ``variables``), be it as the only rank."""
     variables = os.environ if variables is None else variables
     return not {"RANK", "WORLD_SIZE"}.isdisjoint(variables)
+
+
+def tasks(variables: Mapping[str, str] | None = None) -> int:
+    """Return how many processes srun or mpirun started as this one (or says in ``variables``); 1 where neither did."""
+    variables = os.environ if variables is None else variables
+    told = (variables.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))
+    return max((int(text) for text in told if text.isdecimal()), default=1)
 
 
 def launch(variables: Mapping[str, str] | None = None) -> Launch:
@@ -308,6 +331,26 @@ def agent_keeps_store(variables: Mapping[str, str] | None = None) -> bool:
     """Tell whether torchrun's agent keeps the ranks' store, not rank 0."""
     variables = os.environ if variables is None else variables
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launched_beside(variables: Mapping[str, str] | None = None) -> dict[int, int]:
+    """Return by rank the process on this host that was started as it, in the run of this one (or of ``variables``).
+
+    A process shows what it was started with, and not what it has set since: where this one does not see itself, others
+    cannot be told either, and there is nothing.
+    """
+    variables = os.environ if variables is None else variables
+    run = {f"{name}={variables.get(name)}" for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    found: dict[int, int] = {}
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        try:
+            told = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # somebody else's, or it has just ended
+            continue
+        rank = next((text.partition("=")[2] for text in told if text.startswith("RANK=")), "")
+        if rank.isdecimal() and run.issubset(told):
+            found.setdefault(int(rank), int(folder.name))  # the oldest: its children inherit what it was told
+    return found if variables.get("RANK", "") in map(str, found) else {}
 
 
 # What decides how devices compute and ranks talk, beside NPUZERO_*; a trailing * is any ending.
@@ -374,9 +417,17 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
 
 
 def describe(value: Any) -> str:
-    """Return a value as an error shows it: its text, cut short, and its type."""
-    text = repr(value)
+    """Return a value as an error shows it: text on one line, cut short (of a tensor what it is), and type."""
+    tensor = hasattr(value, "shape") and hasattr(value, "dtype")
+    text = f"shape={tuple(value.shape)}, dtype={value.dtype}" if tensor else " ".join(repr(value).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def public_name(kind: type) -> str:
+    """Return the shortest name by which a program can import ``kind``: ``torch.nn.Module``, not where it is written."""
+    parts = kind.__module__.split(".")
+    homes = (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return next(f"{home}.{kind.__name__}" for home in homes if getattr(sys.modules[home], kind.__name__, None) is kind)
 
 
 def _from_text(record: type[_Record], texts: Mapping[str, str]) -> _Record:

@@ -397,7 +397,8 @@ print(json.dumps({
     "threads": threading.active_count(),
     "cuda": torch.cuda.is_initialized(),
     "group": torch.distributed.is_available() and torch.distributed.is_initialized(),
-    "heavy": [name for name in ("torch_npu", "matplotlib", "rich", "safetensors", "setuptools") if name in sys.modules],
+    "heavy": sorted(sys.modules.keys() & {
+        "torch_npu", "matplotlib", "rich", "safetensors", "setuptools", "torch.distributed.checkpoint"}),
 }))
 """
 

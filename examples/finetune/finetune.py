@@ -85,7 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, in_files, in_export = build(options.pretrained, options.lora, options.adapters)
     weights = npuzero.Weights(options.pretrained, rename=in_files)
     npuzero.zero(
-        model, plan=options.preset, precision=options.precision, weights=weights, initialize=initializer(model)
+        model,
+        plan=options.preset,
+        precision=options.precision,
+        weights=weights,
+        initialize=initializer(model),
+        settings=npuzero.Settings(strict=True),  # one rank refuses what several would
     )
     optimizer = npuzero.AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr)
     losses = []

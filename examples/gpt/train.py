@@ -323,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = npuzero.Plan.preset(options.preset, precision=options.precision, local_size=options.local_size)
     predicted = npuzero.predict(model, plan, world.size, clip=True, micro_batches=options.accumulate)
 
-    npuzero.zero(model, plan=plan)
+    npuzero.zero(model, plan=plan, settings=npuzero.Settings(strict=True))  # one rank refuses what several would
     progress = train(model, corpus.train, options, world)
     measured = npuzero.report(model)
     result = {

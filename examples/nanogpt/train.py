@@ -42,7 +42,7 @@ def get_batch(source, number):
 
 
 torch.manual_seed(1337)
-model = npuzero.zero(GPT(length).to(device), stage=3)
+model = npuzero.zero(GPT(length).to(device), stage=3, settings=npuzero.Settings(strict=True))
 matrices = [p for p in model.parameters() if p.dim() >= 2]
 others = [p for p in model.parameters() if p.dim() < 2]
 groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from npuzero.config import describe
 from npuzero.errors import ConfigError, StateError
 from npuzero.shard.ownership import engine_behind, engine_over
 
@@ -127,7 +128,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
         raise StateError(
             "npuzero.full_gradient",
             expected="a parameter that trains, of a model made by npuzero.zero()",
-            got="a frozen one" if engine is not None else "something else",
+            got="a frozen one" if engine is not None else describe(parameter),
             do="Pass e.g. model.head.weight; the gradient of a plain parameter is in its .grad.",
         )
     return engine.gradients.full(*place)
@@ -135,4 +136,4 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def _check_positive(what: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(what, expected="a positive number", got=repr(value), do="Give e.g. 1.0.")
+        raise ConfigError(what, expected="a positive number", got=describe(value), do="Give e.g. 1.0, after the model.")

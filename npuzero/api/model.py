@@ -13,7 +13,7 @@ from torch import nn
 from npuzero import comm
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
-from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe
+from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe, public_name
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan import Plan, PrecisionLike, Report
 from npuzero.shard.buffers import BUFFER_RULES
@@ -312,4 +312,4 @@ def _settings(settings: Settings | None) -> Settings:
 
 def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
     if not isinstance(value, kind):
-        raise ConfigError(subject, expected=f"a {kind.__module__}.{kind.__name__}", got=describe(value), do=do)
+        raise ConfigError(subject, expected=f"a {public_name(kind)}", got=describe(value), do=do)

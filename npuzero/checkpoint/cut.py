@@ -125,6 +125,8 @@ def load_state_dict(
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
     engine.values.settle()
+    # Masters first, from which the parameters that rest follow at the end, by R4 on all ranks at once: between the two
+    # a rank holds new shards beside its neighbours' old ones.
     for part in parts.model_parts(model, engine):
         begin, end = part.rest.range
         values = torch.zeros(end - begin, dtype=part.dtype, device=engine.device)

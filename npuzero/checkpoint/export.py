@@ -16,13 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from npuzero.checkpoint.boxes import Box
-from npuzero.checkpoint.parts import MODEL
-from npuzero.checkpoint.public import resolved
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
-from npuzero.checkpoint.source import Source, Wanted
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, StorageError, keywords
@@ -211,52 +206,6 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# -- out of a checkpoint -----------------------------------------------------------------------------------------------
-
-
-def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_bytes: int = FILE_BYTES) -> list[Facts]:
-    """Write the weights in a checkpoint, or in the last one of a run, a tensor at a time; needs no model.
-
-    Names of one tensor in a checkpoint of ours are written once, under the first.
-
-    Args:
-        dtype: of all floating tensors (a checkpoint does not say which are buffers); None keeps what is stored, which
-            of parameters that train is the float32 masters.
-
-    Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or has no model.
-        StorageError: the files cannot be written.
-    """
-    source = Source(resolved(folder))
-    found: dict[object, str] = {}
-    for key, described in source.tensors.items():
-        if key.startswith(f"{MODEL}.") and isinstance(described, TensorStorageMetadata):
-            found.setdefault(source.places(key) or key, key)
-    if not found:
-        raise CheckpointError(
-            f"export {source.path}",
-            expected=f"tensors named {MODEL}.*",
-            got="none",
-            do="Save the model's state under that name, as npuzero.checkpoint.save does.",
-        )
-    facts: list[Facts] = []
-    for key in found.values():
-        stored = source.tensors[key].properties.dtype
-        kind = dtype if dtype is not None and stored.is_floating_point else stored
-        facts.append((key.removeprefix(f"{MODEL}."), kind, tuple(source.tensors[key].size)))
-    with Writer(path, facts, file_bytes) as writer:
-        for key, (_, kind, shape) in zip(found.values(), facts, strict=True):
-            whole = torch.empty(shape, dtype=source.tensors[key].properties.dtype)
-            source.fill([Wanted(key, Box((0,) * len(shape), shape), whole)])
-            for piece in whole.reshape(-1).split(PIECE):
-                writer.put(piece, kind)
-        writer.commit()
-    return facts
-
-
-# -- out of a sharded model --------------------------------------------------------------------------------------------
 
 
 @keywords()

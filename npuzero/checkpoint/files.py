@@ -293,11 +293,12 @@ def encode(name: str, value: object) -> bytes:
         torch.save(value, written)
         decode(written.getvalue())
     except Exception as error:
+        named = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))  # torch's text has a page on how to allow it
         raise CheckpointError(
             f"save {name}",
             expected="tensors, numbers, texts, and containers of them, which load without running code",
-            got=f"{type(value).__name__}: {error}",
-            do="Save the facts that the object can be made of again.",
+            got=f"{type(value).__name__}: {f'one that needs {named[1]}' if named else error}",
+            do="Save what the object can be made of again: its state_dict(), or a dict of its fields.",
         ) from error
     return written.getvalue()
 

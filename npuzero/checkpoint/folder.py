@@ -46,6 +46,13 @@ def survey(folder: Path) -> tuple[list[Path], list[str]]:
                 others.append(f"{name}, {lacks}")
     except FileNotFoundError:
         return [], []
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"look for checkpoints in {folder}",
+            expected="a checkpoint, which is a folder, or the folder of a run",
+            got="a file",
+            do="What torch.save wrote is read by torch.load, and taken by npuzero.load_full_state_dict(model, state).",
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"look for checkpoints in {folder}",

@@ -224,6 +224,8 @@ def _check_places(where: Mapping[Any, Any], path: Path) -> None:
 
 
 def _check_tensor(key: str, described: Any, where: Mapping[Any, Any], path: Path) -> None:
+    # The fields of what was unpickled have the types of _KINDS, but a list may hold anything; and what has no fields,
+    # since nobody gave it any, is an AttributeError, which load() expects.
     shape = described.size
     if type(shape) is not torch.Size or type(described.properties.dtype) is not torch.dtype:
         raise _broken(path, f"shape {shape}, {described.properties}", key)

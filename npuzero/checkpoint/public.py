@@ -13,6 +13,9 @@ from torch import nn
 from npuzero.checkpoint import files, loading, parts
 from npuzero.checkpoint import folder as folders
 from npuzero.checkpoint import rng as generators
+from npuzero.checkpoint.cut import CutTensor as CutTensor  # here the package finds all that it offers
+from npuzero.checkpoint.cut import load_state_dict as load_state_dict
+from npuzero.checkpoint.cut import state_dict as state_dict
 from npuzero.checkpoint.loading import Loaded, Loader
 from npuzero.checkpoint.parts import Entry
 from npuzero.checkpoint.saving import Job, Saving, agree, saver_of

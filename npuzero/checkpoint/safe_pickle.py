@@ -55,6 +55,7 @@ class Kind:
             values: dict[str, Any] = dict(zip(self.fields, state, strict=True))
         else:
             values = state
+        # Once: meanwhile it may have become a key of a dict, which a second state would change.
         if instance.__dict__ or type(values) is not dict:
             raise Refused(f"a state of {self.made.__name__} that is a second one, or no dict")
         known = 0

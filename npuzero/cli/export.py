@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from npuzero.checkpoint.export import FILE_BYTES, export_checkpoint
+from npuzero.checkpoint.convert import export_checkpoint
+from npuzero.checkpoint.export import FILE_BYTES
 from npuzero.cli.arguments import number
 from npuzero.plan import DTYPES
 

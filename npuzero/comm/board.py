@@ -75,7 +75,7 @@ class Wait(NamedTuple):
     def text(self, size: int, missed: str = "") -> str:
         """Return it in words, in a world of ``size`` ranks, some of which have left the call ``missed`` out."""
         ranks, call = self.meeting.ranks, self.where.call
-        among = f" among {_listed(ranks)}" if len(ranks) < size else ""
+        among = f" among {listed(ranks)}" if len(ranks) < size else ""
         operation = f"{self.meeting.text}{among}"
         if not call:
             return f"waits in {operation}" + (self.where.line and f", called at {self.where.line}")
@@ -386,7 +386,7 @@ def _describe(slots: Mapping[int, Slot], missed: str) -> str:
     for text, ranks in ranks_by_text.items():
         begins = sorted(wait.since_s for rank in ranks for wait in slots[rank].waits)
         since = " to ".join(dict.fromkeys(map(_clock, (begins[0], begins[-1])))) if begins else ""
-        parts.append(f"{_listed(ranks)}: {text}" + (since and f", since {since}"))
+        parts.append(f"{listed(ranks)}: {text}" + (since and f", since {since}"))
     return "; ".join(parts)
 
 
@@ -394,5 +394,6 @@ def _clock(time_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks in words, of many the first ones."""
     return "rank " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -30,7 +30,8 @@ _FOREIGN = (
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 # Frames of torch that stand around what was called.
-_WRAPPERS = {"wrapper", "decorate_context", "inner", "fn"}
+_WRAPPERS = {"wrapper", "decorate_context", "inner", "fn", "nonrecursive_disable_wrapper"}
+_WALKS = str(Path("utils", "_pytree.py"))  # which this package calls to look into arguments
 
 _names: dict[CodeType, str] = {}
 
@@ -72,7 +73,8 @@ def torchs() -> Place:
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         code = frame.f_code
         name = code.co_name
-        public = name == "__init__" or not (name.startswith("_") or name in _WRAPPERS)
+        helper = name.startswith("_") or name in _WRAPPERS or code.co_filename.endswith(_WALKS)
+        public = name == "__init__" or not helper
         if public and code.co_filename.startswith(_TORCH):
             call = f"{_kind(frame.f_locals.get('self'))}{name}".removesuffix(".__init__")
         frame = frame.f_back

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from npuzero.comm.board import Board, Failure, Meeting, Watch
+from npuzero.comm.board import Board, Failure, Meeting, Watch, listed
 from npuzero.comm.calls import subject
 from npuzero.comm.store import Store
 
@@ -74,21 +74,24 @@ class Exchanges:
         pause_s = 0.0005
         while not self._store.check(key):
             waited_s = time.monotonic() - begin_s
-            failure = watch.look() or self._board.failure() or self._given_up(rank, key, waited_s)
+            failure = watch.look() or self._board.failure() or self._given_up(here, rank, waited_s)
             if failure is not None:
                 raise failure.error(watch.subject)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S)
         return self._store.get(key)
 
-    def _given_up(self, rank: int, key: str, waited_s: float) -> Failure | None:
+    def _given_up(self, here: Meeting, rank: int, waited_s: float) -> Failure | None:
         """Return why this rank need not wait for ``rank`` any more, if so."""
-        if self._dead(rank) and not self._store.check(key):
+        if self._dead(rank) and not self._store.check(_key(here, rank)):
             do = f"Look at the last output of rank {rank}."
             return Failure("dead", self._rank, f"rank {rank}", f"rank {rank} is dead", do)
         if waited_s > self._timeout_s:
-            expected = f"rank {rank} within {self._timeout_s} s"
-            return Failure("timeout", self._rank, expected, "nothing", "See what it does, or raise timeout_s.")
+            rank_of = {_key(here, each): each for each in here.ranks}
+            missing = listed([rank_of[key] for key in self._store.missing([*rank_of])] or [rank])  # or just come
+            expected = f"{listed(here.ranks)} within {self._timeout_s} s"
+            do = f"See what {missing} does, or raise timeout_s."
+            return Failure("timeout", self._rank, expected, f"nothing from {missing}", do)
         return None
 
 

@@ -23,6 +23,7 @@ from npuzero import config, device, observe
 from npuzero.comm import fork
 from npuzero.comm.calls import collective
 from npuzero.comm.process_world import ProcessWorld
+from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRoll
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
 from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 
@@ -181,15 +182,26 @@ def _choose_device(wanted: torch.device | str | None, local_rank: int) -> torch.
 
 
 def _warn_if_alone(here: torch.device, named: bool) -> None:
-    """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that."""
-    count = device.get(here).count()
-    if count > 1 and not named and not config.launched():
-        warnings.warn(
-            f"one rank of {count} {here.type} devices: this process trains alone, on {here}. For all of them start it "
-            f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r}).",
-            RuntimeWarning,
-            stacklevel=5,  # whoever called init() or zero(), past the check of their keywords
+    """Warn that one rank leaves devices idle, unless a launcher or this device's own name asked for that; and that
+    tasks of srun or mpirun, which do not set torchrun's variables, each train alone.
+    """
+    if config.launched():
+        return
+    count, tasks = device.get(here).count(), config.tasks()
+    text = ""
+    if tasks > 1:
+        text = (
+            f"one of {tasks} tasks that srun or mpirun started, each of which trains alone: they say nothing of ranks. "
+            "Have them start torchrun, one task a node, or set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, "
+            "MASTER_ADDR and MASTER_PORT for each."
         )
+    elif count > 1 and not named:
+        text = (
+            f"one rank of {count} {here.type} devices: this process trains alone, on {here}. For all of them start it "
+            f"with torchrun --nproc-per-node {count}; for one alone name it, npuzero.init({str(here)!r})."
+        )
+    if text:
+        warnings.warn(text, RuntimeWarning, stacklevel=5)  # whoever called init() or zero(), past their keywords' check
 
 
 def _check_backend(backend: str | None, here: torch.device) -> None:
@@ -220,14 +232,17 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
         )
     if here.type != "cpu":
         getattr(torch, here.type).set_device(here)
+    launch = config.launch()
+    call = RollCall(StoredRoll(launch.rank, launch.world_size, meeting), timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        with call:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, ValueError) as error:
         raise CollectiveError(
             "init",
-            expected=f"npuzero.init() on every rank, since it is collective: all meet at {meeting} by {backend}",
-            got=f"{type(error).__name__}: {error}",
-            do="See whether every rank was started, and whether its first error is another.",
+            expected=f"{EXPECTED}: all meet at {meeting} by {backend}",
+            got=(call.said and f"{call.said}; ") + f"{type(error).__name__}: {error}",
+            do=DO,
         ) from error
     _at_exit.append(dist.destroy_process_group)
 

@@ -23,6 +23,7 @@ from npuzero.comm.communicator import Communicator
 from npuzero.comm.exchange import Exchanges
 from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
 from npuzero.comm.process_group import AcceleratorCommunicator, GlooCommunicator, make_group
+from npuzero.comm.roll import DO, EXPECTED, RollCall, absent
 from npuzero.comm.store import Store, StoredSlots
 from npuzero.comm.world import TIMEOUT_S, World
 from npuzero.errors import CollectiveError, ConfigError
@@ -63,7 +64,14 @@ class ProcessWorld(World):
         self._slots = StoredSlots(self._store, rank, size, self._dead)
         super().__init__(rank, size, device, (), timeout_s, self._slots)
         self._exchanges = Exchanges(self._store, self.board, size, timeout_s, self._dead)
-        self._meet()
+        try:
+            with RollCall(self._slots, timeout_s):
+                self._meet()
+        except CollectiveError as error:
+            unjoined = self._unjoined(error)
+            if unjoined is None:
+                raise
+            raise unjoined from error
 
     def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
         return self._exchanges.run(value, channel, group)
@@ -141,6 +149,15 @@ class ProcessWorld(World):
                 got=f"{type(error).__name__}: {error}",
                 do="See the first error among the ranks: one that ended makes the others fail.",
             ) from error
+
+    def _unjoined(self, error: CollectiveError) -> CollectiveError | None:
+        """Return the error of a rank that has waited for others to join; None where all have."""
+        with suppress(CollectiveError):  # the store may be gone
+            missing = self._slots.missing()
+            if missing:
+                got = absent(missing, self.size)
+                return CollectiveError("init", expected=EXPECTED, got=got, do=DO, **error.facts)
+        return None
 
     def _meet(self) -> None:
         """Find the ranks that share this host, their processes, and whether they can open each other's memory."""

@@ -41,6 +41,13 @@ class Store:
         """Return whether all keys are there."""
         return bool(self._call(lambda: self._store.check([self._prefix + key for key in keys])))
 
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys that are not there; asks by halves, so that few of many take few questions."""
+        if not keys or self.check(*keys):
+            return []
+        half = len(keys) // 2
+        return self.missing(keys[:half]) + self.missing(keys[half:]) if half else list(keys)
+
     def get(self, key: str) -> str:
         """Wait for the key, and return its value."""
         return str(self._call(lambda: self._store.get(self._prefix + key)).decode())
@@ -111,7 +118,7 @@ class StoredSlots:
     def __init__(self, store: Store, rank: int, size: int, dead: Callable[[int], bool]) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self.size = size
         self._dead = dead
         self.write(NOWHERE)
 
@@ -119,7 +126,7 @@ class StoredSlots:
         self._store.set(f"board/{self._rank}", json.dumps(slot))
 
     def read(self) -> list[Slot]:
-        keys = [f"board/{rank}" for rank in range(self._size)]
+        keys = self._keys()
         if not self._store.check(*keys):  # some are not in this world yet
             return []
         slots = [_slot_of(text) for text in self._store.get_all(keys)]
@@ -128,12 +135,22 @@ class StoredSlots:
             for rank, slot in enumerate(slots)
         ]
 
+    def answer(self) -> None:
+        """Do nothing: what was written as this was made says that the rank has come."""
+
+    def missing(self) -> list[int]:
+        """Return the ranks that are not in this world yet."""
+        return [int(key.rpartition("/")[2]) for key in self._store.missing(self._keys())]
+
     def failure(self) -> Failure | None:
         return Failure(*json.loads(self._store.get("failure"))) if self._store.check("failure") else None
 
     def fail(self, failure: Failure) -> Failure:
         """Record why the world is broken, unless it is already; return the first reason."""
         return Failure(*json.loads(self._store.set_first("failure", json.dumps(failure))))
+
+    def _keys(self) -> list[str]:
+        return [f"board/{rank}" for rank in range(self.size)]
 
 
 def _slot_of(text: str) -> Slot:

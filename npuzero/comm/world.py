@@ -18,8 +18,10 @@ import torch
 
 from npuzero.comm import fork
 from npuzero.comm.board import Board, Failure, NoSlots, Slots, aborted
+from npuzero.comm.calls import collective
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.single import SingleCommunicator
+from npuzero.config import describe
 from npuzero.errors import ContractError
 
 TIMEOUT_S = 600.0
@@ -130,13 +132,23 @@ class World(ABC):
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
+            ContractError: JSON has no such type.
             StateError: this process is a forked child of the rank's.
         """
         self._check_birthplace("exchange")
         self.board.enter()
-        return self._exchange(value, channel, ())
+        try:
+            return self._exchange(value, channel, ())
+        except TypeError as error:  # json's, before anything was sent
+            raise ContractError(
+                "world.exchange",
+                expected="numbers, texts, None, and lists and dicts of them",
+                got=describe(value),
+                do="Give tensor.item() or .tolist(); world.mean(tensor) averages a tensor over the ranks.",
+            ) from error
 
     @final
+    @collective("world.mean")
     def mean(self, value: torch.Tensor | float) -> torch.Tensor:
         """Average ``value`` over the ranks, element by element: a loss of each rank's own batches, a metric.
 
@@ -150,13 +162,18 @@ class World(ABC):
 
         Raises:
             CollectiveError: a rank died, aborted, or did not call within ``timeout_s``.
+            ContractError: it is no tensor and no number.
             StateError: this process is a forked child of the rank's.
 
         Example::
 
             print("loss", world.mean(loss.detach()).item())
         """
-        given = torch.as_tensor(value).detach()
+        try:
+            given = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            do = "Give the loss itself; world.exchange(value) hands texts and lists to all ranks."
+            raise ContractError("world.mean", expected="a tensor or a number", got=describe(value), do=do) from error
         dtype = torch.promote_types(given.dtype, torch.float32)
         total = given.to(self.device, dtype, copy=True).reshape(-1)
         self.communicator(range(self.size), "control-mean").all_reduce(total, tag="world.mean").wait()

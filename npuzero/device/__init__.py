@@ -80,7 +80,7 @@ def _kind(device: torch.device | str) -> type[Device]:
             expected=f"one of {', '.join(KINDS)}",
             got=repr(str(device)),
             do=did_you_mean(
-                word, _SPELLINGS, "Move the model to one of these, or add a device as docs/adding-a-device.md says."
+                word, _SPELLINGS, "Name the device, not the backend; how to add a device: docs/adding-a-device.md."
             ),
         )
     return KINDS[word]

@@ -197,6 +197,8 @@ class Line(ABC, Generic[S]):
             rows: that dynamic has.
         """
         bounds, blocks, lacking = self._bounds, self._blocks, self._lacking
+        # Each step comes here with a segment for each parameter: what is checked of options is checked once for each
+        # set of them, and neighbours that agree become one range, so that a launch has few.
         hyper_of = attrgetter(*self.hyper)
         ranges: list[Range] = []
         index: dict[Any, int] = {}
@@ -227,6 +229,7 @@ class Line(ABC, Generic[S]):
                     wanting[group] = option
             if group in wanting and any(begin < bound and start < end for start, bound in lacking):
                 self._refuse_hyper(i, segment, wanting[group], f"False without {self.moments[-1]}")
+            # Their draws must go on as well: place - begin is the same within a range.
             if ranges and begin == last and ranges[-1][2:] == (group, stream, place - begin + ranges[-1][0]):
                 ranges[-1] = (ranges[-1][0], end, *ranges[-1][2:])
             else:

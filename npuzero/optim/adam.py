@@ -89,7 +89,7 @@ def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | T
     return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
-@keywords()
+@keywords(learning_rate="lr")
 class Adam(ZeroOptimizer):
     """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
     :class:`AdamW`.
@@ -136,7 +136,7 @@ class Adam(ZeroOptimizer):
         self._open(Fused(AdamRule(_ADAM), masters, moments, seed), params, options)
 
 
-@keywords()
+@keywords(learning_rate="lr")
 class AdamW(Adam):
     """Replace ``torch.optim.AdamW``: one launch for all shards of a model does unscaling, update and the rounded copy.
 

@@ -74,7 +74,7 @@ class LionRule(Rule):
         return torch.stack([lr, 1 - lr * decay, column(steps, device)], dim=1).float()
 
 
-@keywords()
+@keywords(learning_rate="lr")
 class Lion(ZeroOptimizer):
     """Update as Lion does: one launch for a model's shards or all plain parameters; half of AdamW's optimizer states.
 

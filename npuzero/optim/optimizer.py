@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 
 from npuzero import device as devices
 from npuzero.comm.calls import collective
+from npuzero.config import strict_word
 from npuzero.errors import ConfigError, NpuZeroError, StateError, config_error_as
 from npuzero.optim import states
 from npuzero.optim.rule import Options
@@ -63,7 +64,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """End a constructor: ``worker`` has the parameters from now on."""
         self._worker = worker
         self._terms: weakref.WeakKeyDictionary[Engine, Terms] = weakref.WeakKeyDictionary()
-        with _as_config_error(f"{type(self).__name__}({options})", f"what {worker.alike} takes"):
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value is not None)
+        what = "model.parameters(), not the model" if isinstance(params, nn.Module) else f"what {worker.alike} takes"
+        with _as_config_error(f"{type(self).__name__}({given})", what):
             super().__init__(params, worker.defaults(options))
         for engine in self._owners()[0]:
             engine.boundary.accord.propose(self._terms_for(engine))
@@ -142,12 +145,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             StateError: beside sharded parameters there are plain ones, whose gradients nobody reduces.
         """
         engines, plain = self._owners()
-        if plain and any(engine.world.size > 1 for engine in engines):
+        if plain and not all(engine.alone for engine in engines):
             raise StateError(
                 type(self).__name__,
                 expected="parameters of models made by npuzero.zero() only",
                 got=f"{len(plain)} others beside them, whose gradients no rank would reduce",
-                do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own.",
+                do="Pass every trained module through npuzero.zero(), or give the others an optimizer of their own."
+                + strict_word(engines[0].world.size),
             )
         return engines
 

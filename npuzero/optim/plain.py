@@ -236,6 +236,8 @@ class Plain:
         """
         if not state:
             return {}
+        # First what was written into the parameter, as in a step: its master follows. Then a copy, since the state
+        # itself goes on as it is kept here.
         self._follow(parameter, state)
         state = dict(state)
         state["step"] = state["step"].clone()  # its own memory, as torch's has

@@ -79,6 +79,7 @@ def _difference(make: Make, device: torch.device) -> str | None:
     if problem := _unusable(together):
         return problem
     begin = _flat(wholes)
+    # An optimizer for each range, not a group: one over all would let a norm of its gradients be the same in both.
     pieces = [begin[first:last].clone() for first, last in _RANGES]
     try:
         apart = [make([piece]) for piece in pieces]
@@ -88,7 +89,7 @@ def _difference(make: Make, device: torch.device) -> str | None:
         gradients = _gradients(step, device)
         for whole, gradient in zip(wholes, gradients, strict=True):
             whole.grad = gradient
-        flat = _flat(gradients)
+        flat = _flat(gradients)  # before a step, which may write into its gradients
         for piece, (first, last) in zip(pieces, _RANGES, strict=True):
             piece.grad = flat[first:last].clone()
         for optimizer in (together, *apart):

@@ -75,6 +75,7 @@ class Wrapped(Worker):
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         """Update in one chunk: what the optimizer does, and in which order, is its own business."""
         inner = self._made(optimizer)
+        # A scheduler changes the options of the optimizer that it sees, and the inner one updates.
         for group, mirror in zip(optimizer.param_groups, inner.param_groups, strict=True):
             mirror.update((key, value) for key, value in group.items() if key != "params")
         # A skipped step must not count: torch's optimizers cannot be told on the device, so the host waits.
@@ -83,6 +84,7 @@ class Wrapped(Worker):
             engine.boundary.apply_scale()
         far = [flat for engine in ready for flat in engine.flats() if flat in self._aside]
         gradients = {flat: self._aside[flat].fetch() for flat in far}
+        # Of all engines, also those that are not ready: a gradient left from the last step would be taken again.
         for engine in owners(p for group in optimizer.param_groups for p in group["params"])[0]:
             for flat in engine.flats():
                 for i, parameter in enumerate(flat.parameters):

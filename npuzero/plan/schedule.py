@@ -227,7 +227,7 @@ class _Rank:
                 unit.restores = sum(count for kind, count in unit.trainable if kind.many(kind.plan.restored))
         if passes > 1:
             self._pass(first=True, last=False)
-        if passes > 2:
+        if passes > 2:  # all alike: the first finds no gradients, the last sends them where the step wants them
             self._moves.append(Repeat(passes - 2, self._written(lambda: self._pass(first=False, last=False))))
         self._pass(first=passes == 1, last=True)
         self._finish_gradients()
@@ -254,6 +254,7 @@ class _Rank:
                 self._moves.append(Compute(unit.index, backward=False))
             else:
                 self._release(unit, after_forward=True)
+        # Before backward reaches any of them: what is gathered ahead depends on which units are done.
         for unit in self._units:
             unit.missing = bool(unit.trainable)
         late: list[_Unit] = []

@@ -89,15 +89,18 @@ def _fields(path: str, record: object) -> dict[str, str]:
     return {k: text for name in names for k, text in _fields(f"{path}.{name}", getattr(record, name)).items()}
 
 
-def build_units(specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings, mesh: CountingMesh) -> list[Unit]:
-    """Return the units with their flats laid out, before any data moves."""
+def build_units(
+    specs: list[UnitSpec], plans: Sequence[Plan], settings: Settings, mesh: CountingMesh, strict: bool
+) -> list[Unit]:
+    """Return the units with their flats laid out, before any data moves; ``strict``: guarded as on several ranks."""
     units = []
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         named = dict(spec.parameters)
         flats: list[Flat] = []
         for layout, _ in layouts_of(_facts(spec), plan.precision, mesh.shape.world, settings.bucket_bytes):
             parameters = [named[slot.name] for slot in layout.slots]
-            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, plan, Rests.of(plan, layout, mesh)))
+            rests = Rests.of(plan, layout, mesh, strict)
+            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, plan, rests))
         units.append(Unit(spec, i, flats, plan))
     return units
 

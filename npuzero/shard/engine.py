@@ -10,7 +10,7 @@ from torch import nn
 
 from npuzero.comm import Mesh, World
 from npuzero.comm.calls import collective
-from npuzero.config import Settings
+from npuzero.config import Settings, environment
 from npuzero.memory import Spaces
 from npuzero.plan import AXES
 from npuzero.shard.boundary import Boundary
@@ -44,6 +44,7 @@ class Engine:
 
     Attributes:
         plan, world, settings, mesh, spaces: what it was made with.
+        alone: whether this is the only rank, and may do what others would have to join (not in strict mode).
         units: the root unit first, then the others in the order they are registered.
         passes: forward and backward, as the hooks tell of them.
         boundary: which gradients there are at the step boundary.
@@ -71,11 +72,13 @@ class Engine:
         buffers: str | None = None,
     ) -> None:
         self.plan, self.world, self.settings = plans.model, world, settings
+        strict = world.size == 1 and (settings.strict or environment().strict == "1")
+        self.alone = world.size == 1 and not strict
         specs, own, shape = agree(model, plans, settings, rule, world, origin, buffers)
         self.mesh = CountingMesh(Mesh(world, shape.local))
         self.spaces = Spaces(world.device, settings)
         self.meter = Meter(self.plan, self.mesh, self.spaces)
-        self.units = build_units(specs, own, settings, self.mesh)
+        self.units = build_units(specs, own, settings, self.mesh, strict)
         self._flats = [flat for unit in self.units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
 
@@ -97,7 +100,7 @@ class Engine:
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
         self.boundary = Boundary(self.units, world, self.mesh, reducer, self.update, self.values, census)
-        self.gradients = Gradients(self.units, world, self.boundary, self.values)
+        self.gradients = Gradients(self.units, world, self.boundary, self.values, self.alone)
         everyone = self.mesh.communicator(AXES, "control")
         self.finite = Finite(lambda: Watch(self.units, world, everyone), self.boundary, self._show)
         self.passes = Passes(
@@ -114,7 +117,7 @@ class Engine:
         )
         self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters)
         watch_conversions(model)
-        refuse_wrappers(model)
+        refuse_wrappers()
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +143,7 @@ class Engine:
         for unit in self.units:
             outer = unit.module()
             inside = outer is not None and any(each is module for each in outer.modules())
-            if unit.cut and inside and any(id(parameter) in own for parameter in unit.parameters()):
+            if unit.guarded and inside and any(id(parameter) in own for parameter in unit.parameters()):
                 around.append(unit)
         self._hooks.watch_method(around, module, name, plain)
 

@@ -50,12 +50,12 @@ class Gatherer:
 
     def release(self, unit: Unit) -> None:
         """Keep the resting shards only."""
-        if unit.parameter_state is _S.GATHERING and unit.cut:  # prefetched, but never used
+        if unit.parameter_state is _S.GATHERING and unit.guarded:  # prefetched, but never used
             self.finish(unit)
         self._release(unit, keep_held=False)
 
     def _release(self, unit: Unit, keep_held: bool) -> None:
-        if not unit.cut or unit.parameter_state in (_S.SHARDED, _S.GATHERING):
+        if not unit.guarded or unit.parameter_state in (_S.SHARDED, _S.GATHERING):
             return
         if keep_held and unit.parameter_state is _S.HELD:
             return

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 
 from npuzero.comm import World
 from npuzero.comm.calls import collective, torchs
+from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.shard.accord import Words
 from npuzero.shard.boundary import Boundary
@@ -26,13 +27,14 @@ from npuzero.shard.values import Values
 class Gradients:
     """Answer what a program asks of its model's present gradients."""
 
-    def __init__(self, units: Sequence[Unit], world: World, boundary: Boundary, values: Values) -> None:
+    def __init__(self, units: Sequence[Unit], world: World, boundary: Boundary, values: Values, alone: bool) -> None:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
         self._world = world
         self._boundary = boundary
         self._values = values
+        self._alone = alone  # no other rank need be waited for
 
     @_disable_dynamo
     @collective("clip_grad_norm_")
@@ -91,18 +93,18 @@ class Gradients:
         Raises:
             StateError: no rank has all of it, or the ranks have not summed it yet.
         """
-        if self._world.size == 1:
+        if self._alone:
             self._boundary.finish()
         slot = flat.layout.slots[i]
-        if flat.rests.states.cut or not self._boundary.summed:
+        if flat.rests.states.guarded or not self._boundary.summed:
             call, line = torchs()
             cut = f"plan {flat.plan.name!r}, which leaves each rank a shard of the sum"
             raise StateError(
                 f"reading the gradient of {slot.name}" + (call and f" by {call}") + (line and f", called at {line}"),
                 expected="a gradient that this rank has unsharded, after the ranks have summed it",
-                got=cut if flat.rests.states.cut else "one that is not summed yet",
+                got=cut if flat.rests.states.guarded else "one that is not summed yet",
                 do="To look at it call npuzero.full_gradient(parameter) or npuzero.grad_norms(model) on every rank; "
-                f"to train use {INSTEAD}.",
+                f"to train use {INSTEAD}.{strict_word(self._world.size)}",
             )
         gradient = flat.own_gradient[flat.own_slots[i]].view(slot.shape).to(self._world.device)
         return gradient * self._boundary.gradient_scale[0]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.shard.entrance import After, Before, Entrance, Visit
 from npuzero.shard.finite import Watch
@@ -61,7 +62,7 @@ class Hooks:
         self._finite_handles: list[RemovableHandle] = []
         for unit in units:
             self._watch(unit)
-            for door in doors if unit.index == 0 and unit.cut else ():
+            for door in doors if unit.index == 0 and unit.guarded else ():
                 self._watch_door(unit, door)
             for flat in unit.trainable:
                 for i, parameter in enumerate(flat.parameters):
@@ -155,7 +156,7 @@ class Hooks:
             if unit.index == 0 and not in_backward():  # a backward that is not over now has raised
                 self.forget_backward()
             self._events.forward_begins(unit)
-            if unit.cut and unit.has_frozen and torch.is_grad_enabled():
+            if unit.guarded and unit.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs(unit, (args, kwargs))
             if is_root and self._input_dtype is not None:
                 return _cast((args, kwargs), self._input_dtype)
@@ -172,7 +173,7 @@ class Hooks:
     def _after_forward(self, unit: Unit, is_root: bool) -> After:
         def hook(module: nn.Module, output: Any) -> None:
             expected = opaque = False
-            if torch.is_grad_enabled() and (unit.cut or is_root or self._finite):
+            if torch.is_grad_enabled() and (unit.guarded or is_root or self._finite):
                 tensors, opaque = tensors_of(output)
                 if self._finite and not in_backward():  # checkpointing's second run brings what the first brought
                     self._finite.outputs(unit, tensors)
@@ -239,7 +240,8 @@ def second_derivatives(unit: Unit) -> StateError:
             "rank0_only=False)."
             if by_func
             else " for second derivatives."
-        ),
+        )
+        + strict_word(unit.ranks),
     )
 
 

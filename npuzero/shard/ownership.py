@@ -33,7 +33,7 @@ def claim(reference: EngineReference, unit: Unit) -> None:
             parameter._npuzero_open = _opener(reference, unit, slot.name)  # type: ignore[attr-defined]
         for i, marker in enumerate(flat.gradient.markers if flat.trainable else ()):
             marker.whole, marker.name = _reader(reference, flat, i), flat.layout.slots[i].name
-            marker.sharded_by = flat.plan.name if flat.rests.states.cut else ""
+            marker.sharded_by = flat.plan.name if flat.rests.states.guarded else ""
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -117,10 +117,11 @@ def owners(parameters: Iterable[nn.Parameter]) -> tuple[list[Engine], list[nn.Pa
 
 def not_cut(model: nn.Module) -> StateError:
     """Return the error for a plain module where a sharded one is needed."""
+    plain = "a part of one" if _has_owned(model) else "a plain module"
     return StateError(
         type(model).__name__,
         expected="a model made by npuzero.zero()",
-        got="a part of one" if _has_owned(model) else "a plain module",
+        got=plain if isinstance(model, nn.Module) else describe(model),
         do="Call npuzero.zero(model) first, and pass that same (outermost) module here.",
     )
 

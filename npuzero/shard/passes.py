@@ -75,7 +75,7 @@ class Passes:
         if unit.index == 0 and fresh:
             self._model_begins(unit)
         self._restorer.finish(unit)
-        if not unit.cut:
+        if not unit.guarded:
             unit.check_views()
         else:
             self._gatherer.finish(unit)
@@ -97,9 +97,9 @@ class Passes:
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None:
         unit.backward_expected = backward_expected
         unit.opaque = unit.opaque or keep_whole
-        if unit.cut and torch.is_autocast_enabled(self._device):
+        if unit.guarded and torch.is_autocast_enabled(self._device):
             torch.clear_autocast_cache()  # it would keep low-precision copies of what is released here
-        if not unit.cut:
+        if not unit.guarded:
             return
         if not in_backward():
             self._trace.record_end(unit.index)
@@ -115,14 +115,15 @@ class Passes:
     def forward_fails(self, unit: Unit) -> None:
         """Release the unit: its forward raised, and no backward comes that would, though the program may go on."""
         whole = unit.parameter_state is ParameterState.WHOLE
-        if unit.cut and whole and not in_backward():  # in backward, checkpointing ends what it runs again by raising
+        # In backward, checkpointing ends what it runs again by raising.
+        if unit.guarded and whole and not in_backward():
             self._gatherer.release(unit)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
     @collective("backward")
     def backward_reaches(self, unit: Unit) -> None:
-        if not unit.cut:
+        if not unit.guarded:
             return
         if torch.is_grad_enabled():
             raise second_derivatives(unit)
@@ -145,7 +146,7 @@ class Passes:
         if self._reducer.arrive(flat.gradient, i, gradient):
             unit.missing.discard(flat)
         # A node that needs a frozen parameter may run after the unit's last gradient: then it waits for its inputs'.
-        if unit.cut and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
+        if unit.guarded and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.release(unit)
 
     @collective("backward")
@@ -187,7 +188,7 @@ class Passes:
             unit = self._units[index]
             # Backward has left it: gathered again, it would stay to the end for nothing.
             done = self._reducer.open and unit.trainable and not unit.missing
-            if unit.cut and not done and (unit.backward_expected or not in_backward()):
+            if unit.guarded and not done and (unit.backward_expected or not in_backward()):
                 observe.instant("prefetch", unit.name)
                 self._restorer.finish(unit)
                 self._gatherer.start(unit)

@@ -45,6 +45,8 @@ class Rest:
         memory: where it lies.
         begin, end: this rank's shard, in elements of the flat.
         near: how many elements of the shard, its first ones, rest on the device whatever the memory of the others.
+        guarded: whether programs are kept from it: it is sharded, or in strict mode would be, were there ranks beside
+            this one.
     """
 
     group: Group
@@ -52,13 +54,15 @@ class Rest:
     begin: int
     end: int
     near: int
+    guarded: bool
 
     @staticmethod
-    def of(placement: Placement, layout: Layout, mesh: CountingMesh) -> Rest:
+    def of(placement: Placement, layout: Layout, mesh: CountingMesh, strict: bool) -> Rest:
         """Return where ``placement`` puts a part of a flat of this layout."""
         group = Group(mesh, placement.axes)
         begin, end = layout.shard(group.index, group.size)
-        return Rest(group, placement.memory, begin, end, near_numel(placement, end - begin))
+        guarded = group.many or (strict and bool(group.axes))
+        return Rest(group, placement.memory, begin, end, near_numel(placement, end - begin), guarded)
 
     @property
     def range(self) -> tuple[int, int]:
@@ -100,18 +104,24 @@ class Rests:
     averaged: Group
 
     @staticmethod
-    def of(plan: Plan, layout: Layout, mesh: CountingMesh) -> Rests:
+    def of(plan: Plan, layout: Layout, mesh: CountingMesh, strict: bool) -> Rests:
         """Return the row ``plan`` of the table, for a flat of this layout."""
         return Rests(
-            parameters=Rest.of(plan.parameters, layout, mesh),
-            after_forward=Rest.of(plan.after_forward, layout, mesh),
-            gradients=Rest.of(plan.gradients, layout, mesh),
-            states=Rest.of(plan.states, layout, mesh),
+            parameters=Rest.of(plan.parameters, layout, mesh, strict),
+            after_forward=Rest.of(plan.after_forward, layout, mesh, strict),
+            gradients=Rest.of(plan.gradients, layout, mesh, strict),
+            states=Rest.of(plan.states, layout, mesh, strict),
             deeper=Group(mesh, plan.deeper),
             beyond=Group(mesh, plan.beyond),
             restored=Group(mesh, plan.restored),
             averaged=Group(mesh, plan.averaged),
         )
+
+    @property
+    def holds_more(self) -> bool:
+        """Return whether more of the parameters stays between forward and backward than between steps."""
+        held, resting = self.after_forward, self.parameters
+        return held.group.size < resting.group.size or (resting.guarded and not held.guarded)
 
     @property
     def summed(self) -> Group | None:

@@ -44,5 +44,5 @@ class Restorer:
             with observe.span("wait for restore", unit.name):
                 for handle in handles:
                     handle.wait()
-            if not unit.cut:
+            if not unit.guarded:
                 unit.reopen()

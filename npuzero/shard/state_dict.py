@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.comm.calls import collective
+from npuzero.config import strict_word
 from npuzero.errors import CheckpointError, StateError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
@@ -141,14 +142,17 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
     Raises:
         StateError: the model's parameters are sharded, or ``assign=True``.
     """
-    cut = any(unit.cut for unit in engine_of(model).units)
-    if cut or metadata.get("assign_to_params_buffers"):
+    engine = engine_of(model)
+    guarded = any(unit.guarded for unit in engine.units)
+    if guarded or metadata.get("assign_to_params_buffers"):
         raise StateError(
             f"load_state_dict of {type(model).__name__}",
             expected="unsharded parameters to copy into, in place",
-            got="parameters sharded over the ranks" if cut else "assign=True, which would put others in their place",
+            got="parameters sharded over the ranks"
+            if guarded
+            else "assign=True, which would put others in their place",
             do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
-            "npuzero.full_state_dict is the way out.",
+            "npuzero.full_state_dict is the way out." + (strict_word(engine.world.size) if guarded else ""),
         )
 
 

@@ -84,7 +84,7 @@ class Update:
             self._waiting.popleft()
             for memory in self._lent.pop(first.index, ()):
                 memory.release()
-            if not first.cut:
+            if not first.guarded:
                 first.reopen()
             self._restorer.start(first)
         if not self._waiting:

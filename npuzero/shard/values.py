@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from npuzero.comm import World
 from npuzero.comm.calls import collective, torchs
+from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
 from npuzero.plan import AXES
@@ -31,6 +32,20 @@ from npuzero.shard.writes import Writes, digests
 
 #: Elements that are read, or sent to be written, at once.
 PIECE = 2**20
+
+
+def _instead(call: str) -> str:
+    """Return what to do in place of ``call``, a function of torch that read a parameter where it is sharded."""
+    what = call.rpartition(".")[2]
+    if what == "step":
+        return f"Use {INSTEAD}."
+    if what in ("state_dict", "save"):
+        return "On every rank use npuzero.full_state_dict(model), npuzero.export or npuzero.checkpoint.save."
+    return (
+        "Read and write parameters within `with npuzero.gathered(model):`, on every rank, or take copies from "
+        "npuzero.full_state_dict(model). If a forward reads it: run that module through the model's forward, or name "
+        "it in units=. If a method beside forward does: npuzero.register_forward_method."
+    )
 
 
 class Values:
@@ -83,7 +98,7 @@ class Values:
                 source = group.communicator(purpose).buffer if group.many else None
                 flat.materialize(spaces, source, first_values, far)
             claim(unit)
-            if unit.cut:
+            if unit.guarded:
                 unit.close()
         self.share(model.buffers())
 
@@ -157,7 +172,7 @@ class Values:
 
     def open(self, unit: Unit, name: str) -> None:
         """Let a guarded parameter be read where it rests unsharded; raise why not where it is sharded."""
-        if not unit.cut:
+        if not unit.guarded:
             self._restorer.finish(unit)
             return
         call, line = torchs()
@@ -166,9 +181,7 @@ class Values:
             (call and f"{call} on ") + f"parameter {name}" + (line and f", called at {line}"),
             expected=f"to be read while unit {unit.name!r} computes",
             got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} shards it over the ranks)",
-            do=f"To train, use {INSTEAD}. To look at it, use npuzero.full_state_dict(model), or "
-            "`with npuzero.gathered(model):` on every rank; if a forward reads it, run that module through the model's "
-            "forward or name it in units=; if a method does, see npuzero.register_forward_method.",
+            do=_instead(call) + strict_word(self._world.size),
         )
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:
@@ -204,7 +217,7 @@ class Values:
         """Look at what was written into units that stay unsharded; others were looked at when released."""
         with torch._C.DisableTorchFunctionSubclass():
             for unit in self._units:
-                if not unit.cut:
+                if not unit.guarded:
                     self._writes.look(unit)
 
     @property

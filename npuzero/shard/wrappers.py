@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from npuzero.errors import StateError
 from npuzero.shard.guard import owned
 
 # What other engines are called by.
-_ENGINES = (DistributedDataParallel.__name__, "FullyShardedDataParallel", "fully_shard", "DataParallel")
+_ENGINES = (DistributedDataParallel.__name__, "FullyShardedDataParallel", "fully_shard", DataParallel.__name__)
 
 
-class _Refusal:
-    """Raise when DistributedDataParallel reads it: the names of the parameters it should leave alone."""
+def refuse_wrappers() -> None:
+    """Have the constructors of torch's engines for whole models say why not, before they do anything."""
+    for engine in (DistributedDataParallel, DataParallel):
+        _guard(engine)
 
-    def __iter__(self) -> Iterator[str]:
-        raise wrapped()
 
+@functools.cache
+def _guard(engine: type[nn.Module]) -> None:
+    """Put the question before ``engine``'s constructor, once.
 
-def refuse_wrappers(model: nn.Module) -> None:
-    """Have ``DistributedDataParallel(model)`` say why not, instead of broadcasting shards."""
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _Refusal()
+    Nothing less does: without a process group DDP fails before it looks at the model, and on the CPU DataParallel only
+    calls it.
+    """
+    plain: Any = engine.__init__
+
+    @functools.wraps(plain)
+    def init(self: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        left_out = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+        named = module.named_parameters() if isinstance(module, nn.Module) else ()
+        if any(owned(parameter) for name, parameter in named if name not in left_out):
+            raise wrapped(engine.__name__)
+        plain(self, module, *args, **kwargs)
+
+    engine.__init__ = init  # type: ignore[method-assign]
 
 
 def check_unwrapped() -> None:
-    """Raise a StateError within a forward of DistributedDataParallel that has an engine's parameters, at any depth."""
+    """Raise a StateError within a forward of a DistributedDataParallel that was there before :func:`npuzero.zero`."""
     around = DistributedDataParallel._active_ddp_module
     if around is not None and any(map(owned, around._module_parameters)):
         raise wrapped()

@@ -80,7 +80,7 @@ class Writes:
             written = mine.get(index, {})
             # A rank that wrote says what; one that did not says what there is. Where parameters are sharded there may
             # be both: the rank's own writes, and the shards of others.
-            claims = [written, now] if unit.cut else [{**now, **written}]
+            claims = [written, now] if unit.guarded else [{**now, **written}]
             _check(unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs])
 
 

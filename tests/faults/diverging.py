@@ -251,6 +251,7 @@ CASES: dict[str, Callable[[World, str], None]] = {
     "gathered() on rank 0 only": only_rank_0(_look_at),
     "full_state_dict on rank 0 only": only_rank_0(_state_dict),
     "optimizer.state_dict on rank 0 only": only_rank_0(_optimizer_state),
+    "world.mean on rank 0 only": only_rank_0(lambda run: run.world.mean(1.0)),
     "barrier on rank 0 only": only_rank_0(_barrier),
     "zero() of a second model on rank 0 only": only_rank_0(_second_model),
     "zero() on rank 0 only": cuts_alone,

@@ -41,6 +41,7 @@ LEFT_OUT = {
     "full_state_dict on rank 0 only": "full_state_dict",
     "load_full_state_dict on rank 0 only": "load_full_state_dict",
     "optimizer.state_dict on rank 0 only": "optimizer.state_dict",
+    "world.mean on rank 0 only": "world.mean",
     "zero() of a second model on rank 0 only": "zero",
     "zero() on rank 0 only": "zero",
     "clipping on one rank": "clip_grad_norm_",

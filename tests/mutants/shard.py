@@ -424,7 +424,7 @@ MUTANTS = (
     Mutant(
         "a forward that raises leaves the units that it came to gathered",
         "shard/passes.py",
-        "if unit.cut and whole and not in_backward():",
+        "if unit.guarded and whole and not in_backward():",
         "if False:",
         ("world/test_raising.py::test_nothing_stays_gathered",),
     ),

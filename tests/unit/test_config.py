@@ -25,9 +25,11 @@ def test_the_settings_there_are_is_a_promise():
         "Settings.update_on",
         "Settings.verify",
         "Settings.io_threads",
+        "Settings.strict",
         "Environment.backend",
         "Environment.isa",
         "Environment.timeout_s",
+        "Environment.strict",
         "Environment.npu_kernels",
         "Environment.nvme_paths",
         "Launch.rank",
@@ -48,6 +50,7 @@ def test_defaults():
         "update_on": "auto",
         "verify": True,
         "io_threads": 4,
+        "strict": False,
     }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import npuzero
 from npuzero import StateError, comm
@@ -217,6 +217,26 @@ def test_another_engine_around_it_is_an_error_that_says_so(wrapper: str, plan: s
         assert "model.to()" not in str(caught.value)
 
     comm.run_threads(2 if plan == "zero3" else 1, rank)  # where torch comes to collectives, there is one rank for them
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("engine", [DistributedDataParallel, DataParallel])
+def test_torchs_engines_are_refused_without_a_process_group_and_on_the_cpu(
+    engine: Callable[..., nn.Module], plan: str
+) -> None:
+    """There DDP would fail over the group that it lacks, and DataParallel do nothing."""
+    model = npuzero.zero(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan=plan)
+    for around in (model, Wrapping(model)):
+        with pytest.raises(StateError, match=f"^{engine.__name__} around a model made by npuzero.zero"):
+            engine(module=around)
+
+
+def test_a_model_of_ones_own_may_be_wrapped_beside_it() -> None:
+    npuzero.zero(nn.Linear(4, 4), plan="zero3")
+    plain = nn.Linear(4, 4)
+    assert torch.equal(DataParallel(plain)(torch.ones(1, 4)), plain(torch.ones(1, 4)))
+    with pytest.raises(ValueError, match="process group"):
+        DistributedDataParallel(plain)
 
 
 def test_ddp_may_have_the_rest_of_a_model(process_group: None) -> None:

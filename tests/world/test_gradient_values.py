@@ -128,6 +128,7 @@ def test_the_norms_are_the_same_floats_on_every_rank_and_under_every_plan() -> N
     assert all(other == found[0] for other in found) and len(found[0]) > 20
 
 
+@pytest.mark.usefixtures("permissive")
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 def test_p_grad_is_readable_on_a_rank_alone(plan: str) -> None:
     """As in plain torch, right after backward; what writes into it is told what to use."""
@@ -203,7 +204,7 @@ def test_what_is_asked_wrongly() -> None:
         npuzero.grad_norms(build())
     with pytest.raises(StateError, match="a frozen one"):
         npuzero.full_gradient(model.positions)
-    with pytest.raises(StateError, match="something else"):
+    with pytest.raises(StateError, match=r"got shape=\(\d+, \d+\), dtype=torch.float32 \(Parameter\)"):
         npuzero.full_gradient(build().head.weight)
 
 

@@ -66,6 +66,7 @@ def update(  # noqa: PLR0913, PLR0917 - what the binding of a kernel takes
             if k.row >= 0:
                 assert dynamic is not None
                 k = with_row(k, dynamic[k.row].tolist())
+            # Draws belong to places in a stream, not in this shard: bits do not depend on how a parameter is sharded.
             places = torch.arange(mine.start, mine.stop) + (place + start - begin)
             g = grad[mine].float()
             if grad_scale is not None:

@@ -125,3 +125,11 @@ def _(world: World) -> None:
     model = cut(world)
     (loss_of(model) * math.nan).backward()
     assert npuzero.clip_grad_norm_(model, 1.0).isnan()
+
+
+bad("clip_grad_norm_ with its arguments swapped", ConfigError, r"got ToyGPT\( .{,60} \(ToyGPT\)\.", "after the model")(
+    lambda world: npuzero.clip_grad_norm_(1.0, cut(world))  # type: ignore[arg-type]
+)
+bad("full_gradient by name", StateError, r"got 'norm.weight' \(str\)")(
+    lambda world: npuzero.full_gradient("norm.weight")  # type: ignore[arg-type]
+)

@@ -76,3 +76,11 @@ bad("communicator of a rank twice", ContractError, "different", ranks=2)(
 @bad("ranks send different sizes", CollectiveError, "rank 0", "rank 1", "3", "4", ranks=2)
 def _(world: World) -> None:
     world.communicator((0, 1), "all").all_reduce(torch.ones(3 + world.rank)).wait()
+
+
+bad("the mean of a text", ContractError, r"world\.mean", r"'x' \(str\)", r"world\.exchange", ranks=2)(
+    lambda world: world.mean("x")  # type: ignore[arg-type]
+)
+bad("an exchange of a tensor", ContractError, r"world\.exchange", r"\(Tensor\)", r"world\.mean", ranks=2)(
+    lambda world: world.exchange(torch.ones(2))
+)

@@ -181,3 +181,11 @@ def _(world: World) -> None:
     optimizer = npuzero.ZeroOptimizer(torch.optim.SGD, model.parameters(), lr=0.1)
     backward(model, world)
     optimizer.step()
+
+
+bad("an optimizer over the model itself", ConfigError, r"AdamW\(lr=0.001, betas=", r"\.parameters\(\), not the")(
+    lambda world: npuzero.AdamW(cut(world))
+)
+bad("learning_rate for lr", ConfigError, "Did you mean 'lr'")(
+    lambda world: npuzero.AdamW(cut(world).parameters(), learning_rate=0.1)  # type: ignore[call-arg]
+)

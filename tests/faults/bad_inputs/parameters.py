@@ -189,7 +189,22 @@ for _stage in ("zero0", "zero3"):
         model.norm.weight.grad.mul_(2)
 
 
-@bad("who reads: state_dict", StateError, r"^ToyGPT\.state_dict on parameter", "called at parameters.py", ranks=2)
+@bad("who reads: an update by hand", StateError, r"^reading the gradient of [\w.]+, called at parameters", ranks=2)
+def _(world: World) -> None:
+    model = cut(world)
+    backward(model, world)
+    0.1 * model.norm.weight.grad
+
+
+@bad("who reads: an optimizer", StateError, r"^torch\.optim\.SGD\.step on", r"Use npuzero\.AdamW", ranks=2)
+def _(world: World) -> None:
+    model = cut(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, world)
+    optimizer.step()
+
+
+@bad("who reads: state_dict", StateError, r"^ToyGPT\.state_dict on", "at parameters.py", "npuzero.export", ranks=2)
 def _(world: World) -> None:
     cut(world).state_dict()
 

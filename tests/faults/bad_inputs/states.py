@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import npuzero
-from npuzero import CheckpointError
+from npuzero import CheckpointError, StateError
 from npuzero.comm import World
 from world.toy import build
 
@@ -93,3 +94,22 @@ for _name, _change, _says in [
 @bad("optimizer's load_state_dict: SGD's into AdamW", CheckpointError, "exp_avg|step", ranks=2)
 def _(world: World) -> None:
     _load_optimizer(world, lambda state: None, torch.optim.SGD)
+
+
+@bad("a checkpoint that is a file", CheckpointError, "got a file", r"torch\.load", ranks=2)
+def _(world: World) -> None:
+    model = cut(world)
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        npuzero.checkpoint.load(file.name, model)
+
+
+@bad("extra of a class of one's own", CheckpointError, r"dict: one that needs .*ToyGPT\. ", "state_dict")
+def _(world: World) -> None:
+    model = cut(world)
+    with tempfile.TemporaryDirectory() as folder:
+        npuzero.checkpoint.save(folder, model, step=1, extra={"model": build()})
+
+
+bad("a folder for the model", StateError, r"got 'run' \(str\)")(
+    lambda world: npuzero.checkpoint.save(cut(world), "run", step=1)  # type: ignore[arg-type]
+)

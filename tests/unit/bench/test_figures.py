@@ -47,7 +47,6 @@ def test_who_is_measured_has_a_name_that_can_be_typed():
     assert figures.called("fsdp2-keep") == "FSDP2, reshard_after_forward=False"
 
 
-@pytest.mark.xfail(strict=True, reason="the committed records are of several commits: they are to be taken anew")
 def test_the_figures_of_one_table_are_of_one_clean_commit():
     records, results = figures.read(RESULTS)
     tables = [{headline.benchmark for headline in figures.HEADLINES}, *map(figures.names_of, figures.GROUPS)]

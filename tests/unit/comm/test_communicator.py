@@ -270,6 +270,25 @@ def test_who_calls_no_init_is_told_as_well(eight_devices: None, monkeypatch: pyt
     assert [warning.filename for warning in found] == [__file__]
 
 
+@pytest.mark.parametrize(("variable", "tasks"), [("SLURM_STEP_NUM_TASKS", "4"), ("OMPI_COMM_WORLD_SIZE", "2")])
+def test_tasks_of_srun_without_ranks_are_told_that_each_is_alone(
+    variable: str, tasks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_launch(monkeypatch)
+    monkeypatch.setenv(variable, tasks)
+    with pytest.warns(RuntimeWarning, match=f"one of {tasks} tasks .* each of which trains alone") as found:
+        assert npuzero.init("cpu").size == 1
+    assert [warning.filename for warning in found] == [__file__]
+
+
+@pytest.mark.parametrize("variables", [{"SLURM_STEP_NUM_TASKS": "1"}, {"OMPI_COMM_WORLD_SIZE": "some"}])
+def test_one_task_alone_is_told_nothing(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_launch(monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert npuzero.init("cpu").size == 1
+
+
 @pytest.mark.parametrize(
     ("wanted", "variables"),
     [("cuda:3", {}), ("cpu", {}), (None, {"RANK": "0", "WORLD_SIZE": "1"}), ("cuda", {"RANK": "0", "WORLD_SIZE": "1"})],
