@@ -124,7 +124,7 @@ class Shards:
         """Have the stream update what is far; all that may change before it is done is copied."""
         banks = [*engine.far.masters, *self._banks.get(engine, ())]
         launch = FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
-        engine.far.stream.run(far, banks, launch, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
+        engine.update.run_far(far, banks, launch, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
 
     def _line(self, engine: Engine, shards: list[Flat]) -> Line:
         """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are."""

@@ -278,9 +278,14 @@ class Stream:
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
+    @property
+    def busy(self) -> bool:
+        """Return whether there is an update that nobody has waited for to its end."""
+        return bool(self._handles)
+
     def has(self, unit: Unit) -> bool:
-        """Tell whether ``unit`` has an update that nobody has waited for to its end."""
-        return bool(self._handles) and unit.index in self._last
+        """Tell whether such an update has anything of ``unit``."""
+        return self.busy and unit.index in self._last
 
     def done(self, unit: Unit) -> bool:
         """Tell whether :meth:`wait` would return at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from npuzero.memory import Transient
 from npuzero.shard.chunks import Chunk, Piece, chunks_of
@@ -61,10 +62,8 @@ class Update:
     def end(self) -> None:
         """Start R4 of the units that still wait: nothing near is written any more."""
         self._restore_until(None)
-        if self._waiting:  # for the stream
-            for unit in self._waiting:
-                unit.close()
-            self._restorer.before = self._catch_up
+        for unit in self._waiting:  # for the stream
+            unit.close()
 
     def _restore_until(self, undone: Flat | None) -> None:
         """Start R4, in order, of the units before that of ``undone``, and before the first that the stream has."""
@@ -75,6 +74,13 @@ class Update:
                 self._restorer.finish(unit)
 
     # -- what is far -----------------------------------------------------------------------------------------------
+
+    def run_far(self, *task: Any) -> None:
+        """Begin to update what is far, as :meth:`Stream.run` does; from now on who needs a unit waits for it."""
+        self._restorer.before = self._catch_up
+        self.stream.run(*task)
+        if not self.stream.busy:
+            self._restorer.before = None
 
     def _catch_up(self, unit: Unit) -> None:
         """Wait for the update of ``unit`` and of those before it, and start their R4; and of those behind, if done."""

@@ -1,0 +1,299 @@
+"""What a program does right after a step, while what rests far is still updated beside it; and updates that fail."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import Memory, Placement, Plan, Settings, StateError, StorageError, checkpoint, comm
+from npuzero.api.model import engine_of
+from npuzero.comm import World
+from npuzero.memory.file import FileStore
+from npuzero.shard.stream import Staged
+from world.test_optimizers import optimizer_state
+from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed
+from world.toy import ToyGPT, build
+from world.train import CutSession, Session, State, assert_same_bits, run_cut
+
+__all__ = ["folders"]  # a fixture
+
+SETTINGS = Settings(chunk_bytes=3000)
+PLACES = [("zero3", {"memory": HOST, "gradients": True}), ("zero1", {"memory": NVME})]
+ids = ["gradients and states on the host", "states in files"]
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk takes a while, so that whoever does not wait for it comes too early."""
+    master = Staged.master.fget
+    assert master is not None
+
+    def late(staged: Staged) -> torch.Tensor:
+        if threading.current_thread().name == "npuzero-update":
+            time.sleep(0.001)
+        return master(staged)
+
+    monkeypatch.setattr(Staged, "master", property(late))
+
+
+def after(what: Callable[[Session, torch.optim.Optimizer], State | None]) -> Callable[[Session], State]:
+    """A loop that does ``what`` right after each step; all that it gives counts."""
+
+    def scenario(session: Session) -> State:
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        found: State = {}
+        for step in range(3):
+            session.loss(step).backward()
+            session.clip(0.5)
+            optimizer.step()
+            seen = what(session, optimizer) or {}
+            found |= {f"{step}: {name}": value.detach().clone() for name, value in seen.items()}
+        return found
+
+    return scenario
+
+
+def drops(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def drops_and_accumulates(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """Without dropping every other time: gradients add up, scaled as they were."""
+    if len(optimizer.state_dict()["state"]) % 2:
+        optimizer.zero_grad()
+
+
+def shows_parameters(session: Session, optimizer: torch.optim.Optimizer) -> State:
+    optimizer.zero_grad()
+    return session.state()
+
+
+def shows_states(session: Session, optimizer: torch.optim.Optimizer) -> State:
+    optimizer.zero_grad()
+    return optimizer_state(optimizer)
+
+
+def loads_its_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
+def loads_parameters(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    session.load(session.state())
+    optimizer.zero_grad()
+
+
+def writes(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    with npuzero.gathered(session.model), torch.no_grad():
+        for parameter in session.model.parameters():
+            parameter.mul_(0.5)
+    optimizer.zero_grad()
+
+
+def evaluates(session: Session, optimizer: torch.optim.Optimizer) -> State:
+    optimizer.zero_grad()
+    with torch.no_grad():
+        return {"loss": session.loss(99)}
+
+
+def looks_at_gradients(session: Session, optimizer: torch.optim.Optimizer) -> State:
+    norms = npuzero.grad_norms(session.model)
+    optimizer.zero_grad()
+    return {name: torch.tensor(norm) for name, norm in norms.items()}
+
+
+@pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
+@pytest.mark.parametrize(
+    "what",
+    [
+        drops,
+        drops_and_accumulates,
+        shows_parameters,
+        shows_states,
+        loads_its_states,
+        loads_parameters,
+        writes,
+        evaluates,
+        looks_at_gradients,
+    ],
+    ids=lambda what: what.__name__,
+)
+@pytest.mark.usefixtures("slowly")
+def test_right_after_a_step(what: Any, plan: str, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
+    options = {"local_size": 1, "precision": "bf16-split"}
+    row = placed(plan, PRECISIONS["split"], 2, **where)
+    found = run_cut(after(what), 2, ToyGPT, plan=row, settings=SETTINGS)
+    for mine, expected in zip(found, run_cut(after(what), 2, ToyGPT, plan=plan, **options), strict=True):
+        assert_same_bits(mine, expected)
+
+
+@pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
+@pytest.mark.usefixtures("slowly")
+def test_a_model_may_go_while_it_is_updated(plan: str, where: dict[str, Any]) -> None:
+    def rank(world: World) -> weakref.ref[Any]:
+        session = CutSession(build(), world, plan=placed(plan, PRECISIONS["bf16"], 2, **where), settings=SETTINGS)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        session.loss().backward()
+        optimizer.step()
+        return weakref.ref(engine_of(session.model))
+
+    engines = comm.run_threads(2, rank)
+    deadline = time.monotonic() + 30
+    while any(engine() is not None for engine in engines) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert [engine() for engine in engines] == [None, None]
+
+
+def lanes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "npuzero-update"]
+
+
+def test_no_thread_stays() -> None:
+    row = placed("zero0", PRECISIONS["bf16"], 1)
+    comm.run_threads(1, lambda world: train_a_step(CutSession(build(), world, plan=row, settings=SETTINGS)))
+    deadline = time.monotonic() + 30
+    while lanes() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not lanes()
+
+
+def train_a_step(session: CutSession, step: int = 0) -> None:
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    session.loss(step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_disk_that_fails_ends_training(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next wait, and at every one after it: no step goes on from states of which some are a step behind."""
+
+    def fail(*arguments: Any) -> Any:
+        raise StorageError("write in a folder", expected="success", got="EIO", do="Look at the disk.")
+
+    def rank(world: World) -> list[str]:
+        settings = SETTINGS.replace(overlap=overlap)
+        session = CutSession(
+            build(), world, plan=placed("zero3", PRECISIONS["bf16"], 1, memory=NVME), settings=settings
+        )
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        session.loss().backward()
+        optimizer.step()
+        session.state()
+        monkeypatch.setattr(FileStore, "write", fail)
+        session.loss(1).backward()
+        said = []
+        for call in (optimizer.step, lambda: session.loss(2), session.state, optimizer.state_dict, optimizer.step):
+            try:
+                call()
+            except StorageError as error:
+                said.append(error.got)
+        return said
+
+    (said,) = comm.run_threads(1, rank)
+    assert said == ["EIO"] * (5 if not overlap else 4)
+
+
+def test_an_update_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(staged: Staged) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    def rank(world: World) -> None:
+        row = placed("zero1", PRECISIONS["bf16"], 1)
+        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        monkeypatch.setattr(Staged, "master", property(broken))
+        train_a_step(session)
+        with pytest.raises(StateError, match="no such kernel"):
+            session.loss(1)
+        with pytest.raises(StateError, match="last checkpoint"):
+            session.state()
+
+    comm.run_threads(1, rank)
+
+
+MEMORIES = {
+    "device": {},
+    "host": {"memory": HOST, "gradients": True},
+    "files": {"memory": NVME},
+    "a part": {"share": 0.4},
+}
+
+
+@pytest.mark.parametrize("precision", ["8 bits", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_checkpoint_of_any_memory_goes_on_in_any_other(precision: str, tmp_path: Path) -> None:
+    """Saved right after a step; the states and what follows have the same bits."""
+
+    def row(name: str) -> Plan:
+        if name == "device":
+            return Plan.preset("zero3", precision=PRECISIONS[precision], local_size=1)
+        return placed("zero3", PRECISIONS[precision], 2, **MEMORIES[name])
+
+    def saved(world: World, name: str) -> None:
+        session = CutSession(build(), world, plan=row(name), settings=SETTINGS)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(2):
+            session.loss(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        checkpoint.save(tmp_path / name, session.model, optimizer, step=2)
+
+    def goes_on(world: World, name: str, other: str) -> State:
+        session = CutSession(build(seed=1), world, plan=row(other), settings=SETTINGS)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        checkpoint.load(tmp_path / name, session.model, optimizer)
+        session.loss(2).backward()
+        optimizer.step()
+        return optimizer_state(optimizer) | session.state()
+
+    for name in MEMORIES:
+        comm.run_threads(2, lambda world, name=name: saved(world, name))
+    names = list(MEMORIES)
+    expected = comm.run_threads(2, lambda world: goes_on(world, "device", "device"))[0]
+    for name, other in zip(names, names[1:] + names[:1], strict=True):
+        for found in comm.run_threads(2, lambda world, name=name, other=other: goes_on(world, name, other)):
+            assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
+def test_a_steady_step_allocates_nothing(plan: str, where: dict[str, Any]) -> None:
+    def rank(world: World) -> list[list[int]]:
+        session = CutSession(build(), world, plan=placed(plan, PRECISIONS["bf16"], 2, **where), settings=SETTINGS)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        made = []
+        for step in range(5):
+            for micro_batch in range(2):
+                session.loss(step, micro_batch).backward()
+            session.clip(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            made.append([space.allocations for space in engine_of(session.model).spaces.values()])
+        session.state()
+        return made
+
+    for made in comm.run_threads(2, rank):
+        assert made[1] == made[-1]
+
+
+def test_memories_of_units_may_differ() -> None:
+    """One on the device, one on the host, one in files; and all of it on the device."""
+    here = Plan.preset("zero3", local_size=1)
+    host, files = (
+        Plan(states=Placement(here.states.axes, memory), gradients=here.gradients, local_size=1, name=memory.value)
+        for memory in (Memory.HOST, Memory.NVME)
+    )
+    plans = {"blocks.0": host, "blocks.2": files}
+    found = run_cut(after(drops), 2, ToyGPT, plan=here, unit_plans=plans, settings=SETTINGS)
+    for mine, expected in zip(found, run_cut(after(drops), 2, ToyGPT, plan=here), strict=True):
+        assert_same_bits(mine, expected)
