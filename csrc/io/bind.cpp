@@ -46,7 +46,8 @@ std::unique_ptr<Store, io::InItsOwnProcess> make_store(const std::vector<std::st
       [&] { return std::unique_ptr<Store, io::InItsOwnProcess>(new Store(folders, bytes, threads, verify)); });
 }
 
-std::shared_ptr<io::Request> submit(Store& store, bool write, int64_t offset, std::uintptr_t address, int64_t bytes) {
+std::shared_ptr<io::Request> submit_request(Store& store, bool write, int64_t offset, std::uintptr_t address,
+                                            int64_t bytes) {
   require(bytes >= 0 && bytes % whole_page == 0, "store: bytes", "whole pages of 4096 bytes", bytes);
   require(offset >= 0 && offset % whole_page == 0 && offset <= store.bytes() - bytes, "store: offset",
           "a page within the store", offset);
@@ -56,7 +57,7 @@ std::shared_ptr<io::Request> submit(Store& store, bool write, int64_t offset, st
 }
 
 // (kind, folder, offset in its file, error of the system), or None where it went well.
-py::object wait(const io::Request& request) {
+py::object wait_for(const io::Request& request) {
   const auto interrupted = [] {
     const py::gil_scoped_acquire gil;
     return PyErr_CheckSignals() != 0;
@@ -94,12 +95,12 @@ void bind_io(py::module_& m) {
 
   py::class_<io::Request, std::shared_ptr<io::Request>>(module, "Request")
       .def("done", &io::Request::done)
-      .def("wait", &wait, "None, or (kind, folder, offset in its file, error of the system).");
+      .def("wait", &wait_for, "None, or (kind, folder, offset in its file, error of the system).");
 
   py::class_<Store, std::unique_ptr<Store, io::InItsOwnProcess>>(module, "Store")
       .def(py::init(&make_store), py::arg("folders"), py::arg("bytes"), py::arg("threads"), py::arg("verify"))
       .def_property_readonly("direct", &Store::direct)
-      .def("submit", &submit, py::arg("write"), py::arg("offset"), py::arg("address"), py::arg("bytes"),
+      .def("submit", &submit_request, py::arg("write"), py::arg("offset"), py::arg("address"), py::arg("bytes"),
            "A request, which the memory must outlast; None once the store is closed.")
       .def("close", &Store::close, py::call_guard<py::gil_scoped_release>());
 
