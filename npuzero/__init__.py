@@ -48,13 +48,14 @@ from npuzero.errors import (
     StorageError,
 )
 from npuzero.info import info
-from npuzero.plan import PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
+from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
 from npuzero.shard.tiles import tiled
 
 __version__ = "0.1.0"
 
 
 __all__ = [
+    "OFFLOADED",
     "PRECISIONS",
     "PRESETS",
     "Adam",

@@ -56,7 +56,9 @@ def option(default: Any, help: str, kind: type | None = None) -> Any:
 class Options:
     """The command line."""
 
-    preset: str = option("zero3", f"where the training state rests: {', '.join(npuzero.PRESETS)}")
+    preset: str = option(
+        "zero3", f"where the training state rests: {', '.join((*npuzero.PRESETS, *npuzero.OFFLOADED))}"
+    )
     local_size: int | None = option(None, "ranks in a group for presets with two levels; None: those of a host", int)
     precision: str = option("fp32", f"of the training state: {', '.join(npuzero.PRECISIONS)}")
     steps: int = option(360, "optimizer steps")

@@ -92,7 +92,7 @@ class Plan:
         """Return the plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
         Args:
-            name: one of :data:`PRESETS`, or 0, 1, 2, 3, 1.5.
+            name: one of :data:`PRESETS` or :data:`OFFLOADED`, or 0, 1, 2, 3, 1.5.
             precision: None keeps each parameter's dtype; a name of :data:`PRECISIONS`, a dtype that the parameters
                 are converted to, or a :class:`Precision`.
             local_size: see :class:`Plan`.

@@ -142,6 +142,8 @@ def test_a_world_is_a_positive_number(world):
     "change",
     [
         {"parameters": Placement((), Memory.HOST)},
+        {"gradients": Placement(AXES, Memory.HOST), "states": Placement(AXES)},
+        {"gradients": Placement((), Memory.HOST), "states": Placement(AXES, Memory.HOST)},
         {"states": Placement(AXES, Memory.HOST, 1.5)},
         {"states": Placement(AXES, Memory.HOST, True)},
         {"states": Placement(AXES, Memory.HOST, float("nan"))},
