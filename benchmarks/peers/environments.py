@@ -74,16 +74,17 @@ class Environment:
         begin_s = time.perf_counter()
         venv.create(self.folder, clear=True, with_pip=True)
         for packages in self.installs:
-            self._run("-m", "pip", "--quiet", "install", *pip, *packages)
+            self.run("-m", "pip", "--quiet", "install", *pip, *packages)
         installed_s = time.perf_counter()
         if self.first_use:
-            self._run("-c", self.first_use)
+            self.run("-c", self.first_use)
         compiled_s = time.perf_counter()
         made = wanted | {"install_s": installed_s - begin_s, "first_use_s": compiled_s - installed_s}
         stamp.write_text(json.dumps(made))
         return made
 
-    def _run(self, *arguments: str) -> None:
+    def run(self, *arguments: str) -> None:
+        """Runs its Python to the end; raises NotInstalled with its last words where that fails."""
         command = [self.python, *arguments]
         try:
             subprocess.run(

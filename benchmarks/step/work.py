@@ -65,6 +65,19 @@ class Rank:
         """The losses of the next steps."""
         return [self._step().item() for _ in range(steps)]
 
+    def update_s(self) -> float:
+        """The seconds of the next step's update alone."""
+        parts: dict[str, float] = {}
+
+        def mark(part: str, begin_s: float) -> float:
+            self.synchronize()
+            end_s = time.perf_counter()
+            parts[part] = end_s - begin_s
+            return end_s
+
+        self._step(mark)
+        return parts["update"]
+
     def look(self, steps: int) -> dict[str, Any]:
         """What the next steps do, per step, and what one more holds. Observing costs time: this is no measure of it."""
         parts: dict[str, float] = defaultdict(float)

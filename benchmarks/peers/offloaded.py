@@ -1,0 +1,173 @@
+"""Contenders whose optimizer states rest on a disk, each used as its documents say, on the workload of benchmarks.step.
+
+The folder is the first of NPUZERO_NVME_PATHS, the same for all. The update of each goes to the disk's end: a map is
+synchronised and forgotten, as where memory were full; npuzero has an entry that waits for its own, ``-blocking``.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.step.contenders import Build, Steps
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+
+#: DeepSpeed's settings of a run, as JSON; see nvme.py.
+TUNING = "NVME_BENCHMARK_DEEPSPEED"
+
+
+def folder() -> Path:
+    """Where all of them keep their states."""
+    return Path(os.environ["NPUZERO_NVME_PATHS"].split(os.pathsep)[0])
+
+
+def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
+    """npuzero's stage 3 with states on NVMe; ``storage`` is what follows in the precision's name."""
+    import npuzero
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        npuzero.init()
+        precision = workload.precision + storage
+        npuzero.zero(model, 3, offload="nvme", precision=precision, settings=npuzero.Settings(overlap=overlap))
+        optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+
+        def update() -> None:
+            npuzero.clip_grad_norm_(model, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Steps(model, update)
+
+    return build
+
+
+def deepspeed_nvme() -> Build:
+    """DeepSpeed's stage 3 with optimizer states on NVMe, by its aio and its CPU Adam."""
+    import deepspeed as library
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    tuning = json.loads(os.environ[TUNING])
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        library.init_distributed(dist_backend="gloo")
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": workload.batch,
+            "gradient_clipping": MAX_NORM,
+            "bf16": {"enabled": workload.dtype == torch.bfloat16},
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": tuning["sub_group_size"],
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": str(folder()),
+                    "pin_memory": False,
+                    **tuning["offload_optimizer"],
+                },
+            },
+            "aio": tuning["aio"],
+        }
+        optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **HYPER)
+        engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
+        return Steps(engine, engine.step, backward=engine.backward)
+
+    return build
+
+
+class Mapped:
+    """float32 memory that is a file's; the file has no name, and goes with it."""
+
+    def __init__(self, numel: int) -> None:
+        self._file = TemporaryFile(dir=folder())  # noqa: SIM115 - it lives as long as the map
+        os.posix_fallocate(self._file.fileno(), 0, 4 * numel)
+        self._map = mmap.mmap(self._file.fileno(), 4 * numel)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.float32)
+
+    def forget(self) -> None:
+        """Write what was changed, and leave no page in memory."""
+        self._map.flush()
+        self._map.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def mapped() -> Build:
+    """torch's fused AdamW over masters and moments in memory-mapped files, a block of the model after the other."""
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        model.to(workload.dtype)
+        updates = [MappedAdamW(list(parameters)) for parameters in _blocks(model)]
+        parameters = list(model.parameters())
+
+        def update() -> None:
+            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters]
+            scale = (MAX_NORM / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
+            for each in updates:
+                each.step(scale)
+
+        return Steps(model, update)
+
+    return build
+
+
+def _blocks(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    inner = [list(block.parameters()) for block in model.blocks]  # type: ignore[union-attr, operator]
+    known = {id(parameter) for block in inner for parameter in block}
+    yield [parameter for parameter in model.parameters() if id(parameter) not in known]
+    yield from inner
+
+
+class MappedAdamW:
+    """Updates some parameters from mapped states."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = parameters
+        numel = sum(parameter.numel() for parameter in parameters)
+        self._maps = [Mapped(numel) for _ in range(3)]
+        masters, first, second = (self._parts(states.tensor) for states in self._maps)
+        for master, parameter in zip(masters, parameters, strict=True):
+            master.copy_(parameter.detach())
+        self._masters = [master.requires_grad_() for master in masters]
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **HYPER)
+        for master, exp_avg, exp_avg_sq in zip(self._masters, first, second, strict=True):
+            state = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            self._optimizer.state[master] = state
+        self._forget()
+
+    def step(self, scale: Tensor) -> None:
+        """Update by the parameters' gradients times ``scale``; clear them."""
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float() * scale
+            parameter.grad = None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(self._parameters, self._masters)
+        self._forget()
+
+    def _forget(self) -> None:
+        for states in self._maps:
+            states.forget()
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        sizes = [parameter.numel() for parameter in self._parameters]
+        parts = whole.split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+
+CONTENDERS: dict[str, Callable[[], Build]] = {
+    "npuzero": npuzero_nvme,
+    "npuzero-blocking": partial(npuzero_nvme, overlap=False),
+    "npuzero-8bit": partial(npuzero_nvme, "-8bit"),
+    "npuzero-8bit-blocking": partial(npuzero_nvme, "-8bit", overlap=False),
+    "deepspeed": deepspeed_nvme,
+    "mapped": mapped,
+}
