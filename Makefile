@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
+.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -26,6 +26,9 @@ help:  ## say what there is to make
 
 demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks (2); leaves runs/demo
 	$(PY) examples/gpt/demo.py --preset $(PRESET) --ranks $(RANKS) $(ARGS)
+
+demo-offload: $(VENV)/.installed-example  ## train it with optimizer states on DISK, under a cap; leaves runs/offload
+	$(PY) examples/gpt/offload.py --ranks $(RANKS) $(if $(DISK),--disk $(DISK)) $(ARGS)
 
 test: lint test-binding $(VENV)/.installed-dev  ## lint, then all tests that are not slow
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from npuzero.cli.palette import CURVES, FAINT, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, caption
+from npuzero.cli.palette import CURVES, FAINT, GOAL, NAMES, OTHER, PAPER, PARTS, SHADE, STYLE, caption
 
 LABELS = {"zero0": "stage 0", "zero1": "stage 1", "zero2": "stage 2", "zero3": "stage 3"}
 ENLARGED_STEPS = 25
@@ -101,6 +101,37 @@ def plot(summary: Mapping[str, Any], path: Path) -> None:
     """Draw ``summary`` (see demo.py) to the image file ``path``."""
     with plt.rc_context(STYLE):
         figure = draw(summary)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def draw_offload(summary: Mapping[str, Any]) -> Figure:
+    """Return the picture of ``summary`` (see offload.py)."""
+    runs, mb = summary["runs"], 1e-6
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 6), width_ratios=(1, 1.1), layout="constrained")
+    draw_losses(left, {name: each["result"] for name, each in runs.items()}, summary["difference"])
+    for (name, each), (color, dashes) in zip(runs.items(), CURVES, strict=False):
+        held = [nbytes * mb for nbytes in each["held"]]
+        right.plot(each["seconds"], held, color=color, linestyle=dashes, label=f"{name}, at most {max(held):.0f} MB")
+    right.axhline(summary["cap_bytes"] * mb, color=GOAL, label=f"cap, {summary['cap_bytes'] * mb:.0f} MB")
+    right.set(xlabel="seconds", ylabel="MB in memory, all ranks", title="Memory of all processes", ylim=(0, None))
+    right.set_ylim(top=1.3 * right.get_ylim()[1])  # room for the legend
+    right.grid(axis="y")
+    right.legend(loc="upper right", fontsize=10)
+    states, room = summary["states_bytes"] * mb, summary["states_cap_bytes"] * mb
+    finding = f"Optimizer states of {states:.0f} MB on a disk, {room:.0f} MB of memory for them"
+    if summary["difference"] == 0:
+        finding += ": the same losses"
+    result = next(iter(runs.values()))["result"]
+    size = f"{result['parameters']:,} parameters on {result['ranks']} ranks, {result['options']['precision']}"
+    caption(figure, finding, f"A GPT of {size}, stage 3.", "Measured by examples/gpt/offload.py.")
+    return figure
+
+
+def plot_offload(summary: Mapping[str, Any], path: Path) -> None:
+    """Draw ``summary`` (see offload.py) to the image file ``path``."""
+    with plt.rc_context(STYLE):
+        figure = draw_offload(summary)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 

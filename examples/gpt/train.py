@@ -23,7 +23,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ class Options:
     )
     local_size: int | None = option(None, "ranks in a group for presets with two levels; None: those of a host", int)
     precision: str = option("fp32", f"of the training state: {', '.join(npuzero.PRECISIONS)}")
+    states: str = option("device", "where optimizer states rest: device, host or nvme (folders: NPUZERO_NVME_PATHS)")
+    chunk_bytes: int = option(0, "of states that are updated at a time; 0: npuzero's choice")
+    host_bytes: int = option(0, "that npuzero may hold on the host beside the device; 0: as many as there are")
     steps: int = option(360, "optimizer steps")
     batch: int = option(4, "sequences per rank and micro-batch")
     accumulate: int = option(1, "micro-batches per step")
@@ -83,6 +86,16 @@ class Options:
     @property
     def model(self) -> GPTConfig:
         return GPTConfig(dim=self.dim, layers=self.layers, heads=self.heads)
+
+    @property
+    def plan(self) -> npuzero.Plan:
+        plan = npuzero.Plan.preset(self.preset, precision=self.precision, local_size=self.local_size)
+        return replace(plan, states=replace(plan.states, memory=npuzero.Memory(self.states)))
+
+    @property
+    def settings(self) -> npuzero.Settings:
+        # strict: one rank refuses what several would
+        return npuzero.Settings(strict=True, chunk_bytes=self.chunk_bytes, host_bytes=self.host_bytes)
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> Options:
@@ -262,6 +275,10 @@ def check(options: Options) -> None:
     if options.precision not in npuzero.PRECISIONS:
         expected = f"one of {', '.join(npuzero.PRECISIONS)}"
         raise npuzero.ConfigError("--precision", expected=expected, got=options.precision, do="Choose one of them.")
+    memories = [memory.value for memory in npuzero.Memory]
+    if options.states not in memories:
+        expected = f"one of {', '.join(memories)}"
+        raise npuzero.ConfigError("--states", expected=expected, got=options.states, do="Choose one of them.")
     if options.resume and options.checkpoint_dir is None:
         do = "Say where the checkpoints are."
         raise npuzero.ConfigError("--resume", expected="--checkpoint-dir beside it", got="none", do=do)
@@ -322,10 +339,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     corpus = Corpus.standard_library()
     torch.manual_seed(options.seed)  # the same first weights on every rank, under every preset
     model = GPT(options.model).to(world.device)
-    plan = npuzero.Plan.preset(options.preset, precision=options.precision, local_size=options.local_size)
-    predicted = npuzero.predict(model, plan, world.size, clip=True, micro_batches=options.accumulate)
+    predicted = npuzero.predict(
+        model, options.plan, world.size, clip=True, micro_batches=options.accumulate, settings=options.settings
+    )
 
-    npuzero.zero(model, plan=plan, settings=npuzero.Settings(strict=True))  # one rank refuses what several would
+    npuzero.zero(model, plan=options.plan, settings=options.settings)
     progress = train(model, corpus.train, options, world)
     measured = npuzero.report(model)
     result = {
