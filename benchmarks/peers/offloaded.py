@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -86,16 +87,18 @@ class Mapped:
     """float32 memory that is a file's; the file has no name, and goes with it."""
 
     def __init__(self, numel: int) -> None:
-        self._file = TemporaryFile(dir=folder())  # noqa: SIM115 - it lives as long as the map
-        os.posix_fallocate(self._file.fileno(), 0, 4 * numel)
-        self._map = mmap.mmap(self._file.fileno(), 4 * numel)
+        with TemporaryFile(dir=folder()) as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * numel)
+            self._map = mmap.mmap(file.fileno(), 4 * numel)
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
         self.tensor = torch.frombuffer(self._map, dtype=torch.float32)
 
     def forget(self) -> None:
         """Write what was changed, and leave no page in memory."""
         self._map.flush()
         self._map.madvise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def mapped() -> Build:
