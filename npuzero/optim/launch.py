@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from npuzero.optim.rule import Range, Rule
+from npuzero.optim.rule import Options, Range, Rule
 from npuzero.optim.segments import moved, segments, within
 from npuzero.shard.flat import Flat, copy_rounded
 from npuzero.shard.stream import Numbers, Staged
@@ -23,7 +24,14 @@ class FarLaunch:
     def __init__(self, rule: Rule, seed: int, ranges: Mapping[Flat, list[Range]], moments: Sequence[str]) -> None:
         self._rule = rule
         self._seed = seed
-        self._ranges = ranges
+        # What the program may change before the update is done, as schedulers of lr do.
+        options: dict[int, Options] = {}
+        for part in (part for parts in ranges.values() for part in parts):
+            if id(part.options) not in options:
+                options[id(part.options)] = _copied(part.options)
+        self._ranges = {
+            flat: [part._replace(options=options[id(part.options)]) for part in parts] for flat, parts in ranges.items()
+        }
         self._moments = moments
 
     def __call__(self, staged: Sequence[Staged], numbers: Numbers) -> None:
@@ -46,6 +54,12 @@ class FarLaunch:
             start += end - begin
         gradients = [each.gradient for each in staged]
         line.update(gradients, segments(self._rule, chunk), numbers.scale, numbers.skip, numbers.dynamic)
+
+
+def _copied(options: Mapping[str, Any]) -> Options:
+    """Return a group's options, but for its parameters, as they are now."""
+    here = {key: value for key, value in options.items() if key != "params"}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in here.items()}
 
 
 def _fill(low: Tensor, master: Tensor, ranges: Sequence[Range], shift: int) -> None:
