@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuzero.errors import ConfigError
+from npuzero import device as devices
+from npuzero.errors import ConfigError, StateError
 from npuzero.ops import storage
 from npuzero.optim.counts import TakenSteps
 from npuzero.optim.launch import FarLaunch
@@ -122,6 +123,13 @@ class Shards:
 
     def _update_far(self, engine: Engine, far: Mapping[Flat, list[Range]], dynamic: Tensor | None) -> None:
         """Have the stream update what is far; all that may change before it is done is copied."""
+        if devices.get(engine.device).capturing():
+            raise StateError(
+                "a step in the capture of a graph",
+                expected="states on the device",
+                got="some that rest off it, and are updated by the host, which no graph can",
+                do="Call step() outside of the capture.",
+            )
         banks = [*engine.far.masters, *self._banks.get(engine, ())]
         launch = FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
         engine.update.run_far(far, banks, launch, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)

@@ -33,7 +33,9 @@ class Far:
         shards = [Piece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats]
         chunks = list(chunks_of(shards, _block_bytes, settings.chunk_bytes or FAR_CHUNK_BYTES))
         self._spaces = spaces
-        self.stream = Stream(units, chunks, spaces, settings.overlaps_parameters)
+        self.stream = Stream(
+            units, chunks, spaces, overlap=settings.overlaps_parameters, on_device=settings.update_on == "device"
+        )
         self.masters = self.banks({flat: dict([EXACT[flat.masters]]) for flat in flats if flat.masters in EXACT})
 
     def banks(self, fields: Fields) -> list[Bank]:

@@ -81,6 +81,7 @@ class _Job:
     banks: Sequence[Bank]
     staging: Sequence[Ring]  # of gradients, of parameters
     mover: Mover
+    on_device: bool
     numbers: Numbers
     taken: Sequence[Handle]  # of the numbers
     launch: Callable[[Sequence[Staged], Numbers], None]
@@ -137,9 +138,8 @@ class _Job:
         self.launch(whole, self.numbers)
         self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
         self.storing[k] = [bank.store(k) for bank in self.banks]
-        arrived = [self.mover.to_device(_own(each.piece), each.parameter) for each in staged]
-        for handle in arrived:
-            handle.wait()
+        for arrived in [] if self.on_device else [self.mover.to_device(_own(e.piece), e.parameter) for e in staged]:
+            arrived.wait()
 
     def _skipped(self) -> bool:
         for handle in self.taken:
@@ -150,27 +150,36 @@ class _Job:
         """Begin to bring chunk ``k`` to the host, all of it that is updated."""
         if k >= RING_SLOTS:
             self._stored(k - RING_SLOTS)
-        handles: list[Handle] = []
-        staged: list[Staged] = []
-        begins = [0, 0]
-        for piece in self.chunks[k].pieces:
-            if piece.flat not in self.gradients:
-                continue
-            numel = piece.end - piece.begin
-            gradient = self.gradients[piece.flat][piece.begin : piece.end]
-            if piece.flat.rests.gradients.memory is Memory.DEVICE:
-                slot = _cut(self.staging[0].slot(k), begins, 0, numel, torch.float32)
-                handles.append(self.mover.to_host(slot, gradient))
-                gradient = slot
-            own = _own(piece)
-            parameter = _cut(self.staging[1].slot(k), begins, 1, numel, own.dtype)
-            if piece.flat.low is None:
-                handles.append(self.mover.to_host(parameter, own))
-            staged.append(Staged(piece, gradient, parameter, {}))
+        pieces = [piece for piece in self.chunks[k].pieces if piece.flat in self.gradients]
+        if self.on_device:
+            staged = [Staged(piece, self._gradient(piece), _own(piece), {}) for piece in pieces]
+            handles: list[Handle] = []
+        else:
+            staged, handles = self._stage(k, pieces)
         if staged:
             self.mover.moved[FROM_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
             handles += [bank.fetch(k) for bank in self.banks]
         return staged, handles
+
+    def _stage(self, k: int, pieces: Sequence[Piece]) -> tuple[list[Staged], list[Handle]]:
+        """Begin to copy gradients and parameters of chunk ``k`` to the host."""
+        handles: list[Handle] = []
+        staged: list[Staged] = []
+        begins = [0, 0]
+        for piece in pieces:
+            numel, own, gradient = piece.end - piece.begin, _own(piece), self._gradient(piece)
+            if piece.flat.rests.gradients.memory is Memory.DEVICE:
+                slot = _cut(self.staging[0].slot(k), begins, 0, numel, torch.float32)
+                handles.append(self.mover.to_host(slot, gradient))
+                gradient = slot
+            parameter = _cut(self.staging[1].slot(k), begins, 1, numel, own.dtype)
+            if piece.flat.low is None:
+                handles.append(self.mover.to_host(parameter, own))
+            staged.append(Staged(piece, gradient, parameter, {}))
+        return staged, handles
+
+    def _gradient(self, piece: Piece) -> Tensor:
+        return self.gradients[piece.flat][piece.begin : piece.end]
 
     def _stored(self, k: int) -> None:
         for handle in self.storing.pop(k, ()):
@@ -204,13 +213,17 @@ class Stream:
         units: in forward order.
         chunks: the far shards of the model's flats, divided for good.
         overlap: False ends each update within its step.
+        on_device: the device's kernels update, and read and write the host's memory where it is.
     """
 
-    def __init__(self, units: Sequence[Unit], chunks: Sequence[Chunk], spaces: Spaces, overlap: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], chunks: Sequence[Chunk], spaces: Spaces, *, overlap: bool, on_device: bool
+    ) -> None:
         self.chunks = chunks
         self.mover = Mover(spaces[Memory.DEVICE].device)
         self._spaces = spaces
         self._overlap = overlap
+        self._on_device = on_device
         self._staging: list[Ring] = []
         last = {id(piece.flat): k for k, chunk in enumerate(chunks) for piece in chunk.pieces}
         # By unit the last chunk that has anything of it.
@@ -247,7 +260,9 @@ class Stream:
         gradients = {flat: flat.own_gradient for flat in flats}
         numbers, taken = self._snapshot(scale, skip, dynamic)
         rank = observe.current_rank()
-        job = _Job(self.chunks, gradients, banks, self._staging, self.mover, numbers, taken, launch, rank)
+        job = _Job(
+            self.chunks, gradients, banks, self._staging, self.mover, self._on_device, numbers, taken, launch, rank
+        )
         for k in range(len(self.chunks)):
             self._queue(job, k)
         self._handles.append(self._lane.run(job.finish))
@@ -265,7 +280,7 @@ class Stream:
 
     def _stage(self) -> None:
         """Make the rings that chunks go through, at the first update."""
-        if self._staging or not self.chunks:
+        if self._staging or not self.chunks or self._on_device:
             return
         pieces = [chunk.pieces for chunk in self.chunks]
         gradients = max(
