@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,18 @@ import pytest
 import npuzero
 from npuzero import Memory, Plan, Settings, comm
 from npuzero.comm import World
+from npuzero.plan import OFFLOADED
 from world.toy import Recipe, build
 from world.train import CutSession, train
 
 SIZE, LOCAL = 4, 2
 PRECISIONS = ("fp32", "bf16", "bf16-split", "bf16-stochastic", "bf16-8bit")
 ONE, THREE = Recipe(steps=3), Recipe(steps=3, micro_batches=3, clip=0.5)
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
 
 
 def placed(name: str, precision: str, share: float = 1.0) -> Plan:
@@ -61,14 +68,14 @@ def test_zero_with_offload_follows_the_plan_that_predict_is_told() -> None:
         assert report.plan == expected.plan and report.plan.name == "zero3+host"
 
 
-QUICK = (("offload", "bf16-8bit"), ("offload3", "fp32"))
+QUICK = (("offload", "bf16-8bit"), ("offload3", "fp32"), ("infinity-states", "bf16"))
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
         pytest.param(name, precision, marks=() if (name, precision) in QUICK else pytest.mark.slow)
-        for name in ("offload", "offload3")
+        for name in OFFLOADED
         for precision in PRECISIONS
     ],
 )
@@ -88,6 +95,9 @@ def test_presets_of_offload(name: str, precision: str) -> None:
         ("hsdp+host", "bf16", 0.5),
         pytest.param("hpz+host", "bf16-8bit", 0.9, marks=pytest.mark.slow),
         pytest.param("zero3-keep+host", "fp32", 1.0, marks=pytest.mark.slow),
+        pytest.param("hsdp+nvme", "bf16-8bit", 0.7, marks=pytest.mark.slow),
+        ("zero1+nvme", "bf16-8bit", 0.5),
+        pytest.param("hpz+nvme", "fp32", 0.2, marks=pytest.mark.slow),
     ],
 )
 def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float) -> None:
@@ -97,7 +107,7 @@ def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float
 
 
 def test_units_may_rest_in_different_memories() -> None:
-    own = {"blocks.1": "zero1", "blocks.2": placed("zero3+host", "bf16", 0.5), "blocks.0": placed("offload", "bf16")}
+    own = {"blocks.1": "zero1", "blocks.2": placed("zero3+nvme", "bf16"), "blocks.0": placed("offload", "bf16")}
     chosen = Settings(chunk_bytes=8192)
 
     def rank(world: World) -> npuzero.Report:

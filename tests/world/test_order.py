@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from npuzero import Settings, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
-from npuzero.plan import FlatSize, Plan, Step, flattened, steady_step
+from npuzero.plan import OFFLOADED, FlatSize, Plan, Step, flattened, steady_step
 from npuzero.plan.moves import Compute, Launch, Move, Start, Wait
 from world.toy import Recipe, build
 from world.train import CutSession
@@ -266,12 +267,15 @@ def apart(trace: Trace) -> tuple[Trace, Counter[tuple[object, ...]]]:
     return [happened for happened in trace if happened not in late], Counter(late)
 
 
-@pytest.mark.parametrize("plan", ["offload", "offload3"])
+@pytest.mark.parametrize("plan", OFFLOADED)
 @pytest.mark.parametrize(
     ("micro_batches", "overlap"),
     [(2, True), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, True), (1, False), (3, "parameters")))],
 )
-def test_what_rests_off_the_device_keeps_to_the_schedule(plan: str, micro_batches: int, overlap: object) -> None:
+def test_what_rests_off_the_device_keeps_to_the_schedule(
+    plan: str, micro_batches: int, overlap: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
     step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap, chunk_bytes=8192)
     assert apart(step.done) == apart(step.scheduled)
 
