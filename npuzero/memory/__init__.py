@@ -1,9 +1,10 @@
 """Memory spaces: allocate the buffers of the training state, and count them."""
 
 from npuzero.memory.device import DeviceSpace, zeros
-from npuzero.memory.file import check_folders
+from npuzero.memory.file import FileStore, check_folders
 from npuzero.memory.host import HostSpace
-from npuzero.memory.mover import FROM_DISK, TO_DISK, Mover
+from npuzero.memory.mover import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, Mover
+from npuzero.memory.page_pool import PagePool, Run
 from npuzero.memory.pool import Pool
 from npuzero.memory.ring import Ring
 from npuzero.memory.space import Source, Space, Transient
@@ -11,12 +12,17 @@ from npuzero.memory.spaces import Spaces
 
 __all__ = [
     "FROM_DISK",
+    "TO_DEVICE",
     "TO_DISK",
+    "TO_HOST",
     "DeviceSpace",
+    "FileStore",
     "HostSpace",
     "Mover",
+    "PagePool",
     "Pool",
     "Ring",
+    "Run",
     "Source",
     "Space",
     "Spaces",

@@ -26,6 +26,9 @@ class Plan:
         local_size: ranks in the ``local`` axis. None: the ranks that share a host; <= 0: all ranks; n: groups of n
             (InternEvo's ``zero1.size``). Must divide the world.
         name: the preset it came from, for people to read.
+        activations: where what torch's activation checkpointing keeps rests between forward and backward; its axes are
+            ``()``, for each rank of the data axes has activations of its own. What that comes to depends on the batch:
+            predictions know nothing of it, and reports do.
 
     Raises:
         ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
@@ -46,10 +49,11 @@ class Plan:
     precision: Precision = AS_GIVEN
     local_size: int | None = None
     name: str = "custom"
+    activations: Placement = WHOLE
 
     def __post_init__(self) -> None:
         parts = self.parts
-        for part, placement in parts.items():
+        for part, placement in {**parts, "activations": self.activations}.items():
             if not isinstance(placement, Placement) or not isinstance(placement.axes, tuple):
                 raise ConfigError(
                     f"plan {self.name!r}, {part}",
@@ -251,6 +255,7 @@ _MEMORIES = {
     "after_forward": (Memory.DEVICE,),
     "gradients": (Memory.DEVICE, Memory.HOST),
     "states": tuple(Memory),
+    "activations": tuple(Memory),
 }
 
 
@@ -270,6 +275,13 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
             expected=f"distinct axes among {AXES}",
             got=repr(placement.axes),
             do=_axes_meant(placement.axes),
+        )
+    if part == "activations" and placement.axes:
+        raise ConfigError(
+            f"plan {plan!r}, activations.axes",
+            expected="(): the ranks of the data axes compute with batches of their own, and hold other activations",
+            got=repr(placement.axes),
+            do="Write Placement(memory=...).",
         )
     if placement.memory not in _MEMORIES[part]:
         raise ConfigError(

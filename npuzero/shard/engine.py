@@ -13,6 +13,7 @@ from npuzero.comm.calls import collective
 from npuzero.config import Settings, environment
 from npuzero.memory import Spaces
 from npuzero.plan import AXES
+from npuzero.shard.activations import around_forward
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units
@@ -115,7 +116,9 @@ class Engine:
             settings.prefetch if settings.overlaps_parameters else 0,
             world.device.type,
         )
-        self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters)
+        flats = [flat for unit in self.units for flat in unit.flats]
+        around = around_forward(self.plan.activations, self.spaces, world.device, flats)
+        self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters, around)
         watch_conversions(model)
         refuse_wrappers()
 

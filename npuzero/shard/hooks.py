@@ -52,9 +52,15 @@ class Hooks:
     """Set all hooks of one model."""
 
     def __init__(
-        self, events: Events, units: list[Unit], doors: list[nn.Module], input_dtype: torch.dtype | None
+        self,
+        events: Events,
+        units: list[Unit],
+        doors: list[nn.Module],
+        input_dtype: torch.dtype | None,
+        around: Visit | None = None,
     ) -> None:
         self._events = events
+        self._around = around
         self._input_dtype = input_dtype
         self._end_queued = False
         self._units = units
@@ -62,8 +68,8 @@ class Hooks:
         self._finite_handles: list[RemovableHandle] = []
         for unit in units:
             self._watch(unit)
-            for door in doors if unit.index == 0 and unit.guarded else ():
-                self._watch_door(unit, door)
+            if unit.index == 0:
+                self._watch_entrances(unit, doors)
             for flat in unit.trainable:
                 for i, parameter in enumerate(flat.parameters):
                     parameter.register_post_accumulate_grad_hook(self._after_adding(weakref.ref(unit), flat, i))
@@ -106,6 +112,16 @@ class Hooks:
             self._before_forward(unit, is_root), self._after_forward(unit, is_root), lambda: events.forward_fails(unit)
         )
 
+    def _watch_entrances(self, root: Unit, doors: list[nn.Module]) -> None:
+        """Watch calls from outside: of the model, which ``_watch`` knows, and of modules inside of it."""
+        for door in doors if root.guarded else ():
+            self._watch_door(root, door)
+        model = root.module()
+        assert model is not None
+        if self._around is not None:
+            for module in (model, *doors):
+                Entrance.of(module).add(self._around)
+
     def _watch_door(self, unit: Unit, door: nn.Module) -> None:
         """Unshard ``unit`` while ``door``, a module inside of it, is called from outside."""
         visit = self._visit(unit, is_root=True)
@@ -137,6 +153,7 @@ class Hooks:
             assert module is not None
             # An unsharded unit is not this call's to release: it computes, or the caller is within gathered().
             entered = [visit for unit, visit in visits if unit.parameter_state is not ParameterState.WHOLE]
+            entered[:0] = [] if self._around is None else [self._around]
             try:
                 for visit in entered:
                     args, kwargs = visit.before(module, args, kwargs) or (args, kwargs)

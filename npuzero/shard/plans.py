@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from npuzero.config import describe
 from npuzero.errors import ConfigError, did_you_mean
@@ -37,13 +36,16 @@ class Plans:
         if units is not None and not isinstance(units, Mapping):
             do = "Give a dict from the names of units to their plans."
             raise ConfigError("unit_plans", expected="a mapping", got=describe(units), do=do)
-        preset = partial(Plan.preset, precision=model.precision, local_size=model.local_size)
+
+        def preset(name: str | float) -> Plan:
+            plan = place(Plan.preset(name, precision=model.precision, local_size=model.local_size))
+            return replace(plan, activations=model.activations)
 
         def place(plan: Plan) -> Plan:
             return plan if offload is None else plan.offloaded(offload)
 
         named = {} if units is None else units
-        own = {name: chosen if isinstance(chosen, Plan) else place(preset(chosen)) for name, chosen in named.items()}
+        own = {name: chosen if isinstance(chosen, Plan) else preset(chosen) for name, chosen in named.items()}
         return Plans(place(model), own)
 
     def of(self, names: Sequence[str]) -> list[Plan]:
@@ -64,6 +66,7 @@ class Plans:
             for fact, here, there in (
                 ("local_size", own.local_size, self.model.local_size),
                 ("precision.matmul", own.precision.matmul, self.model.precision.matmul),
+                ("activations", own.activations, self.model.activations),
             ):
                 if here != there:
                     raise ConfigError(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from . import checkpoint, comm, optim, plan, shard
+from . import activations, checkpoint, comm, optim, plan, shard
 from .mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = (*plan.MUTANTS, *shard.MUTANTS, *checkpoint.MUTANTS, *optim.MUTANTS, *comm.MUTANTS)
+MUTANTS: tuple[Mutant, ...] = (
+    *plan.MUTANTS,
+    *shard.MUTANTS,
+    *activations.MUTANTS,
+    *checkpoint.MUTANTS,
+    *optim.MUTANTS,
+    *comm.MUTANTS,
+)

@@ -1,0 +1,90 @@
+"""Mutants of activations that rest off the device."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+WORLD = "world/test_activations.py"
+BITS = f"{WORLD}::test_bits_and_bytes"
+LEAKS = f"{WORLD}::test_nothing_leaks_and_nothing_is_overwritten"
+SHARED = "world/test_shared_activations.py"
+
+MUTANTS = (
+    Mutant(
+        "all inputs wait on the device until backward comes",
+        "shard/activations.py",
+        "            self._settle(1)\n",
+        "            self._settle(1000)\n",
+        (f"{WORLD}::test_the_device_holds_two_inputs_and_the_host_all_of_them",),
+    ),
+    Mutant(
+        "an input comes back with other strides",
+        "shard/activations.py",
+        ".as_strided(item.shape, item.stride)",
+        ".view(item.shape)",
+        (f"{BITS}[zero0-Transposed]",),
+    ),
+    Mutant(
+        "what two checkpoints keep moves twice",
+        "shard/activations.py",
+        "        if item is None:\n",
+        "        if True:\n",
+        (f"{BITS}[zero0-Twice]",),
+    ),
+    Mutant(
+        "what a graph that is retained needs again comes back once",
+        "shard/activations.py",
+        "item.here = item.arrival = None",
+        "item.here = None",
+        (f"{LEAKS}[backward_twice-zero2-Chain]",),
+    ),
+    Mutant(
+        "parameters that a checkpoint keeps move, too",
+        "shard/activations.py",
+        " and tensor.untyped_storage()._cdata not in self._resident",
+        "",
+        (f"{BITS}[zero0-WithWeights]",),
+    ),
+    Mutant(
+        "a write into what checkpointing keeps goes unseen",
+        "shard/activations.py",
+        "            self.written = self.near.tensor._version != self.near.version\n",
+        "",
+        (f"{WORLD}::test_a_write_in_place_is_an_error",),
+    ),
+    Mutant(
+        "room on the host is never given back",
+        "shard/activations.py",
+        "        self._home.give(self.runs)",
+        "        pass",
+        (f"{LEAKS}[raises_midway-zero2-Chain]",),
+    ),
+    Mutant(
+        "a checkpoint of the whole model keeps what is inside of it",
+        "shard/activations.py",
+        " or hooks._top_saved_tensors_default_hooks(True)",
+        "",
+        (f"{WORLD}::test_hooks_of_the_program_come_first",),
+    ),
+    Mutant(
+        "what is fetched is used before it has come",
+        "shard/activations.py",
+        "        item.arrival.wait()\n",
+        "",
+        (f"{SHARED}::test_inputs_longer_than_the_buffers",),
+    ),
+    Mutant(
+        "a buffer is filled again while a disk still reads it",
+        "shard/homes.py",
+        "                        ends.popleft()()\n                    ends.append",
+        "                        ends.popleft()\n                    ends.append",
+        (f"{SHARED}::test_inputs_longer_than_the_buffers",),
+    ),
+    Mutant(
+        "the thread outlives its model",
+        "shard/homes.py",
+        "        weakref.finalize(self, _end, self._lane)\n",
+        "",
+        (f"{WORLD}::test_the_thread_ends_with_the_model",),
+    ),
+)
