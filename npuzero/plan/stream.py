@@ -65,13 +65,12 @@ def far_update(runs: Sequence[tuple[Kind, int]], chunk_bytes: int, moments: int,
     Args:
         chunk_bytes: of masters and moments in a chunk; 0: as many as is usual.
         moments: of an element.
-        on_device: the device updates all, and reads the host's memory itself.
+        on_device: the device updates what is far, too, and reads it in the host's memory.
     """
     near = [(Buffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near]
-    if not on_device:
-        for buffer, count in near:
-            yield from (Take(buffer, count), Copy("host>device", buffer.nbytes, count))
-        yield from (Give(buffer, count) for buffer, count in near)
+    for buffer, count in near:
+        yield from (Take(buffer, count), Copy("host>device", buffer.nbytes, count))
+    yield from (Give(buffer, count) for buffer, count in near)
     yield from _stream(runs, chunk_bytes, moments, on_device)
 
 

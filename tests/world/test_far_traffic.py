@@ -103,7 +103,7 @@ def test_presets_of_offload(name: str, precision: str) -> None:
 def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float) -> None:
     plan = placed(name, precision, share)
     assert_foretold(plan, THREE, chunk_bytes=4096)
-    assert_foretold(plan, ONE, overlap="gradients")
+    assert_foretold(plan, ONE, overlap="gradients", update_on="device")
 
 
 def test_units_may_rest_in_different_memories() -> None:
