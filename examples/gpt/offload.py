@@ -3,9 +3,10 @@
     make demo-offload              DISK=/mnt/nvme RANKS=1 ARGS="--dim 1024" make demo-offload
 
 Two runs of train.py under stage 3. The first keeps everything in memory; it tells how much that takes. The second has
-its states in files on ``--disk``, and a cap: what the first took, less the states, and for these a quarter of their
-size. The kernel holds it to that where a control group can be made (Linux, as root), else the memory of its processes
-is looked at, ten times a second, and a run that exceeds the cap is ended. Leaves in ``--out``:
+its states in files on ``--disk``: npuzero may hold a quarter of their size on the host (``host_bytes``), and the
+processes have a cap, what the first run took less half of the states; a quarter is for what allocators keep. The kernel
+holds them to it where a control group can be made (Linux, as root), else their memory is looked at, ten times a second,
+and a run that exceeds the cap is ended. Leaves in ``--out``:
 
     summary.json    result.json of both runs, their memory over time, the cap, the difference between their losses
     offload.png     losses beside memory
@@ -33,7 +34,7 @@ from plot import plot_offload
 MODEL = ("--dim", "768", "--layers", "12", "--heads", "12", "--steps", "40", "--batch", "2", "--seq", "64")
 #: Of the states' bytes, so many may be in memory at once: what is read, updated and written.
 SHARE = 0.25
-CHUNKS = 8  # as many fit into that: several are under way at a time
+CHUNKS = 16  # as many fit into that: several are under way at a time
 EVERY_S = 0.1
 GROUPS = Path("/sys/fs/cgroup")
 
@@ -172,7 +173,7 @@ def main() -> None:
     resident = run("resident", options, arguments)
     states = states_bytes(resident.result)
     room = int(SHARE * states)
-    cap = resident.peak - states + room
+    cap = resident.peak - states + 2 * room
     print(
         f"states of {states / 1e6:.0f} MB on {options.disk}; for them there are {room / 1e6:.0f} MB of memory",
         flush=True,

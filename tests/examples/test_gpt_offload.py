@@ -76,7 +76,7 @@ def test_the_least_difference_is_seen() -> None:
 @pytest.mark.world
 def test_the_demo(tmp_path: Path) -> None:
     """States several times as large as the memory for them; more than its cap ends it."""
-    sizes = ["--dim", "512", "--layers", "8", "--steps", "4"]
+    sizes = ["--dim", "768", "--layers", "8", "--steps", "4"]
     command = [
         sys.executable,
         offload.__file__,
