@@ -50,7 +50,8 @@ def assert_foretold(plan: Plan, recipe: Recipe, **settings: Any) -> None:
         assert report.bytes_sent == expected.bytes_sent, number
         assert report.held == expected.held, number
     far = {memory for memory in (plan.states.memory, plan.gradients.memory) if memory is not Memory.DEVICE}
-    assert all(any(expected.held[memory].values()) for memory in far) and any(expected.bytes_moved.values())
+    assert all(any(expected.held[memory].values()) for memory in far)
+    assert any(expected.bytes_moved.values()) or chosen.update_on == "device"
 
 
 def test_zero_with_offload_follows_the_plan_that_predict_is_told() -> None:
