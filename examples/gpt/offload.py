@@ -4,7 +4,8 @@
 
 Two runs of train.py under stage 3. The first keeps everything in memory; it tells how much that takes. The second has
 its states in files on ``--disk``: npuzero may hold a quarter of their size on the host (``host_bytes``), and the
-processes have a cap, what the first run took less half of the states; a quarter is for what allocators keep. The kernel
+processes have a cap, what the first run took less the states, plus that quarter, plus the gradients, which may stay
+until the next step while the first run has let go of them to write its weights. The kernel
 holds them to it where a control group can be made (Linux, as root), else their memory is looked at, ten times a second,
 and a run that exceeds the cap is ended. Leaves in ``--out``:
 
@@ -173,7 +174,8 @@ def main() -> None:
     resident = run("resident", options, arguments)
     states = states_bytes(resident.result)
     room = int(SHARE * states)
-    cap = resident.peak - states + 2 * room
+    held = resident.result["bytes_held"]["predicted"]
+    cap = resident.peak - states + room + options.ranks * held["gradients"]
     print(
         f"states of {states / 1e6:.0f} MB on {options.disk}; for them there are {room / 1e6:.0f} MB of memory",
         flush=True,
