@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from . import activations, checkpoint, comm, optim, plan, shard
+from . import activations, checkpoint, comm, optim, plan, shard, tiers
 from .mutant import Mutant
 
-MUTANTS: tuple[Mutant, ...] = (
-    *plan.MUTANTS,
-    *shard.MUTANTS,
-    *activations.MUTANTS,
-    *checkpoint.MUTANTS,
-    *optim.MUTANTS,
-    *comm.MUTANTS,
-)
+PARTS = (plan, shard, activations, tiers, checkpoint, optim, comm)
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)

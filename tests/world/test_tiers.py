@@ -160,6 +160,25 @@ def test_report_equals_predict(plan: str, precision: str, settings: str, where: 
     assert sum(expected.bytes_moved.values()) > 0
 
 
+def test_what_is_read_between_steps_changes_no_report() -> None:
+    """Reading parameters ends the R4 that the step has left to the next one; it counts all the same, and nothing else."""
+    row = placed("zero2", PRECISIONS["bf16"], 2)
+
+    def rank(world: World) -> Report:
+        session = CutSession(build(), world, plan=row)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            session.state()
+            session.loss(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session.state()
+        return npuzero.report(session.model)
+
+    for report in comm.run_threads(2, rank):
+        assert report.bytes_sent == npuzero.predict(build(), row, 2).bytes_sent
+
+
 def by_torch(session: Session) -> State:
     optimizer = session.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, fused=False)
     for step in range(3):

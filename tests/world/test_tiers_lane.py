@@ -17,6 +17,7 @@ import npuzero
 from npuzero import Memory, Placement, Plan, Settings, StateError, StorageError, checkpoint, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
+from npuzero.device import Handle
 from npuzero.memory.file import FileStore
 from npuzero.shard.stream import Staged
 from world.test_optimizers import optimizer_state
@@ -137,6 +138,42 @@ def test_right_after_a_step(what: Any, plan: str, where: dict[str, Any], monkeyp
         assert_same_bits(mine, expected)
 
 
+@pytest.mark.usefixtures("slowly")
+def test_a_parameter_is_read_when_it_is_updated() -> None:
+    def rank(world: World) -> tuple[State, State]:
+        session = CutSession(build(), world, plan=placed("zero0", PRECISIONS["bf16"], 1), settings=SETTINGS)
+        train_a_step(session)
+        read = {name: parameter.detach().clone() for name, parameter in session.model.named_parameters()}
+        return read, session.state()
+
+    ((read, state),) = comm.run_threads(1, rank)
+    assert_same_bits(read, {name: state[name] for name in read})
+
+
+class Late(Handle):
+    """A write that begins when somebody waits for it."""
+
+    def __init__(self, write: Callable[[], Handle]) -> None:
+        self._write = write
+        self._begun: Handle | None = None
+
+    def wait(self) -> None:
+        self._begun = self._begun or self._write()
+        self._begun.wait()
+
+    def done(self) -> bool:
+        return self._begun is not None and self._begun.done()
+
+
+def test_a_slot_is_filled_again_when_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME)
+    expected = run_cut(after(drops), 1, ToyGPT, plan=row, settings=SETTINGS)
+    write = FileStore.write
+    monkeypatch.setattr(FileStore, "write", lambda self, *where: Late(lambda: write(self, *where)))
+    for mine, other in zip(run_cut(after(drops), 1, ToyGPT, plan=row, settings=SETTINGS), expected, strict=True):
+        assert_same_bits(mine, other)
+
+
 @pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
 @pytest.mark.usefixtures("slowly")
 def test_a_model_may_go_while_it_is_updated(plan: str, where: dict[str, Any]) -> None:
@@ -180,7 +217,10 @@ def train_a_step(session: CutSession, step: int = 0) -> None:
 def test_a_disk_that_fails_ends_training(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the next wait, and at every one after it: no step goes on from states of which some are a step behind."""
 
+    tried = []
+
     def fail(*arguments: Any) -> Any:
+        tried.append(arguments)
         raise StorageError("write in a folder", expected="success", got="EIO", do="Look at the disk.")
 
     def rank(world: World) -> list[str]:
@@ -204,6 +244,7 @@ def test_a_disk_that_fails_ends_training(overlap: bool, monkeypatch: pytest.Monk
 
     (said,) = comm.run_threads(1, rank)
     assert said == ["EIO"] * (5 if not overlap else 4)
+    assert len(tried) == 1, "after a chunk that failed none is updated"
 
 
 def test_an_update_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

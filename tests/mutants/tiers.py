@@ -1,0 +1,106 @@
+"""Mutants of states and gradients that rest off the device."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+ONE_RANK = "world/test_tiers.py::test_where_states_rest_moves_no_bit[zero0-bf16-1-many chunks-{'gradients': True}]"
+HOME = "world/test_tiers.py::test_micro_batches_add_up_at_home"
+AFTER = "world/test_tiers_lane.py::test_right_after_a_step"
+FAILS = "world/test_tiers_lane.py::test_a_disk_that_fails_ends_training"
+STEADY = "world/test_tiers_lane.py::test_a_steady_step_allocates_nothing"
+LOADED = "world/test_tiers_lane.py::test_a_checkpoint_of_any_memory_goes_on_in_any_other"
+
+MUTANTS = (
+    Mutant(
+        "a unit computes with parameters that are still being updated",
+        "shard/update.py",
+        "            self.stream.wait(first)\n",
+        "",
+        (f"{AFTER}[drops-gradients and states on the host]",),
+    ),
+    Mutant(
+        "a parameter may be read while it is updated",
+        "shard/update.py",
+        "        for unit in self._waiting:  # for the stream\n            unit.close()\n",
+        "",
+        ("world/test_tiers_lane.py::test_a_parameter_is_read_when_it_is_updated",),
+    ),
+    Mutant(
+        "zero_grad() takes the memory of gradients that the update still reads",
+        "shard/update.py",
+        "if any(unit is waiting for waiting in self._waiting):",
+        "if False:",
+        (f"{AFTER}[drops-states in files]",),
+    ),
+    Mutant(
+        "the update multiplies gradients by the scale that zero_grad() has reset",
+        "memory/mover.py",
+        "return taken, self._copy(taken, value, value)",
+        "return value, Ready()",
+        (f"{AFTER}[drops-gradients and states on the host]",),
+    ),
+    Mutant(
+        "states are read while they are updated",
+        "shard/bank.py",
+        "        self._quiet()\n",
+        "",
+        (f"{AFTER}[shows_states-gradients and states on the host]",),
+    ),
+    Mutant(
+        "a step that the scaler skips changes what is far",
+        "shard/stream.py",
+        "return self.numbers.skip is not None and self.numbers.skip.item() != 0",
+        "return False",
+        (ONE_RANK,),
+    ),
+    Mutant(
+        "what a rule leaves out gets the parameters of another chunk",
+        "optim/launch.py",
+        "            if each.low is not None:\n                _fill(each.low, each.master, mine, begin)\n",
+        "",
+        (ONE_RANK,),
+    ),
+    Mutant(
+        "a slot of the ring is filled while its last chunk is on its way to the disk",
+        "shard/stream.py",
+        "            self._stored(k - RING_SLOTS)\n",
+        "            pass\n",
+        ("world/test_tiers_lane.py::test_a_slot_is_filled_again_when_it_is_stored",),
+    ),
+    Mutant(
+        "what is written outside of an update does not reach the disk",
+        "shard/file_bank.py",
+        "        self._written = self._written or write\n",
+        "",
+        (f"{LOADED}[8 bits]",),
+    ),
+    Mutant(
+        "micro-batches are added to what the buffer had before",
+        "shard/accumulator.py",
+        "            self._mover.to_device(self.buffer, self.home).wait()\n",
+        "",
+        (f"{HOME}[zero3-drawn-2-many chunks-{{'gradients': True}}]",),
+    ),
+    Mutant(
+        "chunks after one that failed are updated",
+        "shard/stream.py",
+        "        if self.failed is not None:\n            raise self.failed\n        observe",
+        "        observe",
+        (f"{FAILS}[True]",),
+    ),
+    Mutant(
+        "R4 of what is far counts for no step",
+        "shard/counting.py",
+        '"restore": self.restored}',
+        '"restored": self.restored}',
+        ("world/test_tiers.py::test_what_is_read_between_steps_changes_no_report",),
+    ),
+    Mutant(
+        "each step makes a ring of its own",
+        "shard/stream.py",
+        "if self._staging or not self.chunks or self._on_device:",
+        "if not self.chunks or self._on_device:",
+        (f"{STEADY}[gradients and states on the host]",),
+    ),
+)
