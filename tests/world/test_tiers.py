@@ -161,7 +161,7 @@ def test_report_equals_predict(plan: str, precision: str, settings: str, where: 
 
 
 def test_what_is_read_between_steps_changes_no_report() -> None:
-    """Reading parameters ends the R4 that the step has left to the next one; it counts all the same, and nothing else."""
+    """Reading parameters ends the R4 that a step has left to the next one; it counts all the same."""
     row = placed("zero2", PRECISIONS["bf16"], 2)
 
     def rank(world: World) -> Report:
