@@ -8,6 +8,7 @@ from torch import Tensor
 from npuzero.errors import OutOfSpace
 from npuzero.memory.device import DeviceSpace, zeros
 from npuzero.memory.file import FileStore
+from npuzero.plan import PAGE_BYTES
 
 
 class HostSpace(DeviceSpace):
@@ -31,10 +32,13 @@ class HostSpace(DeviceSpace):
 
     def pages(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed 1-D buffer that begins on a page, however small it is; as a source of :meth:`allocate`."""
-        if self._pinned:
-            return self._zeros(numel, dtype)
-        self._check_room(numel * dtype.itemsize)
-        return FileStore.aligned(numel * dtype.itemsize).view(dtype)
+        nbytes = numel * dtype.itemsize
+        if self._pinned:  # wherever the device's allocator puts it
+            whole = self._zeros(nbytes + PAGE_BYTES, torch.uint8)
+            first = -whole.data_ptr() % PAGE_BYTES
+            return whole[first : first + nbytes].view(dtype)
+        self._check_room(nbytes)
+        return FileStore.aligned(nbytes).view(dtype)
 
     def _check_room(self, nbytes: int) -> None:
         held = sum(self.held.values())

@@ -27,6 +27,7 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self.moved: Counter[str] = Counter()
+        self._device = device
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._stream = self._module and self._module.Stream(device)
 
@@ -39,6 +40,11 @@ class Mover:
         """Copy ``source``, of the host, into ``target`` on the device."""
         self.moved[TO_DEVICE] += source.nbytes
         return self._copy(target, source, target)
+
+    def attend(self) -> None:
+        """Let the calling thread, which may be new, work with the device: a thread begins with another, or none."""
+        if self._module is not None:
+            self._module.set_device(self._device)
 
     def follow(self) -> None:
         """Let copies to come wait for what the calling thread's current stream has been given so far."""

@@ -43,6 +43,7 @@ from npuzero.plan.report import LINKS, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
+    PAGE_BYTES,
     RING_SLOTS,
     STATE_ALIGNMENT,
     Part,
@@ -68,6 +69,7 @@ __all__ = [
     "NODE",
     "OFFLOADED",
     "OFFLOADS",
+    "PAGE_BYTES",
     "PRECISIONS",
     "PRESETS",
     "RING_SLOTS",

@@ -86,6 +86,7 @@ class _Job:
     taken: Sequence[Handle]  # of the numbers
     launch: Callable[[Sequence[Staged], Numbers], None]
     rank: int
+    threads: int
     failed: BaseException | None = None
     begun: dict[int, tuple[list[Staged], list[Handle]]] = field(default_factory=dict)
     storing: dict[int, list[Handle]] = field(default_factory=dict)
@@ -96,6 +97,9 @@ class _Job:
             raise self.failed
         observe.set_rank(self.rank)
         try:
+            self.mover.attend()
+            if torch.get_num_threads() != self.threads:
+                torch.set_num_threads(self.threads)  # of this thread: kernels obey it
             with observe.span("update chunk", str(k)):
                 self._run(k)
         except BaseException as error:
@@ -259,10 +263,9 @@ class Stream:
         self.mover.follow()
         gradients = {flat: flat.own_gradient for flat in flats}
         numbers, taken = self._snapshot(scale, skip, dynamic)
-        rank = observe.current_rank()
-        job = _Job(
-            self.chunks, gradients, banks, self._staging, self.mover, self._on_device, numbers, taken, launch, rank
-        )
+        how = self._staging, self.mover, self._on_device
+        here = observe.current_rank(), torch.get_num_threads()
+        job = _Job(self.chunks, gradients, banks, *how, numbers, taken, launch, *here)
         for k in range(len(self.chunks)):
             self._queue(job, k)
         self._handles.append(self._lane.run(job.finish))

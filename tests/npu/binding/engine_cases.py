@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import npuzero
 from npu.fake import compute
 from npuzero.comm import World
-from npuzero.plan import Precision
+from npuzero.plan import OFFLOADS, Plan, Precision
 from world.parity_ranks import STAGES, digest
 from world.toy import Recipe, build, loss_of, tokens_of
 from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
@@ -81,6 +83,19 @@ def stages(world: World) -> dict[str, str]:
         assert_same_bits(state, states["zero0"])
     states["micro-batches"] = trained(world, MICRO_BATCHES, plan="zero3")
     return {name: digest(state) for name, state in states.items()}
+
+
+def far(world: World) -> dict[str, str]:
+    """Digests where states and gradients rest on the host, or states in files: copies go over pinned memory."""
+    compute.serve()
+    folder = world.exchange(tempfile.mkdtemp(dir=Path.cwd()))[world.rank]
+    settings = npuzero.Settings(chunk_bytes=3000, nvme_paths=(folder,))
+    rows = {name: Plan.preset("zero3").offloaded(name) for name in OFFLOADS}
+    return {
+        f"{name}, {what}": digest(trained(world, scenario, plan=row, settings=settings))
+        for name, row in rows.items()
+        for what, scenario in (("plain", RECIPE), ("micro-batches", MICRO_BATCHES))
+    }
 
 
 def other_states(world: World) -> dict[str, str]:

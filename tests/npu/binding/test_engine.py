@@ -14,6 +14,7 @@ from npu.binding import engine_cases
 from npu.binding.engine_cases import IN_8_BITS, MICRO_BATCHES, RECIPE, Scenario, with_scaler
 from npu.binding.ranks import run
 from npu.fake import libraries
+from npuzero.plan import OFFLOADS
 from world.parity_ranks import STAGES
 from world.train import assert_close
 
@@ -44,6 +45,17 @@ def test_every_stage_trains_to_the_bits_of_the_cpu(kernels, tmp_path: Path):
 def test_work_that_comes_late_changes_nothing(kernels, tmp_path: Path):
     """Whoever forgot to wait for a stream reads what was there before."""
     assert run("engine_cases:stages", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US="500") == [expected()] * 2
+
+
+@pytest.mark.parametrize("delay_us", ["0", pytest.param("500", marks=pytest.mark.slow)])
+def test_states_off_the_device_train_to_the_bits_of_the_cpu(kernels, delay_us: str, tmp_path: Path):
+    plain, micro_batches = (on_cpu(recipe, "zero3")[0] for recipe in (RECIPE, MICRO_BATCHES))
+    expected = {
+        f"{memory}, {what}": digest
+        for memory in OFFLOADS
+        for what, digest in (("plain", plain), ("micro-batches", micro_batches))
+    }
+    assert run("engine_cases:far", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us) == [expected] * 2
 
 
 @pytest.mark.slow
