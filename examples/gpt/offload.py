@@ -4,10 +4,9 @@
 
 Two runs of train.py under stage 3. The first keeps everything in memory; it tells how much that takes. The second has
 its states in files on ``--disk``: npuzero may hold a quarter of their size on the host (``host_bytes``), and the
-processes have a cap, what the first run took less the states, plus that quarter, plus the gradients, which may stay
-until the next step while the first run has let go of them to write its weights. The kernel
-holds them to it where a control group can be made (Linux, as root), else their memory is looked at, ten times a second,
-and a run that exceeds the cap is ended. Leaves in ``--out``:
+processes have a cap: what the first run took, less the states, plus that quarter. The kernel holds them to it where a
+control group can be made (Linux, as root), else their memory is looked at, ten times a second, and a run that exceeds
+the cap is ended. Leaves in ``--out``:
 
     summary.json    result.json of both runs, their memory over time, the cap, the difference between their losses
     offload.png     losses beside memory
@@ -37,7 +36,11 @@ MODEL = ("--dim", "768", "--layers", "12", "--heads", "12", "--steps", "40", "--
 SHARE = 0.25
 CHUNKS = 16  # as many fit into that: several are under way at a time
 EVERY_S = 0.1
-GROUPS = Path("/sys/fs/cgroup")
+#: Where control groups are, of version 2 and 1, and what they are told; None: the cap.
+GROUPS: tuple[tuple[Path, dict[str, int | None]], ...] = (
+    (Path("/sys/fs/cgroup"), {"memory.max": None, "memory.swap.max": 0}),
+    (Path("/sys/fs/cgroup/memory"), {"memory.limit_in_bytes": None, "memory.memsw.limit_in_bytes": None}),
+)
 
 
 @dataclass
@@ -85,21 +88,29 @@ def memory_of(root: int) -> int:
 @contextlib.contextmanager
 def group(cap: int) -> Iterator[Path | None]:
     """A control group with ``cap`` bytes of memory, for the block; None where this process may make none."""
-    folder = GROUPS / f"npuzero-demo-{os.getpid()}"
+    made = next(filter(None, (_made(folder, limits, cap) for folder, limits in GROUPS)), None)
+    try:
+        yield made
+    finally:
+        if made is not None:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _made(parent: Path, limits: dict[str, int | None], cap: int) -> Path | None:
+    folder = parent / f"npuzero-demo-{os.getpid()}"
     try:
         folder.mkdir()
-        (folder / "memory.swap.max").write_text("0")
-        (folder / "memory.max").write_text(str(cap))
     except OSError:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        yield None
-        return
+        return None
     try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+        for name, limit in limits.items():
+            with (folder / name).open("r+") as file:  # the kernel puts it there; what has none is a plain folder
+                file.write(str(cap if limit is None else limit))
+    except OSError:
+        folder.rmdir()
+        return None
+    return folder
 
 
 def run(name: str, options: argparse.Namespace, arguments: list[str], cap: int | None = None) -> Watched:
@@ -110,7 +121,7 @@ def run(name: str, options: argparse.Namespace, arguments: list[str], cap: int |
     """
     out = options.out / name
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    command = [*launcher, str(TRAIN), "--preset", "zero3", "--sample", "0", "--out", str(out), *MODEL, *arguments]
+    command = [*launcher, str(TRAIN), "--preset", "zero3", "--no-export", "--out", str(out), *MODEL, *arguments]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.ranks))}
     variables = {**threads, **os.environ, "NPUZERO_NVME_PATHS": str(options.disk)}
     watched = Watched()
@@ -128,8 +139,11 @@ def run(name: str, options: argparse.Namespace, arguments: list[str], cap: int |
                     raise SystemExit(f"{name}: {watched.peak / 1e6:.0f} MB in memory, and a cap of {cap / 1e6:.0f} MB")
                 time.sleep(EVERY_S)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            for member in (
+                family(process.pid) if process.poll() is None else ()
+            ):  # torchrun's ranks lead groups of their own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
             process.wait()
     if process.returncode:
         raise SystemExit(f"demo-offload: the run {name!r} ended with exit code {process.returncode}")
@@ -174,8 +188,7 @@ def main() -> None:
     resident = run("resident", options, arguments)
     states = states_bytes(resident.result)
     room = int(SHARE * states)
-    held = resident.result["bytes_held"]["predicted"]
-    cap = resident.peak - states + room + options.ranks * held["gradients"]
+    cap = resident.peak - states + room
     print(
         f"states of {states / 1e6:.0f} MB on {options.disk}; for them there are {room / 1e6:.0f} MB of memory",
         flush=True,

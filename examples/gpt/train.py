@@ -80,6 +80,7 @@ class Options:
     checkpoint_dir: str | None = option(None, "folder for checkpoints; None: none are kept", str)
     checkpoint_every: int = option(100, "steps between checkpoints")
     resume: bool = option(False, "go on from the last checkpoint in --checkpoint-dir, if there is one")
+    no_export: bool = option(False, "end without exporting the weights")
     tensorboard: bool = option(False, "write loss and norm for TensorBoard as well (needs the package tensorboard)")
     out: str = option("runs/gpt", "folder for the result")
 
@@ -309,8 +310,8 @@ def held_out_loss(
     return sum(by_index[index] for index in range(len(batches))) / len(batches)
 
 
-def finish(options: Options, result: dict[str, Any], state: Mapping[str, Tensor], text: Tensor) -> None:
-    """Export the weights, load them into a plain model, see that they do what the cut ones did; write result.json.
+def export(options: Options, result: dict[str, Any], state: Mapping[str, Tensor], text: Tensor) -> None:
+    """Export the weights, load them into a plain model, and see that they do what the sharded ones did.
 
     Raises:
         RuntimeError: the exported weights have another held-out loss.
@@ -325,7 +326,6 @@ def finish(options: Options, result: dict[str, Any], state: Mapping[str, Tensor]
         print(result["sample"])
     loss, reloaded = result["held_out_loss"], held_out_loss(plain, text, options, device)
     result["held_out_loss_reloaded"] = reloaded
-    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     print(f"held-out loss {loss:.4f} nats per byte; of the exported weights in a plain model {reloaded:.4f}")
     if not math.isclose(loss, reloaded, rel_tol=1e-5):
         raise RuntimeError(f"the exported weights have another held-out loss: {reloaded} instead of {loss}")
@@ -357,9 +357,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "bytes_sent": {"measured": measured.bytes_sent, "predicted": predicted.bytes_sent},
         "held_out_loss": held_out_loss(model, corpus.held_out, options, world.device, world),
     }
-    state = npuzero.full_state_dict(model)  # collective: every rank takes part, rank 0 gets it
+    if not options.no_export:
+        state = npuzero.full_state_dict(model)  # collective: every rank takes part, rank 0 gets it
+        if world.rank == 0:
+            export(options, result, state, corpus.held_out)
     if world.rank == 0:
-        finish(options, result, state, corpus.held_out)
+        out = Path(options.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
