@@ -57,7 +57,7 @@ comm: Any = _C.comm
 # Host memory whose pages come and go; npuzero.memory.space is its Python side.
 host: Any = _C.host
 # Bytes in files without names, on disks; npuzero.memory.file is its Python side.
-io: Any = getattr(_C, "io", None)
+io: Any = _C.io
 
 
 def view(tensor: torch.Tensor) -> _C.View:

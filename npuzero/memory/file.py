@@ -17,7 +17,7 @@ from torch import Tensor
 
 from npuzero import _native
 from npuzero.device.handle import Handle
-from npuzero.errors import ConfigError, ContractError, CoreMissing, NpuZeroError, OutOfSpace, StateError, StorageError
+from npuzero.errors import ConfigError, ContractError, NpuZeroError, OutOfSpace, StateError, StorageError
 
 #: Offsets, lengths and addresses are multiples of it: what the sectors of every disk divide.
 BLOCK = 4096
@@ -150,13 +150,6 @@ class _Transfer(Handle):
 
 def check_folders(folders: Sequence[Path]) -> None:
     """Raise a ConfigError unless there are folders, and all of them lie on disks."""
-    if _native.io is None:
-        raise CoreMissing(
-            "npuzero._C.io",
-            expected="a compiled core that has it",
-            got="one that was compiled before",
-            do="Compile again: pip install ., or in a checkout python setup.py build_ext --inplace.",
-        )
     if not folders:
         raise ConfigError(
             "folders of a store", expected="one at least", got="none", do="Name folders on local disks: nvme_paths."
