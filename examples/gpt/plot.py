@@ -114,7 +114,7 @@ def draw_offload(summary: Mapping[str, Any]) -> Figure:
         held = [nbytes * mb for nbytes in each["held"]]
         right.plot(each["seconds"], held, color=color, linestyle=dashes, label=f"{name}, at most {max(held):.0f} MB")
     right.axhline(
-        summary["cap_bytes"] * mb, color="black", linestyle=":", label=f"cap, {summary['cap_bytes'] * mb:.0f} MB"
+        summary["cap_bytes"] * mb, color=OTHER, linestyle=":", label=f"cap, {summary['cap_bytes'] * mb:.0f} MB"
     )
     right.set(xlabel="seconds", ylabel="MB in memory, all ranks", title="Memory of all processes", ylim=(0, None))
     right.set_ylim(top=1.3 * right.get_ylim()[1])  # room for the legend

@@ -28,7 +28,7 @@ class Aside:
                 f"ZeroOptimizer over a model of plan {flat.plan.name!r}",
                 expected="states on the device, or all of them on the host: torch's optimizers have them in memory",
                 got=f"{rest.numel - rest.near} of {rest.numel} elements of each shard on {rest.memory.value}",
-                do="Use npuzero.AdamW, npuzero.Adam or npuzero.Lion, or let states rest on the host.",
+                do="Use npuzero.AdamW or another fused optimizer of npuzero, or let all states rest on the host.",
             )
         self._flat = flat
         self._mover = engine.spaces.mover
