@@ -59,7 +59,7 @@ def _run(tmp_path: Path, agent: bool, ends: str = "", stays: str = "", torch: bo
         ]
 
 
-@pytest.mark.parametrize("torch", [False, True])
+@pytest.mark.parametrize("torch", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_that_have_not_joined_are_named(tmp_path: Path, torch: bool) -> None:
     """Also where the program has started torch.distributed on all ranks, and npuzero on some."""
     found = _run(tmp_path, agent=True, stays="1", torch=torch)
@@ -72,6 +72,7 @@ def test_ranks_that_have_not_joined_are_named(tmp_path: Path, torch: bool) -> No
         assert "npuzero.init() on every rank, since it is collective" in text[error:]
 
 
+@pytest.mark.slow
 def test_a_rank_that_ended_before_it_joined_is_seen_to_be_gone(tmp_path: Path) -> None:
     found = _run(tmp_path, agent=True, ends="2")
     for rank in (0, 1):

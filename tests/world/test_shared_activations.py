@@ -89,6 +89,7 @@ def test_in_a_file(tmp_path: Path, make: type[Chain]) -> None:
     assert len(stores) == 1 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_inputs_longer_than_the_buffers(tmp_path: Path) -> None:
     tokens = 3 * 2 * PIECE_BYTES // (4 * DIM) + 1
     model = build(make=Chain)
