@@ -17,12 +17,11 @@ from npuzero import _native
 from npuzero.bench.spread import median
 from npuzero.device.handle import Handle
 from npuzero.memory.file import FileStore, check_folders
-from npuzero.plan import FAR_CHUNK_BYTES, PRECISIONS, FlatSize, MeshShape, Plan, Step, predict_bytes
+from npuzero.plan import FAR_CHUNK_BYTES, FROM_DISK, PRECISIONS, FlatSize, MeshShape, Plan, Step, predict_bytes
 
 #: Chunks in memory: one comes, one is there, one goes, and one more so that none waits for another.
 SLOTS = 4
 _PLAN = "infinity-states"
-_LINK = "nvme>host"
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def step_seconds(parameters: int, gbs: float) -> dict[str, float]:
         plan = Plan.preset(_PLAN, precision=precision)
         flat = FlatSize(0, parameters, precision.parameter_of(torch.float32))
         moved = predict_bytes(plan, [flat], MeshShape(1, 1), Step(1)).bytes_moved
-        seconds[name] = 2 * moved[_LINK] / gbs / 1e9
+        seconds[name] = 2 * moved[FROM_DISK] / gbs / 1e9
     return seconds
 
 

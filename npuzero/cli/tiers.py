@@ -9,10 +9,10 @@ from dataclasses import replace
 from npuzero.cli.arguments import rate
 from npuzero.cli.table import quantity
 from npuzero.errors import ConfigError
-from npuzero.plan import LINKS, OFFLOADS, Memory, Plan, Report
+from npuzero.plan import FROM_DISK, LINKS, OFFLOADS, TO_DEVICE, TO_DISK, TO_HOST, Memory, Plan, Report
 
 #: Links that a rate is given for, by option; both ways share a disk, and each way has a link of its own.
-DISK, LINK = ("host>nvme", "nvme>host"), ("device>host", "host>device")
+DISK, LINK = (TO_DISK, FROM_DISK), (TO_HOST, TO_DEVICE)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from npuzero.memory.device import DeviceSpace, zeros
 from npuzero.memory.file import FileStore, check_folders
 from npuzero.memory.host import HostSpace
-from npuzero.memory.mover import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, Mover
+from npuzero.memory.mover import Mover
 from npuzero.memory.page_pool import PagePool, Run
 from npuzero.memory.pool import Pool
 from npuzero.memory.ring import Ring
@@ -11,10 +11,6 @@ from npuzero.memory.space import Source, Space, Transient
 from npuzero.memory.spaces import Spaces
 
 __all__ = [
-    "FROM_DISK",
-    "TO_DEVICE",
-    "TO_DISK",
-    "TO_HOST",
     "DeviceSpace",
     "FileStore",
     "HostSpace",

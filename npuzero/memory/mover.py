@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from npuzero.device import Handle, Ready
-
-#: The links that bytes move over, as reports name them.
-TO_HOST, TO_DEVICE, TO_DISK, FROM_DISK = "device>host", "host>device", "host>nvme", "nvme>host"
+from npuzero.plan import TO_DEVICE, TO_HOST
 
 
 class Mover:

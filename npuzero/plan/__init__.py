@@ -39,7 +39,7 @@ from npuzero.plan.precision import (
 )
 from npuzero.plan.predict import predict_bytes
 from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, Plan
-from npuzero.plan.report import LINKS, VERBS, Report, sent_by_verb
+from npuzero.plan.report import FROM_DISK, LINKS, TO_DEVICE, TO_DISK, TO_HOST, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
@@ -60,6 +60,7 @@ __all__ = [
     "DIGEST_BITS",
     "DTYPES",
     "FAR_CHUNK_BYTES",
+    "FROM_DISK",
     "LINKS",
     "LOCAL",
     "MASTERS",
@@ -77,6 +78,9 @@ __all__ = [
     "START_ELEMENTS",
     "STATE_ALIGNMENT",
     "SUMS",
+    "TO_DEVICE",
+    "TO_DISK",
+    "TO_HOST",
     "VERBS",
     "Axes",
     "FlatSize",

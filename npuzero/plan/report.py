@@ -14,7 +14,7 @@ LABELS = ("parameters", "gradients", "states", "buffers")
 #: Verbs that every report lists; whatever else is sent stands before ``control``.
 VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
 #: Ways between memories that every report lists.
-LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")
+TO_HOST, TO_DEVICE, TO_DISK, FROM_DISK = LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from npuzero.plan.moves import (
 )
 from npuzero.plan.placement import Axes
 from npuzero.plan.presets import Plan
+from npuzero.plan.report import TO_DEVICE, TO_HOST
 from npuzero.plan.stream import far_update
 
 #: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
@@ -126,13 +127,13 @@ def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[
 
 def _from_home(kind: Kind, again: bool) -> tuple[Move, ...]:
     """Return what is done before more is added to gradients that have a home; ``again``: something is there."""
-    copy = (Copy("host>device", kind.gradient.nbytes),) if again else ()
+    copy = (Copy(TO_DEVICE, kind.gradient.nbytes),) if again else ()
     return (Take(kind.gradient), *copy) if kind.homed else ()
 
 
 def _to_home(kind: Kind) -> tuple[Move, ...]:
     """Return what is done once it is added."""
-    return (Copy("device>host", kind.gradient.nbytes), Give(kind.gradient)) if kind.homed else ()
+    return (Copy(TO_HOST, kind.gradient.nbytes), Give(kind.gradient)) if kind.homed else ()
 
 
 class _State(enum.Enum):

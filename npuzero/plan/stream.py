@@ -11,6 +11,7 @@ import torch
 from npuzero.plan.flats import Kind
 from npuzero.plan.moves import Buffer, Copy, Give, Move, Repeat, Take, Update
 from npuzero.plan.placement import Memory
+from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
     RING_SLOTS,
@@ -69,7 +70,7 @@ def far_update(runs: Sequence[tuple[Kind, int]], chunk_bytes: int, moments: int,
     """
     near = [(Buffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near]
     for buffer, count in near:
-        yield from (Take(buffer, count), Copy("host>device", buffer.nbytes, count))
+        yield from (Take(buffer, count), Copy(TO_DEVICE, buffer.nbytes, count))
     yield from (Give(buffer, count) for buffer, count in near)
     yield from _stream(runs, chunk_bytes, moments, on_device)
 
@@ -100,10 +101,10 @@ def _chunk(size: _Size) -> Iterator[Move]:
     gradients, parameters, masters, moments = size.sections
     record = whole_pages(masters) + whole_pages(moments)
     moves = (
-        Copy("nvme>host", record),
-        Copy("device>host", gradients + size.fetched),
+        Copy(FROM_DISK, record),
+        Copy(TO_HOST, gradients + size.fetched),
         Update(size.numel),
-        Copy("host>device", parameters),
-        Copy("host>nvme", record),
+        Copy(TO_DEVICE, parameters),
+        Copy(TO_DISK, record),
     )
     return (move for move in moves if not isinstance(move, Copy) or move.nbytes)

@@ -14,19 +14,8 @@ from torch import Tensor
 from npuzero import device as devices
 from npuzero.device import Handle, HostLane, Lane, make_lane
 from npuzero.errors import NpuZeroError
-from npuzero.memory import (
-    FROM_DISK,
-    TO_DEVICE,
-    TO_DISK,
-    TO_HOST,
-    FileStore,
-    Mover,
-    PagePool,
-    Run,
-    Space,
-    Spaces,
-)
-from npuzero.plan import whole_pages
+from npuzero.memory import FileStore, Mover, PagePool, Run, Space, Spaces
+from npuzero.plan import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, whole_pages
 
 #: What reports count this memory under.
 LABEL = "activations"

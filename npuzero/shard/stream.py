@@ -31,8 +31,8 @@ from npuzero import observe
 from npuzero.comm.fork import door
 from npuzero.device import Handle, HostLane
 from npuzero.errors import NpuZeroError, StateError
-from npuzero.memory import FROM_DISK, TO_DISK, Mover, Ring, Spaces
-from npuzero.plan import RING_SLOTS, Memory
+from npuzero.memory import Mover, Ring, Spaces
+from npuzero.plan import FROM_DISK, RING_SLOTS, TO_DISK, Memory
 from npuzero.shard.bank import Bank
 from npuzero.shard.chunks import Chunk, Piece
 from npuzero.shard.flat import Flat
