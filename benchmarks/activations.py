@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from benchmarks.step.workload import HYPER, Workload, loss_of
+from benchmarks.step.workload import HYPER, Workload, stepping
 from npuzero.bench import Benchmark, Effort, Record, check_equal, fingerprint, local, run
+from npuzero.plan import TO_HOST
 
 GOAL = 1.05
 BASELINE = "device"
@@ -64,14 +65,17 @@ def of_memories(sizes: Workload, preset: str, nvme: Path | None) -> Benchmark:
     places = [npuzero.Memory.DEVICE, npuzero.Memory.HOST, *([npuzero.Memory.NVME] if nvme else [])]
     settings = npuzero.Settings(nvme_paths=(str(nvme),) if nvme else ())
     models = {memory.value: sharded(sizes, preset, memory, settings) for memory in places}
-    steps = {name: stepping(model, sizes) for name, model in models.items()}
+    tokens = sizes.tokens(0, 0)
+    steps = {
+        name: stepping(model, npuzero.AdamW(model.parameters(), **HYPER), tokens) for name, model in models.items()
+    }
     kept = sizes.layers * sizes.batch * sizes.sequence * sizes.dim * sizes.dtype.itemsize
 
     def check() -> str:
         losses = {name: torch.stack([step() for _ in range(3)]) for name, step in steps.items()}
         for name, found in losses.items():
             check_equal(name, found, losses[BASELINE])
-            moved = npuzero.report(models[name]).bytes_moved["device>host"]
+            moved = npuzero.report(models[name]).bytes_moved[TO_HOST]
             check_equal(f"{name}: bytes moved", torch.tensor(moved), torch.tensor(0 if name == BASELINE else kept))
         return "the losses of three steps, equal to the bit, and the bytes that moved"
 
@@ -86,20 +90,6 @@ def sharded(sizes: Workload, preset: str, memory: npuzero.Memory, settings: npuz
         model.blocks[i] = Checkpointed(block)
     plan = npuzero.Plan.preset(preset, precision=sizes.precision)
     return npuzero.zero(model, plan=replace(plan, activations=npuzero.Placement((), memory)), settings=settings)
-
-
-def stepping(model: nn.Module, sizes: Workload) -> Step:
-    optimizer = npuzero.AdamW(model.parameters(), **HYPER)
-    tokens = sizes.tokens(0, 0)
-
-    def step() -> Tensor:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 import npuzero
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload, loss_of
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload, stepping
 from npuzero.bench import Benchmark, Contender, Effort, Record, check_close, fingerprint, local, run
 
 PRESETS = ("zero0", "zero2", "zero3")
@@ -70,29 +70,15 @@ def of_layers(layers: int) -> Benchmark:
 def plain(sizes: Workload) -> Step:
     model = sizes.model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-    return _step(model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM), sizes)
+    return stepping(
+        model, optimizer, sizes.tokens(0, 0), lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    )
 
 
 def cut(sizes: Workload, preset: str) -> Step:
     model = npuzero.zero(sizes.model(), plan=preset)
     optimizer = npuzero.AdamW(model.parameters(), **HYPER)
-    return _step(model, optimizer, lambda: npuzero.clip_grad_norm_(model, MAX_NORM), sizes)
-
-
-def _step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object], sizes: Workload
-) -> Step:
-    tokens = sizes.tokens(0, 0)
-
-    def step() -> torch.Tensor:
-        loss = loss_of(model, tokens)
-        loss.backward()
-        clip()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return stepping(model, optimizer, sizes.tokens(0, 0), lambda: npuzero.clip_grad_norm_(model, MAX_NORM))
 
 
 if __name__ == "__main__":

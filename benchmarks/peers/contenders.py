@@ -72,8 +72,8 @@ def fsdp2(backend: str, reshard: bool) -> Build:
     return build
 
 
-def deepspeed(stage: int) -> Build:
-    """DeepSpeed's engine at a ZeRO stage."""
+def deepspeed(zero: dict[str, Any], **further: Any) -> Build:
+    """DeepSpeed's engine; ``zero`` is ``zero_optimization`` of its configuration, which ``further`` adds to."""
     import deepspeed as library
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -83,7 +83,8 @@ def deepspeed(stage: int) -> Build:
             "train_micro_batch_size_per_gpu": workload.batch,
             "gradient_clipping": MAX_NORM,
             "bf16": {"enabled": workload.dtype == torch.bfloat16},
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": zero,
+            **further,
         }
         optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **HYPER)
         engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
@@ -100,7 +101,7 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "fsdp2": partial(fsdp2, "gloo", True),
     "fsdp2-keep": partial(fsdp2, "gloo", False),
     "fsdp2-shm": partial(fsdp2, "shm", True),
-    "deepspeed-1": partial(deepspeed, 1),
-    "deepspeed-2": partial(deepspeed, 2),
-    "deepspeed-3": partial(deepspeed, 3),
+    "deepspeed-1": partial(deepspeed, {"stage": 1}),
+    "deepspeed-2": partial(deepspeed, {"stage": 2}),
+    "deepspeed-3": partial(deepspeed, {"stage": 3}),
 }

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.contenders import deepspeed
 from benchmarks.step.contenders import Build, Steps
 from benchmarks.step.workload import HYPER, MAX_NORM, Workload
 
@@ -53,34 +53,10 @@ def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
 
 def deepspeed_nvme() -> Build:
     """DeepSpeed's stage 3 with optimizer states on NVMe, by its aio and its CPU Adam."""
-    import deepspeed as library
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
     tuning = json.loads(os.environ[TUNING])
-
-    def build(model: nn.Module, workload: Workload) -> Steps:
-        library.init_distributed(dist_backend="gloo")
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": workload.batch,
-            "gradient_clipping": MAX_NORM,
-            "bf16": {"enabled": workload.dtype == torch.bfloat16},
-            "zero_optimization": {
-                "stage": 3,
-                "sub_group_size": tuning["sub_group_size"],
-                "offload_optimizer": {
-                    "device": "nvme",
-                    "nvme_path": str(folder()),
-                    "pin_memory": False,
-                    **tuning["offload_optimizer"],
-                },
-            },
-            "aio": tuning["aio"],
-        }
-        optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **HYPER)
-        engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
-        return Steps(engine, engine.step, backward=engine.backward)
-
-    return build
+    offload = {"device": "nvme", "nvme_path": str(folder()), "pin_memory": False, **tuning["offload_optimizer"]}
+    zero = {"stage": 3, "sub_group_size": tuning["sub_group_size"], "offload_optimizer": offload}
+    return deepspeed(zero, aio=tuning["aio"])
 
 
 class Mapped:

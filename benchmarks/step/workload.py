@@ -7,6 +7,7 @@ has 25.6 M parameters. Shapes in the comments: B sequences, T positions, D width
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -106,3 +107,19 @@ class GPT(nn.Module):
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def stepping(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, clip: Callable[[], object] = lambda: None
+) -> Callable[[], Tensor]:
+    """A function that takes one training step on ``tokens``, always the same, and returns its loss."""
+
+    def step() -> Tensor:
+        loss = loss_of(model, tokens)
+        loss.backward()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

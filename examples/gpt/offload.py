@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import TRAIN, Result
-from plot import plot_offload
+from plot import draw_offload, plot
 
 MODEL = ("--dim", "768", "--layers", "12", "--heads", "12", "--steps", "40", "--batch", "2", "--seq", "64")
 #: Of the states' bytes, so many may be in memory at once: what is read, updated and written.
@@ -199,7 +199,7 @@ def main() -> None:
 
     summary = summarize(runs, cap)
     (options.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    plot_offload(summary, options.out / "offload.png")
+    plot(summary, options.out / "offload.png", draw_offload)
     peaks = ", ".join(f"{name} {each.peak / 1e6:.0f} MB" for name, each in runs.items())
     held = "the kernel's" if runs["nvme"].by_kernel else "watched"
     print(f"in memory at most: {peaks}; cap {cap / 1e6:.0f} MB, {held}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,6 @@ def draw(summary: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def plot(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw ``summary`` (see demo.py) to the image file ``path``."""
-    with plt.rc_context(STYLE):
-        figure = draw(summary)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-
 def draw_offload(summary: Mapping[str, Any]) -> Figure:
     """Return the picture of ``summary`` (see offload.py)."""
     runs, mb = summary["runs"], 1e-6
@@ -130,10 +122,10 @@ def draw_offload(summary: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def plot_offload(summary: Mapping[str, Any], path: Path) -> None:
-    """Draw ``summary`` (see offload.py) to the image file ``path``."""
+def plot(summary: Mapping[str, Any], path: Path, drawn: Callable[[Mapping[str, Any]], Figure] = draw) -> None:
+    """Draw ``summary`` (see demo.py; or offload.py, by ``draw_offload``) to the image file ``path``."""
     with plt.rc_context(STYLE):
-        figure = draw_offload(summary)
+        figure = drawn(summary)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
