@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, product
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,9 @@ class Box:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def __contains__(self, place: Sequence[int]) -> bool:
+        return all(o <= at < o + n for o, n, at in zip(self.offsets, self.sizes, place, strict=True))
 
     def after(self, row: int) -> Box:
         """Return this box in a tensor that has ``row`` more rows before."""
@@ -68,3 +73,44 @@ def _within(box: Box, limit: int | None) -> Iterator[Box]:
         offsets = (*box.offsets[:axis], box.offsets[axis] + start, *box.offsets[axis + 1 :])
         sizes = (*box.sizes[:axis], min(step, size - start), *box.sizes[axis + 1 :])
         yield from _within(Box(offsets, sizes), limit)
+
+
+#: A misfit is looked for in so many steps a box at most.
+_STEPS = 4096
+
+
+def misfit(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Return an element that does not lie in exactly one of ``boxes``; None if each does.
+
+    Args:
+        boxes: within ``shape``, of as many elements together as it has.
+
+    Raises:
+        ValueError: there are too many, cut along too many dimensions.
+    """
+    boxes = [box for box in boxes if box.numel]
+    axes = [axis for axis, size in enumerate(shape) if any(box.sizes[axis] != size for box in boxes)]
+    if min(len(boxes), 1 << len(axes)) > _STEPS:
+        raise ValueError(f"{len(boxes)} parts of shape {tuple(shape)}, cut along {len(axes)} dimensions")
+    if len(boxes) > 1 << len(axes):
+        return _by_corners(shape, boxes, axes)
+    pairs = ((tuple(map(max, a.offsets, b.offsets)), a, b) for a, b in combinations(boxes, 2))
+    return next((first for first, a, b in pairs if first in a and first in b), None)
+
+
+def _by_corners(shape: Sequence[int], boxes: Sequence[Box], axes: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first element that does not lie in exactly one.
+
+    What a box adds begins at its first corner and ends behind its last one: in how many boxes elements lie follows from
+    the boxes' corners, each with its sign, and is one everywhere just where they add up to the corners of the whole.
+    """
+    corners = Counter[tuple[int, ...]]()
+    for box, sign in [(Box((0,) * len(shape), tuple(shape)), -1), *((box, 1) for box in boxes)]:
+        for far in product((False, True), repeat=len(axes)):
+            corner = tuple(box.offsets[a] + box.sizes[a] * end for a, end in zip(axes, far, strict=True))
+            corners[corner] += -sign if sum(far) % 2 else sign
+    wrong = min((corner for corner, count in corners.items() if count), default=None)
+    if wrong is None:
+        return None
+    place = dict(zip(axes, wrong, strict=True))
+    return tuple(place.get(axis, 0) for axis in range(len(shape)))

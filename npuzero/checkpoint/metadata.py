@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from npuzero.checkpoint import files, safe_pickle
-from npuzero.checkpoint.boxes import Box
+from npuzero.checkpoint.boxes import Box, misfit
 from npuzero.checkpoint.parts import Cut, key_of
 from npuzero.checkpoint.parts import Path as StatePath
 from npuzero.checkpoint.safe_pickle import Function, Kind, Refused
@@ -247,6 +247,28 @@ def _check_tensor(key: str, described: Any, where: Mapping[Any, Any], path: Path
         covered += numel
     if covered != math.prod(shape):
         raise _broken(path, f"parts of {covered} elements in all for shape {tuple(shape)}", key)
+    _check_once(key, tuple(shape), [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks], path)
+
+
+def _check_once(key: str, shape: tuple[int, ...], boxes: list[Box], path: Path) -> None:
+    """Check that parts that have as many elements as their tensor have each of it: no two overlap, so no hole is left.
+
+    Raises:
+        CheckpointError: it names the elements that two parts have, or one that none has.
+    """
+    try:
+        place = misfit(shape, boxes)
+    except ValueError as error:
+        raise _broken(path, str(error), key) from error
+    if place is None:
+        return
+    both = [box for box in boxes if box.numel and place in box][:2]
+    if not both:
+        raise _broken(path, f"parts of shape {shape} of which none has element {list(place)}, others overlap", key)
+    begins = [max(offsets) for offsets in zip(*(box.offsets for box in both), strict=True)]
+    ends = [min(end) for end in zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b in both), strict=True)]
+    named = ", ".join(f"{begin}:{end}" for begin, end in zip(begins, ends, strict=True))
+    raise _broken(path, f"parts of shape {shape} of which two have elements [{named}], so that others are missing", key)
 
 
 def _is_count(value: object) -> bool:

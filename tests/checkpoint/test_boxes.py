@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuzero.checkpoint.boxes import boxes_of
+from npuzero.checkpoint.boxes import Box, boxes_of, misfit
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -38,3 +39,25 @@ def test_whole_rows_are_one_box() -> None:
         ((1, 0), (2, 3)),
         ((3, 0), (1, 1)),
     ]
+
+
+@given(SHAPES, st.data())
+def test_an_element_that_is_not_in_one_box(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Boxes of a division, some of them moved, against a count of every element."""
+    numel = math.prod(shape)
+    cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=4)))
+    boxes = [box for a, b in zip([0, *cuts], [*cuts, numel], strict=True) for box in boxes_of(shape, a, b)]
+    moved = []
+    for box in boxes:
+        offsets = tuple(data.draw(st.integers(0, s - n)) for s, n in zip(shape, box.sizes, strict=True))
+        moved.append(Box(offsets, box.sizes) if data.draw(st.integers(0, 3)) == 0 else box)
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for box in moved:
+        counts[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
+    place = misfit(shape, moved)
+    assert (counts == 1).all() if place is None else counts[place] != 1
+
+
+def test_parts_beyond_counting_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"8192 parts .* cut along 13 dimensions"):
+        misfit((2,) * 13, [Box((0,) * 13, (1,) * 13)] * 8192)

@@ -346,6 +346,41 @@ def test_links_within_the_folder_are_files(trained: Trained, tmp_path: Path) -> 
     trained.load(tmp_path / "linked")
 
 
+# -- parts that overlap ------------------------------------------------------------------------------------------------
+
+
+def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    return dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+QUARTERS = [chunk((row, column), (2, 2)) for row in (0, 2) for column in (0, 2)]
+OVERLAPS = {
+    r"two have elements \[1:2, 0:4\]": [chunk((0, 0), (2, 4)), chunk((1, 0), (2, 4))],
+    r"none has element \[0, 0\]": [chunk((row, 0), (1, 4)) for row in (1, 2, 3, 3)],
+    r"two have elements \[0:2, 1:2\]": [*QUARTERS[:1], chunk((0, 1), (2, 2)), *QUARTERS[2:]],
+    r"two have elements \[2:4, 2:3\]": [*QUARTERS[:2], chunk((2, 1), (2, 2)), QUARTERS[3]],
+}
+
+
+@pytest.mark.parametrize("says", OVERLAPS)
+def test_parts_that_overlap_and_leave_as_much_out_are_refused(says: str, tmp_path: Path) -> None:
+    """As torch writes it, without checksums: every part is there, and they have as many elements as the tensor."""
+    raw = stored_tensor(program(rebuilt(STORAGE, number(0), FOUR, UNIT)))
+    (tmp_path / "__0_0.distcp").write_bytes(raw)
+    stored = {
+        dcp.MetadataIndex(key, part.offsets): _StorageInfo("__0_0.distcp", 0, len(raw))
+        for key, some in {"weight": OVERLAPS[says], "other": QUARTERS}.items()
+        for part in some
+    }
+    index = dcp.Metadata({"weight": tensor((4, 4), OVERLAPS[says])}, None, stored)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index, protocol=4))
+    model: Any = npuzero.zero(nn.Linear(4, 4, bias=False), plan="zero3", world=comm.SingleWorld())
+    with pytest.raises(CheckpointError, match=f"weight.*{says}"):
+        checkpoint.load(tmp_path, model)
+    with pytest.raises(CheckpointError, match=f"weight.*{says}"):
+        checkpoint.verify(tmp_path)
+
+
 # -- items of others ---------------------------------------------------------------------------------------------------
 
 

@@ -117,10 +117,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "elements that no file has are loaded as whatever memory held",
-        "checkpoint/source.py",
-        "if any(n != want.box.numel for n, want in zip(found, wants, strict=True)):",
-        "if False:",
+        "checkpoint/metadata.py",
+        "    if place is None:\n",
+        "    if True:\n",
         ("checkpoint/test_contents.py::test_elements_that_no_file_has",),
+    ),
+    Mutant(
+        "parts in a grid that overlap and leave a hole count as all of the tensor",
+        "checkpoint/boxes.py",
+        "corners[corner] += -sign if sum(far) % 2 else sign",
+        "corners[corner] += 0",
+        ("checkpoint/test_hostile.py::test_parts_that_overlap_and_leave_as_much_out_are_refused",),
     ),
     # two jobs, ranks that differ, leftovers
     Mutant(
