@@ -53,16 +53,18 @@ $(TORCH_NPU)/.installed: | $(VENV)/.installed-dev
 	@$(PIP) install --upgrade --no-deps --target $(TORCH_NPU) $(subst torch==,torch_npu==,$(firstword $(TORCH)))
 	@touch $@
 
-# The aarch64 kernels, cross-compiled, under the op tests: the program they are in runs in an emulator.
+# The aarch64 kernels, cross-compiled, under the op tests: the program they are in runs in an emulator; so does the
+# store of files.
 AARCH64 := build/aarch64
 EMULATOR := qemu-aarch64 -L /usr/aarch64-linux-gnu
-test-aarch64: $(VENV)/.installed-dev  ## the op tests on emulated aarch64 kernels (needs its g++ and qemu-user)
+test-aarch64: $(VENV)/.installed-dev  ## the op tests and the store's on emulated aarch64 (needs its g++ and qemu-user)
 	@for tool in aarch64-linux-gnu-g++ $(firstword $(EMULATOR)); do command -v $$tool >/dev/null || \
 	{ echo "make test-aarch64 needs $$tool: on Debian, apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }; done
 	$(VENV)/bin/cmake -S csrc -B $(AARCH64) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV)/bin/ninja) -DNPUZERO_DRIVER=cpu \
 	-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	$(VENV)/bin/cmake --build $(AARCH64)
 	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
+	$(PY) -m pytest -q tests/disk -k aarch64 $(ARGS)
 
 # The npu kernels, compiled for this machine, in an emulator that checks what a device would not: docs/npu.md.
 emulate: $(VENV)/.installed-dev  ## the npu kernels in an emulator: op tests under all schedules, mutants, counts (g++)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from disk.programs import built
 from npuzero import _native
 from npuzero.errors import ConfigError, ContractError, OutOfSpace, StateError, StorageError
 from npuzero.memory.file import BLOCK, FileStore
@@ -385,46 +386,14 @@ def test_a_forked_process_leaves_the_store_alone(folder):
     assert _nursery("inherit", folder) == "0"
 
 
-# --- checksums --------------------------------------------------------------------------------------------------------
-
-
-def crc32c(data: bytes) -> int:
-    """By its definition, bit by bit."""
-    rest = 0xFFFFFFFF
-    for byte in data:
-        rest ^= byte
-        for _ in range(8):
-            rest = rest >> 1 ^ (0x82F63B78 if rest & 1 else 0)
-    return rest ^ 0xFFFFFFFF
-
-
-@pytest.mark.parametrize("way", _native.io.crc32c_ways())
-def test_checksums(way):
-    check = _native.io.crc32c_by
-    assert check(way, b"123456789") == 0xE3069283
-    assert check(way, bytes(32)) == 0x8A9136AA, "RFC 3720, B.4"
-    data = random.Random(2).randbytes(2 * BLOCK + 13)
-    for nbytes in (0, 1, 7, 8, 9, 1000, BLOCK, BLOCK + 1, len(data)):
-        assert check(way, data[:nbytes]) == crc32c(data[:nbytes]) == check("table", data[:nbytes])
-    assert _native.io.crc32c(data) == crc32c(data)
-    with pytest.raises(ContractError, match="crc32c_ways"):
-        check("none", data)
-
-
 # --- under a sanitizer ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_the_store_under_a_sanitizer(folder, sanitizer):
-    csrc = HERE.parents[1] / "csrc"
-    sources = [HERE / "stress.cpp", *(csrc / "io" / f"{name}.cpp" for name in ("crc32c", "system", "file", "store"))]
-    program = folder / "stress"
-    flags = ["-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", f"-I{csrc}", "-pthread"]
-    built = subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], capture_output=True, text=True)
-    if "cannot find" in built.stderr and "san" in built.stderr:
-        pytest.skip("the compiler has no such sanitizer")
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([str(program), str(folder), "10"], capture_output=True, text=True, timeout=300)
+    flags = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    program = built("stress", ("crc32c", "system", "file", "store"), folder, flags=flags)
+    ran = subprocess.run([*program, str(folder), "10"], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "requests" in ran.stdout and not ran.stderr
