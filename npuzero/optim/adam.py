@@ -101,7 +101,7 @@ class Adam(ZeroOptimizer):
         optimizer.step()
     """
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and three more
+    def __init__(  # noqa: PLR0913 - torch's signature, and four more
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -119,6 +119,7 @@ class Adam(ZeroOptimizer):
         masters: str | None = None,
         moments: str | None = None,
         seed: int = 0,
+        early: bool | int = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -133,7 +134,7 @@ class Adam(ZeroOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        self._open(Fused(AdamRule(_ADAM), masters, moments, seed), params, options)
+        self._open(Fused(AdamRule(_ADAM), masters, moments, seed, early), params, options)
 
 
 @keywords(learning_rate="lr")
@@ -155,6 +156,13 @@ class AdamW(Adam):
         moments: of plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` has float32 always.
             Of a model with a plan its precision says both.
         seed: of stochastic rounding, with the step and the parameter's place among ``params``.
+        early: over a model whose states rest off the device their update begins inside backward, as soon as gradients
+            are summed; the bits are the same. Then nothing may change gradients or options between a step's last
+            backward and :meth:`step`: clipping, a loss scaler and a FiniteGuard raise ConfigError under every plan, and
+            another pass, :meth:`zero_grad` or a read of parameters before it a StateError. Which pass is the last? With
+            True that by which there are as many as in any step so far; with a number, such as ``early=4``, the
+            fourth; never one within ``no_sync()``. A step of fewer passes, and the first one, are updated in
+            :meth:`step`, as is everything where lr is a tensor, ``capturable`` is set or ``Settings(overlap=False)``.
         fused: the update is, always; True lets torch.amp.GradScaler decide on the device, as for torch's.
         foreach: accepted for compatibility.
         differentiable: must be False.
@@ -168,9 +176,17 @@ class AdamW(Adam):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    With ``early``, several micro-batches to a step::
+
+        optimizer = npuzero.AdamW(model.parameters(), early=len(micro_batches))
+        for micro_batch in micro_batches:
+            model(micro_batch).mean().backward()  # the last one begins the update, from the second step on
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and three more
+    def __init__(  # noqa: PLR0913 - torch's signature, and four more
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -187,6 +203,7 @@ class AdamW(Adam):
         masters: str | None = None,
         moments: str | None = None,
         seed: int = 0,
+        early: bool | int = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -200,4 +217,4 @@ class AdamW(Adam):
             "differentiable": differentiable,
             "fused": fused,
         }
-        self._open(Fused(AdamRule(_ADAMW, decoupled_weight_decay=True), masters, moments, seed), params, options)
+        self._open(Fused(AdamRule(_ADAMW, decoupled_weight_decay=True), masters, moments, seed, early), params, options)

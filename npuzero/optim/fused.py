@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.optim import states
+from npuzero.optim.early import Ahead, Begun, checked
 from npuzero.optim.moments import MOMENT_DTYPES
 from npuzero.optim.plain import Member, Plain
 from npuzero.optim.rule import Options, Rule
-from npuzero.optim.shards import Shards
+from npuzero.optim.shards import Members, Shards
 from npuzero.optim.worker import Worker, refuse_differentiable
 from npuzero.plan import DTYPES, MASTERS
 from npuzero.shard.accord import Words
@@ -27,13 +28,15 @@ class Fused(Worker):
     """Have a fused rule update.
 
     Args:
-        masters, moments, seed: as for :class:`npuzero.AdamW`.
+        masters, moments, seed, early: as for :class:`npuzero.AdamW`.
 
     Raises:
         ConfigError: one of these is nothing that there is.
     """
 
-    def __init__(self, rule: Rule, masters: str | None, moments: str | None, seed: int) -> None:
+    def __init__(
+        self, rule: Rule, masters: str | None, moments: str | None, seed: int, early: bool | int = False
+    ) -> None:
         _check_choice("masters", masters, MASTERS)
         _check_choice("moments", moments, MOMENT_DTYPES)
         if type(seed) is not int or not 0 <= seed < 2**64:
@@ -44,6 +47,7 @@ class Fused(Worker):
         self.constants: Words = {"seed": seed}
         self._rule = rule
         self._chosen = {"masters": masters, "moments": moments}
+        self._early = checked(early)
         self._begin()
 
     def _begin(self) -> None:
@@ -87,11 +91,20 @@ class Fused(Worker):
     def join(self, group: Options) -> None:
         pass  # each step looks at all groups
 
+    def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Ahead | None:
+        if not self._early:
+            return None
+        return Ahead(self, optimizer, engine, None if self._early is True else self._early)
+
+    def begin(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Begun | None:
+        """Begin an update of a model inside backward; None where it cannot, and goes with its step."""
+        return self._shards.begin(optimizer, engine, _members(optimizer))
+
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         groups = optimizer.param_groups
         for group in groups:
             group.update(self._rule.always)
-        members = {id(parameter): (n, group) for n, (group, parameter) in enumerate(states.members(groups))}
+        members = _members(optimizer)
         plain = owners(itertools.chain.from_iterable(group["params"] for group in groups))[1]
         self._plain.update(
             optimizer.state,
@@ -134,6 +147,10 @@ class Fused(Worker):
             optimizer.state[parameter] = mine
             if group["capturable"]:
                 self._plain.count_on_device(parameter, mine)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> Members:
+    return {id(p): (number, group) for number, (group, p) in enumerate(states.members(optimizer.param_groups))}
 
 
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:

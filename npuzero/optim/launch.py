@@ -34,6 +34,11 @@ class FarLaunch:
         }
         self._moments = moments
 
+    def agrees(self, ranges: Mapping[Flat, list[Range]], flat: Flat) -> bool:
+        """Tell whether the ranges of ``flat``, and their options, are still those that this was made with."""
+        now = [part._replace(options=_copied(part.options)) for part in ranges.get(flat, ())]
+        return now == self._ranges[flat]
+
     def __call__(self, staged: Sequence[Staged], numbers: Numbers) -> None:
         """Update pieces, which are laid end to end."""
         line = self._rule.line(

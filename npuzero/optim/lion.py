@@ -88,8 +88,8 @@ class Lion(ZeroOptimizer):
         betas: of the update, and of the momentum.
         weight_decay: decoupled.
         maximize: go up instead of down.
-        capturable, fused, masters, moments, seed: as for :class:`npuzero.AdamW`; ``exp_avg`` in fewer bits is rounded
-            stochastically.
+        capturable, fused, masters, moments, seed, early: as for :class:`npuzero.AdamW`; ``exp_avg`` in fewer bits is
+            rounded stochastically.
 
     Raises:
         ConfigError: options out of range.
@@ -101,7 +101,7 @@ class Lion(ZeroOptimizer):
         optimizer.step()
     """
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and three more
+    def __init__(  # noqa: PLR0913 - torch's signature, and four more
         self,
         params: Any,
         lr: float | Tensor = 1e-4,
@@ -114,6 +114,7 @@ class Lion(ZeroOptimizer):
         masters: str | None = None,
         moments: str | None = None,
         seed: int = 0,
+        early: bool | int = False,
     ) -> None:
         options = {
             "lr": lr,
@@ -123,4 +124,4 @@ class Lion(ZeroOptimizer):
             "capturable": capturable,
             "fused": fused,
         }
-        self._open(Fused(LionRule(), masters, moments, seed), params, options)
+        self._open(Fused(LionRule(), masters, moments, seed, early), params, options)

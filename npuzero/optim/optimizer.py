@@ -70,6 +70,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             super().__init__(params, worker.defaults(options))
         for engine in self._owners()[0]:
             engine.boundary.accord.propose(self._terms_for(engine))
+            promise = worker.promise(self, engine)
+            if promise is not None:
+                engine.early.follow(promise)
 
     @property
     def kind(self) -> str:
@@ -132,10 +135,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         engines = self._engines()
         for engine in engines:
             engine.boundary.accord.follow(self._terms_for(engine))
-        ready = [engine for engine in engines if engine.begin_update()]
-        self._worker.update(self, ready)
-        for engine in ready:
-            engine.end_update()
+        with contextlib.ExitStack() as begun:
+            for engine in engines:
+                begun.enter_context(engine.early.step_begins(self._worker))
+            ready = [engine for engine in engines if engine.begin_update()]
+            self._worker.update(self, ready)
+            for engine in ready:
+                engine.end_update()
+        for engine in engines:
+            engine.early.follow(self._worker.promise(self, engine))
         return loss
 
     def _engines(self) -> list[Engine]:
@@ -167,6 +175,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. A sharded gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
         engines, plain = self._owners()
+        for engine in engines:
+            engine.early.keep()
         kept = () if set_to_none else {id(parameter) for parameter in plain}
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.param_groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Shards:
         # By id of a parameter: where it is capturable, or a loss scaler may skip its steps, the device counts.
         self._taken = TakenSteps()
         self._banks: weakref.WeakKeyDictionary[Engine, list[Bank]] = weakref.WeakKeyDictionary()  # of far moments
+        self._begun: weakref.WeakKeyDictionary[Engine, FarLaunch] = weakref.WeakKeyDictionary()  # inside backward
         self._lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], Line]] = weakref.WeakKeyDictionary()
 
     # -- a step ----------------------------------------------------------------------------------------------------
@@ -55,6 +56,7 @@ class Shards:
         Steps are counted once, before the chunks; a range has the same coefficients and random bits in whichever chunk
         it is.
         """
+        self._check_begun(optimizer, engine, members)
         groups: list[Options] = optimizer.param_groups
         counted = self._counted_on_device(groups, engine, members)
         used: dict[Flat, list[bool]] = {}
@@ -69,9 +71,9 @@ class Shards:
         if counted:
             here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
             self._taken.part(here)
-        known = not counted and not any(lies_there(group["lr"], engine.device) for group in groups)
+        known = not counted and not _any_lr_there(groups, engine.device)
         rows = None if known else Rows(self._rule, engine.device)
-        near, far = self._ranges(used, members, counted, rows)
+        near, far = self._ranges(used, members, counted, rows, self._steps_of)
         dynamic = None if rows is None else rows.table()
         if counted:
             self._taken.take(here, engine.boundary.skip)
@@ -88,8 +90,58 @@ class Shards:
             for flat in shards:
                 flat.gradient.kept.drop_near()
 
+    def begin(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members
+    ) -> tuple[list[Bank], FarLaunch] | None:
+        """Return the banks and the launch of an update that begins before its step; None where there are no moments
+        yet, some parameters are not the optimizer's, or the device alone knows lr or step counts.
+        """
+        flats = engine.flats()
+        complete = all(
+            id(p) in members and (flat in self._moments or not flat.far) for flat in flats for p in flat.parameters
+        )
+        if not complete or devices.get(engine.device).capturing():
+            return None
+        groups: list[Options] = optimizer.param_groups
+        if self._counted_on_device(groups, engine, members) or _any_lr_there(groups, engine.device):
+            return None
+        launch = self._begun[engine] = self._launch(self._foreseen(engine, members))
+        return [*engine.far.masters, *self._banks.get(engine, ())], launch
+
+    def _foreseen(self, engine: Engine, members: Members) -> dict[Flat, list[Range]]:
+        """Return the ranges of what is far in the next step, if every parameter is used; nothing is counted."""
+        used = {flat: [True] * len(flat.parameters) for flat in engine.flats() if flat.far}
+        return self._ranges(used, members, False, None, lambda flat: list(self._steps_of(flat)))[1]
+
+    def _check_begun(self, optimizer: torch.optim.Optimizer, engine: Engine, members: Members) -> None:
+        """Raise where an update that has begun inside backward is not the one that the step would make.
+
+        Raises:
+            StateError: options, or the parameters in use, have changed since.
+        """
+        begun = engine.early.begun
+        if not begun:
+            return
+        launch, foreseen = self._begun.pop(engine), self._foreseen(engine, members)
+        changed = [f for f in begun if not (all(engine.boundary.used(f)) and launch.agrees(foreseen, f))]
+        if changed:
+            self._begun[engine] = launch
+            raise StateError(
+                f"{type(optimizer).__name__}.step",
+                expected="the options and gradients that the update of some flats has begun with, inside backward "
+                "(early=True)",
+                got=f"others, of {changed[0].name}",
+                do="Change options after step(), or before the forward of a step's last micro-batch; set them back to "
+                "end this step.",
+            )
+
     def _ranges(
-        self, used: Mapping[Flat, list[bool]], members: Members, counted: bool, rows: Rows | None
+        self,
+        used: Mapping[Flat, list[bool]],
+        members: Members,
+        counted: bool,
+        rows: Rows | None,
+        steps_of: Callable[[Flat], list[int]],
     ) -> tuple[list[Range], dict[Flat, list[Range]]]:
         """Return in order the ranges of what is near, on the line, and those of each flat that is far, on its shard:
         this rank's part of each slot in ``used``, with this update's number, or its row.
@@ -97,6 +149,7 @@ class Shards:
         Args:
             counted: the device counts; else the host does, here.
             rows: None where the host knows all step counts and lr.
+            steps_of: gives a flat's step counts, per slot, which this update counts in.
         """
         near: list[Range] = []
         far: dict[Flat, list[Range]] = {}
@@ -104,7 +157,7 @@ class Shards:
         for flat, flags in used.items():
             mine = far[flat] = [] if flat.far else near
             shift = 0 if flat.far else start
-            steps = [] if counted else self._steps_of(flat)
+            steps = [] if counted else steps_of(flat)
             drawing = flat.plan.precision.moments != "fp32" or flat.rounds_stochastically
             for i in itertools.compress(flat.slots, flags):
                 parameter, own = flat.parameters[i], flat.own_slots[i]
@@ -131,8 +184,12 @@ class Shards:
                 do="Call step() outside of the capture.",
             )
         banks = [*engine.far.masters, *self._banks.get(engine, ())]
-        launch = FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
-        engine.update.run_far(far, banks, launch, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
+        engine.update.run_far(
+            far, banks, self._launch(far), engine.boundary.gradient_scale, engine.boundary.skip, dynamic
+        )
+
+    def _launch(self, far: Mapping[Flat, list[Range]]) -> FarLaunch:
+        return FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
 
     def _line(self, engine: Engine, shards: list[Flat]) -> Line:
         """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are."""
@@ -251,3 +308,8 @@ class Shards:
             own, moments = flat.own_slots[i], self._moments[flat]
             for name in moments:
                 moments.write(name, own, state[name] if state else torch.zeros(own.stop - own.start))
+
+
+def _any_lr_there(groups: Iterable[Options], device: torch.device) -> bool:
+    """Tell whether an lr is to be read on the device."""
+    return any(lies_there(group["lr"], device) for group in groups)

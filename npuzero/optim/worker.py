@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from npuzero.errors import ConfigError
 from npuzero.optim.rule import Options
 from npuzero.shard.accord import Words
+from npuzero.shard.early import Promise
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
 
@@ -49,6 +50,10 @@ class Worker(ABC):
     @abstractmethod
     def join(self, group: Options) -> None:
         """Take a group that was checked into the work that is under way."""
+
+    def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Promise | None:
+        """Return what the optimizer promises to a model that it has, so that updates can begin inside backward."""
+        return None
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuzero.device import Handle, Ready
 from npuzero.memory import Spaces, Transient
 from npuzero.plan import Memory
 from npuzero.shard.layout import Layout
@@ -24,6 +25,8 @@ class Accumulator:
         memory: that of the buffer, which comes and goes.
         buffer: [n/G] float32, where gradients are added up and sent from.
         home: [n/G] float32, on the host, where they rest between passes and are read by the update; or None.
+        arrived: for whoever reads the home on the host.
+        lent: the update has begun inside backward, and reads what there is: nothing may be added or dropped.
     """
 
     def __init__(self, layout: Layout, rests: Rests, spaces: Spaces) -> None:
@@ -38,6 +41,8 @@ class Accumulator:
         if rests.gradients.memory is Memory.HOST:
             self.home = spaces.host.allocate(rests.gradients.numel, torch.float32, "gradients")
         self._at_home = False
+        self.arrived: Handle = Ready()
+        self.lent = False
         own = rests.states.within(rests.gradients)
         self._owns = [self.buffer[own], self.buffer[own] if self.home is None else self.home[own]]
         self._near_numel = rests.states.near
@@ -75,7 +80,7 @@ class Accumulator:
         """Let what is in the buffer rest at home, where there is one: nothing is added for now."""
         if self.home is not None and not self._at_home:
             self._mover.follow()
-            self._mover.to_host(self.home, self.buffer)
+            self.arrived = self._mover.to_host(self.home, self.buffer)
             self.memory.release()
             self._at_home = True
 

@@ -27,8 +27,8 @@ Views = Mapping[str, Tensor]
 class Bank(ABC):
     """Hold the states ``fields`` of the pieces of ``chunks``.
 
-    The update asks for chunk after chunk (``fetch``, ``views``, ``store``); everybody else for ranges, by
-    :meth:`parts`, while no update is under way.
+    The update asks for chunk after chunk (``fetch``, ``views``, ``store``), each at its turn, by which a slot of a ring
+    goes; everybody else for ranges, by :meth:`parts`, while no update is under way.
     """
 
     def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None]) -> None:
@@ -51,15 +51,15 @@ class Bank(ABC):
         return
 
     @abstractmethod
-    def fetch(self, k: int) -> Handle:
+    def fetch(self, k: int, turn: int) -> Handle:
         """Begin to bring chunk ``k`` to the host."""
 
     @abstractmethod
-    def views(self, k: int) -> list[Views]:
+    def views(self, k: int, turn: int) -> list[Views]:
         """Return the states of each piece of chunk ``k``, which is on the host."""
 
     @abstractmethod
-    def store(self, k: int) -> Handle:
+    def store(self, k: int, turn: int) -> Handle:
         """Begin to bring chunk ``k``, which was written, back to where it rests."""
 
     @abstractmethod
@@ -108,14 +108,14 @@ class HostBank(Bank):
         """Return a state of all far elements of a flat, which is not kept in codes."""
         return self._wholes[flat, name]
 
-    def fetch(self, k: int) -> Handle:
+    def fetch(self, k: int, turn: int) -> Handle:
         return Ready()
 
-    def views(self, k: int) -> list[Views]:
+    def views(self, k: int, turn: int) -> list[Views]:
         return list(self._views[k])
 
-    def store(self, k: int) -> Handle:
+    def store(self, k: int, turn: int) -> Handle:
         return Ready()
 
     def opened(self, k: int, write: bool) -> list[Views]:
-        return self.views(k)
+        return self.views(k, 0)

@@ -23,6 +23,7 @@ from npuzero.plan import DIGEST_BITS
 from npuzero.shard.accord import Accord
 from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
+from npuzero.shard.early import Early
 from npuzero.shard.flat import Flat
 from npuzero.shard.ownership import deleted
 from npuzero.shard.reduce import Reducer
@@ -52,17 +53,19 @@ class Boundary:
         skip: [1] float32 on the device, or None: where it is not zero, the present step changes nothing.
         accord: what all ranks must say alike.
         sums: over the gradients, once they are agreed on.
+        early: the updates that begin before there is any agreement.
         summed: whether the present gradients are over all ranks.
         agreed: whether the ranks know which of them there are, for the update to come.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the parts that act at the boundary, made and wired by the engine
         self,
         units: Sequence[Unit],
         world: World,
         mesh: CountingMesh,
         reducer: Reducer,
         update: Update,
+        early: Early,
         values: Values,
         census: Census,
     ) -> None:
@@ -71,6 +74,7 @@ class Boundary:
         self._mesh = mesh
         self._reducer = reducer
         self._update = update
+        self.early = early
         self._values = values
         self._census = census
         self.accord = Accord(self._flats, world)
@@ -96,11 +100,16 @@ class Boundary:
         assert self._stage is Stage.AGREED
         return self._used[flat]
 
-    def reopen(self) -> None:
-        """Prepare for a backward pass that brings more gradients."""
+    def reopen(self) -> bool:
+        """Prepare for a backward pass that brings more gradients.
+
+        Returns:
+            whether there are some already.
+        """
         self._update.settle()
         present = self._present()
-        if not _any(present):  # the program has zeroed the gradients, in whatever way
+        some = _any(present)
+        if not some:  # the program has zeroed the gradients, in whatever way
             self.forget()
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             self.apply_scale()
@@ -108,6 +117,7 @@ class Boundary:
         self._stage = Stage.OPEN
         self.sums.forget()
         self._brought = True
+        return some
 
     def finish(self) -> bool:
         """Run R3: bring every gradient to READY on its owner. Collective; does nothing the second time.
@@ -122,7 +132,8 @@ class Boundary:
                 got="a call inside a backward pass, or after one that raised",
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
-        self._update.settle()
+        if not self.early.begun:  # else these are gradients of a step to come
+            self._update.settle()
         if self._stage is not Stage.AGREED:
             self._agree_anew()
         else:  # the program may have dropped some since, as it does on every rank

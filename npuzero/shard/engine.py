@@ -21,6 +21,7 @@ from npuzero.shard.census import Census
 from npuzero.shard.conversion import watch_conversions
 from npuzero.shard.counting import CountingMesh, Meter
 from npuzero.shard.discover import UnitRule, doors
+from npuzero.shard.early import Early
 from npuzero.shard.far import Far
 from npuzero.shard.finite import Finite, Watch
 from npuzero.shard.flat import Flat
@@ -53,6 +54,7 @@ class Engine:
         finite: the watch for inf and NaN.
         values: unsharded parameters, in and out.
         update: the chunks that an optimizer updates one by one, between begin_update and end_update.
+        early: the updates that begin inside backward.
         far: the states that rest beyond the device.
         meter: bytes held and sent in a step.
 
@@ -97,10 +99,12 @@ class Engine:
         self.meter.settle = self.far.stream.moved
         self.meter.reset()  # the bytes of the first values are no step's
 
+        self.early = Early(self._flats, self.update, world.device, settings.overlaps_parameters)
         reducer = Reducer(self.units, self.spaces, settings.overlaps_gradients)
+        reducer.reduced = self.early.reduced
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
-        self.boundary = Boundary(self.units, world, self.mesh, reducer, self.update, self.values, census)
+        self.boundary = Boundary(self.units, world, self.mesh, reducer, self.update, self.early, self.values, census)
         self.gradients = Gradients(self.units, world, self.boundary, self.values, self.alone)
         everyone = self.mesh.communicator(AXES, "control")
         self.finite = Finite(lambda: Watch(self.units, world, everyone), self.boundary, self._show)
@@ -165,6 +169,7 @@ class Engine:
     def end_update(self) -> None:
         """Run R4, and end the step."""
         self.update.end()
+        self.early.step_ends()
         self.passes.step_ends()
         self.meter.step_ends()
         self.boundary.step_ends()

@@ -52,33 +52,33 @@ class FileBank(Bank):
 
     def settle(self) -> None:
         if self._opened is not None and self._written:
-            self._move(self._store.write, self._opened).wait()
+            self._move(self._store.write, self._opened, 0).wait()
         self._opened, self._written = None, False
 
-    def fetch(self, k: int) -> Handle:
-        return self._move(self._store.read, k)
+    def fetch(self, k: int, turn: int) -> Handle:
+        return self._move(self._store.read, k, turn)
 
-    def views(self, k: int) -> list[Views]:
-        slot = self._ring.slot(k)
+    def views(self, k: int, turn: int) -> list[Views]:
+        slot = self._ring.slot(turn)
         found: list[dict[str, torch.Tensor]] = [{} for _ in self._chunks[k].pieces]
         for state in self._states[k]:
             found[state.piece][state.name] = slot[state.begin : state.end].view(state.dtype)
         return list(found)
 
-    def store(self, k: int) -> Handle:
-        return self._move(self._store.write, k)
+    def store(self, k: int, turn: int) -> Handle:
+        return self._move(self._store.write, k, turn)
 
     def opened(self, k: int, write: bool) -> list[Views]:
         if self._opened != k:
             self.settle()
-            self.fetch(k).wait()
+            self.fetch(k, 0).wait()
             self._opened = k
         self._written = self._written or write
-        return self.views(k)
+        return self.views(k, 0)
 
-    def _move(self, way: Callable[[int, torch.Tensor], Handle], k: int) -> Handle:
+    def _move(self, way: Callable[[int, torch.Tensor], Handle], k: int, turn: int) -> Handle:
         offset, nbytes = self._extents[k]
-        return way(offset, self._ring.slot(k)[:nbytes]) if nbytes else Ready()
+        return way(offset, self._ring.slot(turn)[:nbytes]) if nbytes else Ready()
 
 
 def _laid_out(chunk: Chunk, fields: Fields) -> list[_State]:

@@ -138,6 +138,8 @@ class Finite:
 
     def watch(self, on: bool) -> None:
         """Begin to watch what stops being finite, and where; or stop watching."""
+        if on:
+            self._boundary.early.refuse("FiniteGuard")
         self.watching = self._make() if on else None
         self._show(self.watching)
 
@@ -148,6 +150,7 @@ class Finite:
         ``counts``: () bool, whether gradients do; None: yes.
         """
         self.look()
+        self._boundary.early.refuse("FiniteGuard.check")
         self._boundary.accord.call("FiniteGuard.check", {})
         if self.watching is not None:
             some = self._boundary.finish()

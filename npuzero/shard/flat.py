@@ -68,7 +68,7 @@ class Flat:
         self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
         self.gradient: Gradient  # only where trainable
         # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
-        self._counts: list[int] = []
+        self._counts = [0] * len(parameters)
         self._aliases: dict[int, Tensor] = {}
         self.own_slots = [self._own_slot(i) for i in self.slots]
         self.offsets = [slot.begin * layout.dtype.itemsize for slot in layout.slots]
@@ -150,7 +150,7 @@ class Flat:
         for i, parameter in enumerate(self.parameters):
             parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
             guard.reopen(parameter)
-        self._counts = self._count_writes()
+        self.written()  # before this it was no concern
         if self.cut:
             self.transient.release()
         if self.trainable:
@@ -192,17 +192,18 @@ class Flat:
 
     def written(self) -> list[int]:
         """Return the slots that the program has written since this was asked last; they must be readable."""
-        counts = self._count_writes()
+        counts = [parameter._version for parameter in self.parameters]
+        for i, alias in self._aliases.items():
+            counts[i] += alias._version
         if counts == self._counts:
             return []
         before, self._counts = self._counts, counts
         return [i for i in self.slots if counts[i] != before[i]]
 
-    def _count_writes(self) -> list[int]:
-        counts = [parameter._version for parameter in self.parameters]
-        for i, alias in self._aliases.items():
-            counts[i] += alias._version
-        return counts
+    def note_write(self) -> None:
+        """Let torch count a write into every parameter, which is none of the program's."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self._counts = [count + 1 for count in self._counts]
 
     def take_written(self, slots: Sequence[int]) -> None:
         """Carry what was written into unsharded ``slots`` to where it lasts: the resting shard, masters.

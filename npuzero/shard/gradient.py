@@ -184,7 +184,11 @@ class Gradient:
         """Prepare for more gradients: what is READY is no longer all there is.
 
         Where a reduction at the boundary made it, it is set aside, to be added once these are reduced.
+
+        Raises:
+            StateError: the update has begun with it.
         """
+        _keep_lent(self, "another gradient of it, which the update lacks")
         if self.state is not GradientState.READY:
             return
         if self.meets_at_boundary:
@@ -253,12 +257,25 @@ class Gradient:
 
     def clear(self, i: int) -> None:
         """Zero whatever the buffers hold of slot ``i``."""
+        _keep_lent(self, f"that of {self.layout.slots[i].name} dropped")
         self.content[i] = Content.NOWHERE
         slot = self.layout.slots[i]
         for buffer, rest in ((self.kept.values, self.rests.gradients), (self.carry, self.rests.states)):
             if buffer is not None:
                 begin, end = overlap((slot.begin, slot.end), rest.range)
                 buffer[begin - rest.begin : end - rest.begin].zero_()
+
+
+def _keep_lent(gradient: Gradient, got: str) -> None:
+    """Raise where a gradient would change that an update has begun with."""
+    if gradient.kept.lent:
+        raise StateError(
+            f"gradients of {gradient.name}",
+            expected="nothing more after the update of this flat has begun inside backward (early=True)",
+            got=got,
+            do="Leave early=True out where a checkpointed module (use_reentrant=True) runs several times in a forward, "
+            "or where gradients are dropped before step(). Start again from the last checkpoint.",
+        )
 
 
 def _parameter_of(gradient_of: weakref.ref[Gradient], i: int) -> Tensor | None:

@@ -41,6 +41,7 @@ class Gradients:
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Return the global norm; have the update scale the gradients so that it is at most ``max_norm``."""
         boundary = self._boundary
+        boundary.early.refuse("clip_grad_norm_")
         boundary.accord.call("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
         total = torch.zeros((), device=self._world.device)
         if boundary.finish():
@@ -59,6 +60,7 @@ class Gradients:
     @collective("clip_grad_value_")
     def clip_values(self, limit: float) -> None:
         """Bring every element of the gradients into ``[-limit, limit]``."""
+        self._boundary.early.refuse("clip_grad_value_")
         self._boundary.accord.call("clip_grad_value_", {"clip_value": limit})
         if self._boundary.finish():
             self._boundary.apply_scale()
@@ -124,6 +126,7 @@ class Gradients:
             where no rank has any.
         """
         boundary = self._boundary
+        boundary.early.refuse("LossScaler.unscale_")
         boundary.accord.call("LossScaler", rules)
         if not boundary.finish():
             return None

@@ -153,13 +153,15 @@ class Passes:
     def backward_ends(self) -> None:
         if self._reducer.open:
             self._reducer.end()
+        self._boundary.early.pass_ends()
         for unit in self._units:
             unit.computing, unit.opaque = 0, False
             self._gatherer.release(unit)
 
     def _begin_backward(self) -> None:
         self._count += 1
-        self._boundary.reopen()
+        again = self._boundary.reopen()
+        self._boundary.early.pass_begins(again, self._alone)
         for unit in self._units:
             unit.missing = set(unit.trainable)
         last = self._count == self._expected
@@ -169,6 +171,7 @@ class Passes:
         """Drop a backward pass that raised: its gradients are in part there, and zero_grad() drops them."""
         if not in_backward():
             self._reducer.abandon()
+            self._boundary.early.pass_ends()
 
     def step_ends(self) -> None:
         """Note that the step's passes are over; the next step is expected to have as many."""

@@ -12,7 +12,7 @@ the launches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Reducer:
 
     Attributes:
         open: whether a backward pass is under way.
+        reduced: told of a gradient to which nothing more is added in the present pass.
     """
 
     def __init__(self, units: Sequence[Unit], spaces: Spaces, overlapped: bool) -> None:
@@ -56,6 +57,7 @@ class Reducer:
         self._pass = Pass.SUMMED
         self._last: Pass | None = None  # what the last pass of this step was, so far
         self.open = False
+        self.reduced: Callable[[Gradient], None] = lambda _: None
 
     # -- while backward runs ---------------------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ class Reducer:
         else:
             gradient.move(_S.ACCUMULATED)
             gradient.kept.rest()
+            self.reduced(gradient)
 
     def _reopen(self, gradient: Gradient) -> None:
         if gradient.state is _S.REDUCING:
@@ -201,6 +204,7 @@ class Reducer:
             gradient.add_carry()
         gradient.move(_S.READY if last else _S.ACCUMULATED)
         gradient.kept.rest()
+        self.reduced(gradient)
 
     def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""

@@ -12,8 +12,9 @@ Two threads share what an update reads and writes, from ``run()`` until the chun
     rings            the lane alone; a slot is filled again when the store of the chunk that had it is done
     numbers          copies: of the scale, the skip and the rows that the device computed; lr and steps are in segments
 
-The lane runs its chunks in order. After one that failed none is run: what it raised is raised by every wait from then
-on, so that no step begins on states of which some are a step behind.
+The lane runs chunks in the order in which they are queued, which is theirs unless an update begins inside backward
+(:mod:`npuzero.shard.early`): a slot of a ring goes by the turn. After one that failed none is run: what it raised is
+raised by every wait from then on, so that no step begins on states of which some are a step behind.
 """
 
 from __future__ import annotations
@@ -72,27 +73,38 @@ class Numbers(NamedTuple):
     dynamic: Tensor | None
 
 
+#: Updates pieces that are on the host, all of one chunk.
+Launch = Callable[[Sequence[Staged], Numbers], None]
+_END = -1  # in the place of a chunk's number
+
+
 @dataclass
 class _Job:
-    """Run one update, on the lane; it knows nothing of the stream, which may be gone before it ends."""
+    """Run one update, on the lane; it knows nothing of the stream, which may be gone before it ends.
+
+    What the program adds to it (chunks to the order, gradients of their flats) is there before their turn is queued.
+    """
 
     chunks: Sequence[Chunk]
-    gradients: Mapping[Flat, Tensor]  # of the flats that are updated
     banks: Sequence[Bank]
     staging: Sequence[Ring]  # of gradients, of parameters
     mover: Mover
     on_device: bool
     numbers: Numbers
     taken: Sequence[Handle]  # of the numbers
-    launch: Callable[[Sequence[Staged], Numbers], None]
+    launch: Launch
     rank: int
     threads: int
+    gradients: dict[Flat, Tensor] = field(default_factory=dict)  # of the flats that are updated
+    order: list[int] = field(default_factory=list)  # of chunks, so far: the place of one is its turn
+    closed: bool = False  # no more are to come
     failed: BaseException | None = None
+    # By turn: what is on its way to the host, and back.
     begun: dict[int, tuple[list[Staged], list[Handle]]] = field(default_factory=dict)
     storing: dict[int, list[Handle]] = field(default_factory=dict)
 
-    def run(self, k: int) -> None:
-        """Update chunk ``k``, once those before it are."""
+    def run(self, turn: int) -> None:
+        """Update the chunk whose turn it is, once those before it are."""
         if self.failed is not None:
             raise self.failed
         observe.set_rank(self.rank)
@@ -100,8 +112,8 @@ class _Job:
             self.mover.attend()
             if torch.get_num_threads() != self.threads:
                 torch.set_num_threads(self.threads)  # of this thread: kernels obey it
-            with observe.span("update chunk", str(k)):
-                self._run(k)
+            with observe.span("update chunk", str(self.order[turn])):
+                self._run(turn)
         except BaseException as error:
             self._fail(error)
 
@@ -110,8 +122,8 @@ class _Job:
         if self.failed is not None:
             raise self.failed
         try:
-            for k in list(self.storing):
-                self._stored(k)
+            for turn in list(self.storing):
+                self._stored(turn)
         except BaseException as error:
             self._fail(error)
 
@@ -122,18 +134,19 @@ class _Job:
         self.failed = _broken(error)
         raise self.failed from error
 
-    def _run(self, k: int) -> None:
+    def _run(self, turn: int) -> None:
         if self._skipped():
             return
-        for ahead in (k, k + 1):
-            if ahead < len(self.chunks) and ahead not in self.begun:
+        for ahead in (turn, turn + 1):
+            if ahead < len(self.order) and ahead not in self.begun:
                 self.begun[ahead] = self._begin(ahead)
-        staged, handles = self.begun.pop(k)
+        k = self.order[turn]
+        staged, handles = self.begun.pop(turn)
         for handle in handles:
             handle.wait()
         if not staged:
             return
-        states = [bank.views(k) for bank in self.banks]
+        states = [bank.views(k, turn) for bank in self.banks]
         number = {id(piece.flat): i for i, piece in enumerate(self.chunks[k].pieces)}
         whole = [
             each._replace(states={n: t for views in states for n, t in views[number[id(each.piece.flat)]].items()})
@@ -141,7 +154,7 @@ class _Job:
         ]
         self.launch(whole, self.numbers)
         self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
-        self.storing[k] = [bank.store(k) for bank in self.banks]
+        self.storing[turn] = [bank.store(k, turn) for bank in self.banks]
         for arrived in [] if self.on_device else [self.mover.to_device(_own(e.piece), e.parameter) for e in staged]:
             arrived.wait()
 
@@ -150,33 +163,35 @@ class _Job:
             handle.wait()
         return self.numbers.skip is not None and self.numbers.skip.item() != 0
 
-    def _begin(self, k: int) -> tuple[list[Staged], list[Handle]]:
-        """Begin to bring chunk ``k`` to the host, all of it that is updated."""
-        if k >= RING_SLOTS:
-            self._stored(k - RING_SLOTS)
+    def _begin(self, turn: int) -> tuple[list[Staged], list[Handle]]:
+        """Begin to bring the chunk of a turn to the host, all of it that is updated."""
+        if turn >= RING_SLOTS:
+            self._stored(turn - RING_SLOTS)
+        k = self.order[turn]
         pieces = [piece for piece in self.chunks[k].pieces if piece.flat in self.gradients]
         if self.on_device:
             staged = [Staged(piece, self._gradient(piece), _own(piece), {}) for piece in pieces]
             handles: list[Handle] = []
         else:
-            staged, handles = self._stage(k, pieces)
+            staged, handles = self._stage(turn, pieces)
         if staged:
             self.mover.moved[FROM_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
-            handles += [bank.fetch(k) for bank in self.banks]
+            handles += [bank.fetch(k, turn) for bank in self.banks]
+            handles += [each.piece.flat.gradient.kept.arrived for each in staged]
         return staged, handles
 
-    def _stage(self, k: int, pieces: Sequence[Piece]) -> tuple[list[Staged], list[Handle]]:
-        """Begin to copy gradients and parameters of chunk ``k`` to the host."""
+    def _stage(self, turn: int, pieces: Sequence[Piece]) -> tuple[list[Staged], list[Handle]]:
+        """Begin to copy gradients and parameters of a chunk to the host."""
         handles: list[Handle] = []
         staged: list[Staged] = []
         begins = [0, 0]
         for piece in pieces:
             numel, own, gradient = piece.end - piece.begin, _own(piece), self._gradient(piece)
             if piece.flat.rests.gradients.memory is Memory.DEVICE:
-                slot = _cut(self.staging[0].slot(k), begins, 0, numel, torch.float32)
+                slot = _cut(self.staging[0].slot(turn), begins, 0, numel, torch.float32)
                 handles.append(self.mover.to_host(slot, gradient))
                 gradient = slot
-            parameter = _cut(self.staging[1].slot(k), begins, 1, numel, own.dtype)
+            parameter = _cut(self.staging[1].slot(turn), begins, 1, numel, own.dtype)
             if piece.flat.low is None:
                 handles.append(self.mover.to_host(parameter, own))
             staged.append(Staged(piece, gradient, parameter, {}))
@@ -185,8 +200,8 @@ class _Job:
     def _gradient(self, piece: Piece) -> Tensor:
         return self.gradients[piece.flat][piece.begin : piece.end]
 
-    def _stored(self, k: int) -> None:
-        for handle in self.storing.pop(k, ()):
+    def _stored(self, turn: int) -> None:
+        for handle in self.storing.pop(turn, ()):
             handle.wait()
 
 
@@ -210,6 +225,17 @@ def _broken(error: BaseException) -> NpuZeroError:
     )
 
 
+def _unfinished() -> StateError:
+    """Return the error of who comes between an update that has begun inside backward, and the step that ends it."""
+    return StateError(
+        "an update that has begun inside backward (early=True)",
+        expected="step() of its optimizer next: a part of the model is updated, the rest is not",
+        got="another forward or backward pass, a read or write of parameters or states, or zero_grad()",
+        do="If the step has more micro-batches, run all but its last backward within npuzero.no_sync(model), or say "
+        "how many backward passes a step has: early=4. If backward has raised, start again from the last checkpoint.",
+    )
+
+
 class Stream:
     """Run the far part of a model's updates, one after the other.
 
@@ -229,14 +255,13 @@ class Stream:
         self._overlap = overlap
         self._on_device = on_device
         self._staging: list[Ring] = []
-        last = {id(piece.flat): k for k, chunk in enumerate(chunks) for piece in chunk.pieces}
-        # By unit the last chunk that has anything of it.
-        self._last = {
-            unit.index: max(last[id(flat)] for flat in unit.trainable if flat.far)
-            for unit in units
-            if any(flat.far for flat in unit.trainable)
-        }
-        self._handles: list[Handle] = []
+        self._unit_of = {flat: unit.index for unit in units for flat in unit.trainable if flat.far}
+        self._of: dict[int, list[int]] = {index: [] for index in self._unit_of.values()}  # the chunks with any of it
+        for k, chunk in enumerate(chunks):
+            for index in {self._unit_of[piece.flat] for piece in chunk.pieces}:
+                self._of[index].append(k)
+        self._job: _Job | None = None  # until it was waited for to its end
+        self._handles: dict[int, Handle] = {}  # by chunk; and the end
         self._lane = HostLane("update", door("an update"))
         weakref.finalize(self, self._lane.close, 0.0)
 
@@ -244,33 +269,56 @@ class Stream:
         self,
         flats: Collection[Flat],
         banks: Sequence[Bank],
-        launch: Callable[[Sequence[Staged], Numbers], None],
+        launch: Launch,
         scale: Tensor,
         skip: Tensor | None,
         dynamic: Tensor | None,
     ) -> None:
-        """Begin to update the far shards of ``flats``; nothing else is under way.
+        """Begin to update the far shards of ``flats``, or of those that are not under way yet (:meth:`open`).
 
         Args:
             banks: that have their states.
             launch: updates pieces that are on the host, all of one chunk; called on the lane.
             scale, skip, dynamic: on the device; they may change meanwhile.
         """
+        job = self._job or self.open(banks, launch, scale, skip, dynamic)
+        job.launch = launch
+        self.mover.follow()
+        job.gradients |= {flat: flat.own_gradient for flat in flats if flat not in job.gradients}
+        for k in range(len(self.chunks)):
+            if k not in self._handles:
+                self._queue(job, k)
+        job.closed = True
+        self._handles[_END] = self._lane.run(job.finish)
+        if not self._overlap:
+            self.quiet()
+
+    def open(
+        self, banks: Sequence[Bank], launch: Launch, scale: Tensor, skip: Tensor | None, dynamic: Tensor | None
+    ) -> _Job:
+        """Prepare an update, whose flats come one by one (:meth:`add`) until :meth:`run` has the rest; nothing else is
+        under way.
+        """
         self._stage()
         for bank in banks:
             bank.settle()
         self.mover.moved.clear()
         self.mover.follow()
-        gradients = {flat: flat.own_gradient for flat in flats}
         numbers, taken = self._snapshot(scale, skip, dynamic)
         how = self._staging, self.mover, self._on_device
         here = observe.current_rank(), torch.get_num_threads()
-        job = _Job(self.chunks, gradients, banks, *how, numbers, taken, launch, *here)
-        for k in range(len(self.chunks)):
-            self._queue(job, k)
-        self._handles.append(self._lane.run(job.finish))
-        if not self._overlap:
-            self.quiet()
+        self._job = _Job(self.chunks, banks, *how, numbers, taken, launch, *here)
+        return self._job
+
+    def add(self, flat: Flat) -> None:
+        """Update a flat, whose gradient is there, as soon as the other flats of its chunks are added, too."""
+        assert self._job is not None
+        gradients = self._job.gradients
+        self.mover.follow()
+        gradients[flat] = flat.own_gradient
+        for k in self._of[self._unit_of[flat]]:
+            if k not in self._handles and all(piece.flat in gradients for piece in self.chunks[k].pieces):
+                self._queue(self._job, k)
 
     def _snapshot(self, scale: Tensor, *others: Tensor | None) -> tuple[Numbers, list[Handle]]:
         copy, taken = self.mover.snapshot(scale)
@@ -279,7 +327,9 @@ class Stream:
         return Numbers(copy, *(other for other, _ in copies)), handles
 
     def _queue(self, job: _Job, k: int) -> None:
-        self._handles.append(self._lane.run(lambda: job.run(k)))
+        turn = len(job.order)
+        job.order.append(k)
+        self._handles[k] = self._lane.run(lambda: job.run(turn))
 
     def _stage(self) -> None:
         """Make the rings that chunks go through, at the first update."""
@@ -299,15 +349,20 @@ class Stream:
     @property
     def busy(self) -> bool:
         """Return whether there is an update that nobody has waited for to its end."""
-        return bool(self._handles)
+        return self._job is not None
+
+    @property
+    def waits(self) -> bool:
+        """Return whether there is an update that began inside backward, and that no step has ended."""
+        return self._job is not None and not self._job.closed
 
     def has(self, unit: Unit) -> bool:
         """Tell whether such an update has anything of ``unit``."""
-        return self.busy and unit.index in self._last
+        return self.busy and unit.index in self._of
 
     def done(self, unit: Unit) -> bool:
         """Tell whether :meth:`wait` would return at once."""
-        return not self.has(unit) or self._handles[self._last[unit.index]].done()
+        return not self.has(unit) or all(self._handles[k].done() for k in self._of[unit.index])
 
     def wait(self, unit: Unit) -> None:
         """Wait until the parameters of ``unit`` are updated.
@@ -316,18 +371,32 @@ class Stream:
             NpuZeroError: the update has failed.
         """
         if self.has(unit):
-            self._handles[self._last[unit.index]].wait()
+            for k in self._of[unit.index]:
+                self._handles[k].wait()
 
     def quiet(self) -> None:
         """Wait until the update is done, and all states are where they rest.
 
         Raises:
-            NpuZeroError: it has failed.
+            NpuZeroError: it has failed, or waits for the step that is to end it.
         """
-        if self._handles:
+        if self._job is not None:
+            self.check()
+            if self.waits:
+                raise _unfinished()
             with observe.span("wait for update", ""):
-                self._handles[-1].wait()
-            self._handles = []
+                self._handles[_END].wait()
+            self._job = None
+            self._handles = {}
+
+    def check(self) -> None:
+        """Raise what an update has failed by, if one has.
+
+        Raises:
+            NpuZeroError: it has.
+        """
+        if self._job is not None and self._job.failed is not None:
+            raise self._job.failed
 
     def moved(self) -> Counter[str]:
         """Return the bytes that the last update has moved, by link; waits for its end."""

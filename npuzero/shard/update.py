@@ -82,6 +82,20 @@ class Update:
         if not self.stream.busy:
             self._restorer.before = None
 
+    def hold(self) -> None:
+        """Let nobody have a unit: an update that has begun inside backward waits for its step."""
+        self._restorer.before = self._refuse
+        for unit in self._units:
+            if not unit.guarded and self.stream.has(unit):
+                unit.close()
+
+    def let_go(self) -> None:
+        """Let the step have the units that :meth:`hold` has kept."""
+        self._restorer.before = None
+
+    def _refuse(self, unit: Unit) -> None:
+        self.stream.quiet()
+
     def _catch_up(self, unit: Unit) -> None:
         """Wait for the update of ``unit`` and of those before it, and start their R4; and of those behind, if done."""
         while self._waiting and (unit.index >= self._waiting[0].index or self.stream.done(self._waiting[0])):
@@ -103,7 +117,7 @@ class Update:
             NpuZeroError: the update has failed.
         """
         if self._restorer.before is not None:
-            self._catch_up(self._units[-1])
+            self._restorer.before(self._units[-1])
         self.stream.quiet()
 
     def lend(self, unit: Unit, memory: Transient) -> None:

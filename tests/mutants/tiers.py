@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "a slot of the ring is filled while its last chunk is on its way to the disk",
         "shard/stream.py",
-        "            self._stored(k - RING_SLOTS)\n",
+        "            self._stored(turn - RING_SLOTS)\n",
         "            pass\n",
         ("world/test_tiers_lane.py::test_a_slot_is_filled_again_when_it_is_stored",),
     ),
