@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.export import FILE_BYTES, Facts, Writer
 from npuzero.checkpoint.metadata import Tensors
 from npuzero.checkpoint.parts import MODEL
@@ -49,7 +48,7 @@ def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_
     with Writer(path, facts, file_bytes) as writer:
         for key, (_, kind, shape) in zip(found.values(), facts, strict=True):
             whole = torch.empty(shape, dtype=source.tensors[key].properties.dtype)
-            source.fill([Wanted(key, Box((0,) * len(shape), shape), whole)])
+            source.fill([Wanted.all_of(key, whole)])
             for piece in whole.reshape(-1).split(PIECE):
                 writer.put(piece, kind)
         writer.commit()

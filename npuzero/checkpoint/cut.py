@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from npuzero.errors import CheckpointError, StateError
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
 from npuzero.shard.ownership import engine_of
+from npuzero.shard.snapshot import NOW, Later, Snapshot
 from npuzero.shard.tiles import Rows, rows_of
 
 
@@ -132,7 +134,7 @@ def load_state_dict(
         values = torch.zeros(end - begin, dtype=part.dtype, device=engine.device)
         for cut in part.cuts:
             _copy_own(state[MODEL], str(cut.paths[0][1]), cut.piece, begin, values)
-        parts.write(part, values)
+        parts.write(part, slice(0, end - begin), values)
     for entry in parts.model_entries(model):
         if isinstance(entry.value, Tensor):
             entry.value.copy_(state[MODEL][entry.path[1]])
@@ -148,7 +150,7 @@ def load_state_dict(
 def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
     for part in tensors:
         begin, end = part.rest.range
-        values = part.read(slice(0, end - begin))
+        values = part.later(slice(0, end - begin), NOW)()
         for cut in part.cuts:
             made = CutTensor(cut.shape, values, cut.piece.own_boxes(begin, values))
             for path in cut.paths:
@@ -175,8 +177,12 @@ def _zeros(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[l
             elif own:
                 zeros = torch.zeros(flat.rests.states.numel, device=engine.device)
                 cuts = tuple(Cut((path,), piece, torch.float32) for path, piece in zip(paths, own, strict=True))
-                tensors.append(Part(flat, flat.rests.states, cuts, zeros.__getitem__))
+                tensors.append(Part(flat, flat.rests.states, cuts, partial(_copied, zeros)))
     return tensors, numbers
+
+
+def _copied(values: Tensor, own: slice, snapshot: Snapshot) -> Later:
+    return snapshot.copied(values[own])
 
 
 def _load_states(
@@ -194,7 +200,9 @@ def _load_states(
                 buffer = buffers.setdefault(name, torch.zeros(end - begin, device=engine.device))
                 _copy_own(own, name, piece, begin, buffer)
         slots.append(state)
-    optimizer.load_cut_state(engine, flat, buffers, slots)
+    for name in optimizer.load_cut_state(engine, flat, slots):
+        values = buffers[name] if name in buffers else torch.zeros(end - begin, device=engine.device)
+        optimizer.write_cut_buffer(flat, name, slice(0, end - begin), values)
 
 
 def _copy_own(state: Mapping[str, Any], name: str, piece: Piece, begin: int, values: Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.checkpoint import parts, rng
+from npuzero.checkpoint.landing import RANGE, Landing, Stored
 from npuzero.checkpoint.metadata import Tensors
 from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part, Piece
 from npuzero.checkpoint.source import Source, Wanted
@@ -19,7 +21,6 @@ from npuzero.errors import CheckpointError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.flat import Flat
-from npuzero.shard.layout import overlap
 from npuzero.shard.tiles import rows_of
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
@@ -150,7 +151,7 @@ class Loader:
         self._optimizer = optimizer
         self._names = Names(source, model, optimizer)
         self._tiles = rows_of(model)
-        self._buffers: dict[str, Tensor] = {}
+        self._idle: list[Tensor] = []  # buffers of ranges that have been written, since fresh pages take long
         for part in parts.model_parts(model, engine):
             for cut in part.cuts:
                 self._check(self._names.parameters[str(cut.paths[0][1])], cut.shape)
@@ -168,21 +169,30 @@ class Loader:
                 self._load_states(flat)
 
     def _load_parameters(self, part: Part) -> None:
-        begin, end = part.rest.range
-        values = self._buffer(MODEL, end - begin, part.dtype)
-        for gap in part.flat.layout.gaps:
-            first, last = overlap(gap, (begin, end))
-            values[first - begin : last - begin].zero_()
-        keys = {cut: self._names.parameters[str(cut.paths[0][1])] for cut in part.cuts}
-        self._source.fill([Wanted(keys[cut], *own) for cut in part.cuts for own in cut.piece.own_boxes(begin, values)])
-        parts.write(part, values)
+        stored = [(self._names.parameters[str(cut.paths[0][1])], cut.piece) for cut in part.cuts]
+        self._fill(part.rest.range, {MODEL: stored}, part.dtype, lambda _, *there: parts.write(part, *there))
 
-    def _buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return [numel] on the host, undefined; the same memory for every flat, since fresh pages take long."""
-        nbytes = numel * dtype.itemsize
-        if name not in self._buffers or self._buffers[name].numel() < nbytes:
-            self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffers[name][:nbytes].view(dtype)
+    def _fill(
+        self,
+        shard: tuple[int, int],
+        stored: Mapping[str, Stored],
+        dtype: torch.dtype,
+        write: Callable[[str, slice, Tensor], None],
+    ) -> None:
+        """Read a shard, range after range.
+
+        Args:
+            stored: by name of what is read, where it is stored.
+            write: takes a name, a range of the shard, and values.
+        """
+        begin, end = shard
+        wanted: list[Wanted] = []
+        for start in range(begin, end, RANGE):
+            own = slice(start - begin, min(start + RANGE, end) - begin)
+            for name, pieces in stored.items():
+                landing = Landing(self._idle, begin, own, dtype, partial(write, name, own))
+                wanted += landing.wanted(pieces)
+        self._source.fill(wanted)
 
     def _load_entry(self, name: str, value: Tensor) -> None:
         loaded = self._source.read_object(self._names.parameters[name])
@@ -192,10 +202,8 @@ class Loader:
             value.copy_(loaded)
 
     def _load_states(self, flat: Flat) -> None:
-        begin, end = flat.rests.states.range
-        buffers: dict[str, Tensor] = {}
         slots: parts.SlotStates = []
-        wanted: list[Wanted] = []
+        stored: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         for piece in (Piece.of(slot, self._tiles) for slot in flat.layout.slots):
             state: dict[str, float | None] = {}
             whole = piece.whole
@@ -203,18 +211,18 @@ class Loader:
                 described = self._source.tensors[key]
                 if type(described) is Tensors and described.size == whole.shape and (whole.shape or name != "step"):
                     state[name] = None
-                    buffer = buffers.setdefault(name, self._buffer(name, end - begin, torch.float32))
-                    wanted += [Wanted(key, *own) for own in piece.own_boxes(begin, buffer)]
+                    stored[name].append((key, piece))
                 else:
                     state[name] = self._number(key)
             slots.append(state)
-        self._source.fill(wanted)
         assert self._optimizer is not None
         try:
-            self._optimizer.load_cut_state(self._engine, flat, buffers, slots)
+            names = self._optimizer.load_cut_state(self._engine, flat, slots)
         except CheckpointError as error:
             subject = f"load {self._source.path}: {error.subject}"
             raise CheckpointError(subject, expected=error.expected, got=error.got, do=error.do) from error
+        write = partial(self._optimizer.write_cut_buffer, flat)
+        self._fill(flat.rests.states.range, {name: stored[name] for name in names}, torch.float32, write)
 
     def _number(self, key: str) -> float:
         value = self._source.read_object(key)

@@ -6,7 +6,7 @@ writes one N-th of every flat, whatever the plan, and where everything goes foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -18,16 +18,17 @@ from npuzero.checkpoint.boxes import Box, boxes_of
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, axes_beyond
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import Flat, masters_later
 from npuzero.shard.layout import Slot, overlap
 from npuzero.shard.rest import Rest
+from npuzero.shard.snapshot import Later, Snapshot
 from npuzero.shard.tiles import Rows, rows_of
 
 #: What names begin with, as in PyTorch's own recipes.
 MODEL, OPTIMIZER = "model", "optim"
 
-#: An item of a file has at most so many bytes of elements, so that reading one takes little memory.
-ITEM_BYTES = 64 << 20
+#: An item of a file has at most so many bytes of elements, so that writing or reading one takes little memory.
+ITEM_BYTES = 16 << 20
 
 Path = tuple["str | int", ...]
 #: Per slot of a flat: the optimizer's numbers by name, None for each tensor that is sharded like the parameter.
@@ -42,16 +43,17 @@ class CutOptimizer(Protocol):
     def cut_state(self, flat: Flat) -> SlotStates:
         """Return what each slot has: numbers, and None for what is in the buffer of that name."""
 
-    def cut_buffer(self, flat: Flat, name: str, own: slice) -> Tensor:
-        """Return as float32 a range of this rank's shard."""
+    def cut_buffer(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later:
+        """Return, for later, a range of this rank's shard as float32."""
 
     def state_names(self) -> tuple[str, ...]:
         """Return what the state of every parameter will consist of, as far as the class says it beforehand."""
 
-    def load_cut_state(
-        self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: list[dict[str, float | None]]
-    ) -> None:
-        """Load what the others have given."""
+    def load_cut_state(self, engine: Engine, flat: Flat, slots: SlotStates) -> Collection[str]:
+        """Begin to load what :meth:`cut_state` has given; return the names that :meth:`write_cut_buffer` waits for."""
+
+    def write_cut_buffer(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+        """Load a range of what :meth:`cut_buffer` has given; all of a shard is to come, in whole blocks of moments."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """Describe one buffer of a flat: the tensors in it, and how this rank reads a range of its shard (a slice of
-    it).
+    """Describe one buffer of a flat: the tensors in it, and how this rank has a range of its shard (a slice of it)
+    later.
     """
 
     flat: Flat
     rest: Rest  # as which part of the flat it is sharded
     cuts: tuple[Cut, ...]
-    read: Callable[[slice], Tensor]
+    later: Callable[[slice, Snapshot], Later]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,12 +167,12 @@ def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def write(part: Part, values: Tensor) -> None:
-    """Replace all of this rank's shard of a part of the model; parameters follow their masters."""
+def write(part: Part, own: slice, values: Tensor) -> None:
+    """Replace a range of this rank's shard of a part of the model; parameters follow their masters."""
     if part.flat.trainable:
-        part.flat.write_master(slice(0, values.numel()), values)
+        part.flat.write_master(own, values)
     else:
-        part.flat.resting.copy_(values)
+        part.flat.resting[own].copy_(values)
 
 
 def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
@@ -187,11 +189,13 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
             for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
         )
         rests = flat.rests
-        rest, read = (
-            (rests.states, flat.read_master) if flat.trainable else (rests.parameters, flat.resting.__getitem__)
-        )
-        parts.append(Part(flat, rest, cuts, read))
+        rest = rests.states if flat.trainable else rests.parameters
+        parts.append(Part(flat, rest, cuts, partial(masters_later if flat.trainable else _frozen_later, flat)))
     return parts
+
+
+def _frozen_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
+    return snapshot.copied(flat.resting[own])
 
 
 def model_entries(model: nn.Module) -> list[Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -14,12 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from npuzero import observe
 from npuzero.checkpoint import folder as folders
 from npuzero.checkpoint.archive import item_bytes
+from npuzero.checkpoint.beside import Beside, Copies
 from npuzero.checkpoint.files import (
     METADATA,
     DataFile,
@@ -39,6 +38,7 @@ from npuzero.comm import World
 from npuzero.errors import CheckpointError, NpuZeroError
 from npuzero.plan import MeshShape
 from npuzero.shard.engine import Engine
+from npuzero.shard.snapshot import NOW, Later, Snapshot
 
 #: Saves talk to each other apart from training, since they may run beside it.
 CHANNEL = "checkpoint"
@@ -150,13 +150,13 @@ class Saver:
     """Hold what saves of one model share, among it the save that is under way.
 
     Attributes:
-        snapshot: host memory that what is saved is copied into, kept from save to save.
+        copies: host memory of snapshots.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._world = engine.world
         self._shape = engine.mesh.shape
-        self.snapshot = torch.empty(0, dtype=torch.uint8)
+        self.copies = Copies(engine.world.device)
         self._last: Saving | None = None
 
     def finish(self) -> None:
@@ -167,48 +167,36 @@ class Saver:
 
     def save(self, job: Job, *, asynchronous: bool) -> Saving:
         """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective."""
-        place = begin(self._world, job)
-        items = self._items(job.parts)
-        if asynchronous:
-            with observe.span("snapshot", job.path.name):
-                try:
-                    items = iter(self._copied(items, job.parts))
-                except Exception as error:  # the others have begun to write, and wait to hear of this rank
-                    items = _failing(error)
+        with contextlib.ExitStack() as undo:
+            items = self._items(job.parts, NOW)
+            problem: Exception | None = None
+            if asynchronous:
+                snapshot = Beside(self.copies)
+                undo.callback(snapshot.release)
+                with observe.span("snapshot", job.path.name):
+                    try:
+                        items = iter([*self._items(job.parts, snapshot)])
+                    except Exception as error:
+                        problem = error
+            place = begin(self._world, job, problem)
+            done = undo.pop_all().close
+
+        def write() -> None:
+            try:
+                place.write(job, items, self._world, self._shape)
+            finally:
+                done()
+
         saving = self._last = Saving(job.path)
-        saving.run(lambda: place.write(job, items, self._world, self._shape), beside=asynchronous)
+        saving.run(write, beside=asynchronous)
         return saving
 
-    def _items(self, parts: Sequence[Part]) -> Iterator[tuple[Item, Tensor]]:
-        """Yield what this rank writes, and its elements."""
+    def _items(self, parts: Sequence[Part], snapshot: Snapshot) -> Iterator[tuple[Item, Later]]:
+        """Yield what this rank writes, and how to have its elements."""
         for part in parts:
             for item in part.items(self._world.rank, self._shape):
                 begin = item.begin - part.rest.begin
-                yield item, part.read(slice(begin, begin + item.box.numel))
-
-    def _copied(self, items: Iterator[tuple[Item, Tensor]], parts: Sequence[Part]) -> list[tuple[Item, Tensor]]:
-        """Copy what this rank writes into host memory that is kept from save to save."""
-        needed = sum(_aligned(item.nbytes) for part in parts for item in part.items(self._world.rank, self._shape))
-        if self.snapshot.numel() < needed:
-            pinned = self._world.device.type != "cpu"
-            self.snapshot = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
-        copies, start = [], 0
-        for item, values in items:
-            copy = self.snapshot[start : start + item.nbytes].view(item.cut.dtype)
-            copies.append((item, copy.copy_(values)))
-            start += _aligned(item.nbytes)
-        return copies
-
-
-def _failing(error: Exception) -> Iterator[tuple[Item, Tensor]]:
-    """Fail at the first item."""
-    yield from ()
-    raise error
-
-
-def _aligned(nbytes: int) -> int:
-    """Return so many bytes and up to 63 more, so that what follows may be of any dtype."""
-    return -(-nbytes // 64) * 64
+                yield item, part.later(slice(begin, begin + item.box.numel), snapshot)
 
 
 def saver_of(engine: Engine) -> Saver:
@@ -240,8 +228,11 @@ def agree(world: World, subject: str, problem: Exception | None, value: object =
     return [value for _, value in said]
 
 
-def begin(world: World, job: Job) -> Place:
+def begin(world: World, job: Job, problem: Exception | None = None) -> Place:
     """Begin a fresh folder that every rank sees, for parts that every rank has. Collective.
+
+    Args:
+        problem: what keeps this rank from saving.
 
     Raises:
         CheckpointError: on every rank: another job is saving into the run's folder; it has this step; it is another
@@ -249,9 +240,8 @@ def begin(world: World, job: Job) -> Place:
     """
     subject = f"save {job.path}"
     partial: Partial | None = None
-    problem: Exception | None = None
     try:
-        if world.rank == 0:
+        if world.rank == 0 and problem is None:
             partial = Partial(job.folder, job.step)
     except (CheckpointError, OSError) as error:
         problem = error
@@ -318,7 +308,7 @@ class Place:
     path: Path
     partial: Partial | None
 
-    def write(self, job: Job, items: Iterator[tuple[Item, Tensor]], world: World, shape: MeshShape) -> None:
+    def write(self, job: Job, items: Iterator[tuple[Item, Later]], world: World, shape: MeshShape) -> None:
         """Write this rank's file, and on rank 0 what says where everything is. Collective."""
         try:
             self._write(job, items, world, shape)
@@ -326,7 +316,7 @@ class Place:
             if self.partial is not None:
                 self.partial.drop()
 
-    def _write(self, job: Job, items: Iterator[tuple[Item, Tensor]], world: World, shape: MeshShape) -> None:
+    def _write(self, job: Job, items: Iterator[tuple[Item, Later]], world: World, shape: MeshShape) -> None:
         draft = Draft()
         report: Report | None = None
         problem: Exception | None = None
@@ -346,13 +336,13 @@ class Place:
             self.partial.drop()
         agree(world, f"save {job.path}", problem)
 
-    def _write_own(self, job: Job, items: Iterator[tuple[Item, Tensor]], rank: int, draft: Draft) -> Report:
+    def _write_own(self, job: Job, items: Iterator[tuple[Item, Later]], rank: int, draft: Draft) -> Report:
         own = {name: encode(name, value) for name, value in job.own.items()}
         shared = [(entry, encode(entry.key, entry.value)) for entry in job.entries] if rank == 0 else []
         count = signature = 0
         with DataFile(self.path / data_name(rank)) as file:
-            for item, values in items:
-                file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(values.cpu()))
+            for item, later in items:
+                file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(later().cpu()))
                 count, signature = count + 1, _signed(item, signature)
             places: dict[bytes, tuple[int, int]] = {}
             for entry, raw in shared:

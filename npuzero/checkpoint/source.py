@@ -7,9 +7,9 @@ import os
 import zipfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,21 +28,33 @@ from npuzero.ops.storage.lazy import lazy
 
 @dataclass(frozen=True)
 class Wanted:
-    """Describe a box of a tensor, and where its elements go: contiguous, of the box's sizes, any dtype."""
+    """Describe a box of a tensor, and where its elements go.
+
+    Attributes:
+        target: asked for when the first of them have been read; contiguous, of the box's sizes, any dtype.
+        landed: called when all of them are there.
+    """
 
     key: str
     box: Box
-    target: Tensor
+    target: Callable[[], Tensor]
+    landed: Callable[[], None] = lambda: None
+
+    @staticmethod
+    def all_of(key: str, target: Tensor) -> Wanted:
+        """Return the whole tensor ``key`` as what is wanted in ``target``."""
+        return Wanted(key, Box((0,) * target.dim(), tuple(target.shape)), lambda: target)
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """Describe what one stored item gives to one target."""
+    """Describe what one stored item gives to one of those that are wanted, by number."""
 
     item: Any  # DCP's index: name and offset
     sizes: torch.Size
     source: tuple[slice, ...]
-    target: Tensor
+    wanted: int
+    there: tuple[slice, ...]
 
 
 class Source:
@@ -73,7 +85,7 @@ class Source:
         described = self.tensors[key]
         if type(described) is Tensors:
             whole = torch.empty(described.size, dtype=described.properties.dtype)
-            self.fill([Wanted(key, Box((0,) * whole.dim(), tuple(whole.shape)), whole)])
+            self.fill([Wanted.all_of(key, whole)])
             return whole
         info = self._stored[Index(key)]
         place = info.relative_path, info.offset
@@ -87,23 +99,29 @@ class Source:
         return self._objects[place]
 
     def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Read what is wanted, each item of a file once and in order.
+        """Read what is wanted, each item of a file once, in the order of what is wanted of it first.
 
         Raises:
             CheckpointError: an item is damaged.
         """
         copies: dict[tuple[str, int], list[_Copy]] = defaultdict(list)
+        left = [0] * len(wanted)
         for copy in self._copies(wanted):
             info = self._stored[copy.item]
             copies[info.relative_path, info.offset].append(copy)
+            left[copy.wanted] += 1
         file: BinaryIO | None = None
         try:
-            for (name, _), some in sorted(copies.items()):
+            for (name, _), some in sorted(copies.items(), key=lambda one: (min(c.wanted for c in one[1]), one[0])):
                 if file is None or Path(file.name).name != name:
                     if file is not None:
                         file.close()
                     file = self._open(name)
-                self._read_item(file, some)
+                self._read_item(file, some, wanted)
+                for copy in some:
+                    left[copy.wanted] -= 1
+                    if not left[copy.wanted]:
+                        wanted[copy.wanted].landed()
         finally:
             if file is not None:
                 file.close()
@@ -123,43 +141,46 @@ class Source:
             if type(described) is Tensors:
                 for chunk in described.chunks:
                     target = torch.empty(chunk.sizes, dtype=described.properties.dtype)
-                    self.fill([Wanted(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), target)])
+                    self.fill([Wanted(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), partial(_itself, target))])
             else:
                 self.read_object(key)
 
     def _copies(self, wanted: Sequence[Wanted]) -> Iterator[_Copy]:
-        by_key: dict[str, list[Wanted]] = defaultdict(list)
-        for want in wanted:
-            if want.target.numel():
-                by_key[want.key].append(want)
-        for key, wants in by_key.items():
+        by_key: dict[str, list[int]] = defaultdict(list)
+        for number, want in enumerate(wanted):
+            if want.box.numel:
+                by_key[want.key].append(number)
+        for key, numbers in by_key.items():
             described = self.tensors[key]
             sizes = {chunk.offsets: chunk.sizes for chunk in described.chunks}
-            chunks = [Chunk(torch.Size(want.box.offsets), torch.Size(want.box.sizes)) for want in wants]
+            boxes = [wanted[number].box for number in numbers]
+            chunks = [Chunk(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
             for item in create_read_items_for_chunk_list(key, described, chunks):
                 i = item.dest_index.index
                 assert i is not None
                 place = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                 there = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
                 stored = item.storage_index
-                yield _Copy(stored, sizes[stored.offset], place, wants[i].target[there])
+                yield _Copy(stored, sizes[stored.offset], place, numbers[i], there)
 
-    def _read_item(self, file: BinaryIO, copies: Sequence[_Copy]) -> None:
+    def _read_item(self, file: BinaryIO, copies: Sequence[_Copy], wanted: Sequence[Wanted]) -> None:
         first = copies[0]
+        targets = [wanted[copy.wanted].target()[copy.there] for copy in copies]
         described = self.tensors[first.item.fqn]
         if self.manifest is None:
             tensor = self._foreign(file, first.item, described.properties.dtype, first.sizes)
         else:
             # An item that is wanted whole goes straight to where it belongs.
-            plain = first.target.is_cpu and first.target.is_contiguous() and not lazy(first.target)
-            whole = plain and first.target.shape == first.sizes
-            direct = whole and len(copies) == 1 and first.target.dtype == described.properties.dtype
-            tensor = first.target if direct else torch.empty(first.sizes, dtype=described.properties.dtype)
+            only = targets[0]
+            plain = only.is_cpu and only.is_contiguous() and not lazy(only)
+            whole = plain and only.shape == first.sizes
+            direct = whole and len(copies) == 1 and only.dtype == described.properties.dtype
+            tensor = only if direct else torch.empty(first.sizes, dtype=described.properties.dtype)
             self._read_ours(file, first.item, tensor)
             if direct:
                 return
-        for copy in copies:
-            copy.target.copy_(tensor[copy.source])
+        for copy, target in zip(copies, targets, strict=True):
+            target.copy_(tensor[copy.source])
 
     def _read_ours(self, file: BinaryIO, index: Any, tensor: Tensor) -> None:
         """Read an item of ours into ``tensor``, whose length says where its elements begin and end."""
@@ -268,6 +289,10 @@ class Source:
         info = self._stored.get(index)
         at = f"{index.fqn}{list(index.offset) if index.offset is not None else ''}"
         return damaged(self.path / (METADATA if info is None else info.relative_path), expected, got, at)
+
+
+def _itself(target: Tensor) -> Tensor:
+    return target
 
 
 def _tensor_globals(dtype: torch.dtype) -> dict[tuple[str, str], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
 from npuzero.shard.ownership import owners
+from npuzero.shard.snapshot import Later, Snapshot
 
 
 class Fused(Worker):
@@ -127,13 +128,27 @@ class Fused(Worker):
     def slot_state(self, flat: Flat, i: int) -> Options:
         return self._shards.slot_state(flat, i)
 
-    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
-        return self._shards.buffer(flat, name, own)
+    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+        return self._shards.later(flat, name, own, snapshot)
 
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
     ) -> None:
-        self._shards.restore(optimizer, engine, flat, i, state)
+        own = flat.own_slots[i]
+        for name in self._shards.restore_steps(optimizer, engine, flat, {i: state}):
+            self._shards.write(flat, name, own, state[name] if state else torch.zeros(own.stop - own.start))
+
+    def restore_numbers(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        flat: Flat,
+        slots: Sequence[Mapping[str, float | None]],
+    ) -> Collection[str]:
+        return self._shards.restore_steps(optimizer, engine, flat, dict(enumerate(slots)))
+
+    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+        self._shards.write(flat, name, own, values)
 
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
         return self._plain.read(parameter, optimizer.state.get(parameter, {}))

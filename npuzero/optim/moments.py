@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from npuzero.plan import MOMENT_BLOCK
+from npuzero.shard.snapshot import Later, Snapshot
 from npuzero.shard.spread import Spread
 
 #: In which dtype a moment is stored, by the name that a precision gives it.
@@ -34,11 +35,12 @@ class Moments:
     def __iter__(self) -> Iterator[str]:
         return iter(self._signs)
 
-    def read(self, name: str, own: slice) -> Tensor:
-        """Return a range as float32; maybe a copy."""
+    def later(self, name: str, own: slice, snapshot: Snapshot) -> Later:
+        """Return a range as it is now, for later: as float32, maybe a copy."""
         first = own.start // MOMENT_BLOCK * MOMENT_BLOCK
-        return self._spreads[name].read(slice(first, own.stop), signed=self._signs[name])[own.start - first :]
+        blocks = self._spreads[name].later(slice(first, own.stop), snapshot, signed=self._signs[name])
+        return lambda: blocks()[own.start - first :]
 
     def write(self, name: str, own: slice, values: Tensor) -> None:
-        """Replace a range, whole blocks but for its end, by ``values``: what :meth:`read` gave comes back."""
+        """Replace a range, whole blocks but for its end, by ``values``: what :meth:`later` gave comes back."""
         self._spreads[name].write(own, values.to(torch.float32).reshape(-1), signed=self._signs[name])

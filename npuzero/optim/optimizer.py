@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
 from npuzero.shard.ownership import engine_behind, owners, uncopied
+from npuzero.shard.snapshot import Later, Snapshot
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -246,28 +247,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         return [states.describe(self._worker, flat, i) for i in flat.slots]
 
-    def cut_buffer(self, flat: Flat, name: str, own: slice) -> Tensor:
-        """Return as float32 a range of this rank's part of the tensors ``name`` of all slots, however and wherever they
-        are kept; maybe a copy.
+    def cut_buffer(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later:
+        """Return, for later, a range of this rank's part of the tensors ``name`` of all slots, however and wherever
+        they are kept: as float32, maybe a copy.
         """
-        buffer = self._worker.buffer(flat, name, own)
-        assert buffer is not None, name
-        return buffer
+        later = self._worker.later(flat, name, own, snapshot)
+        assert later is not None, name
+        return later
 
     def load_cut_state(
-        self, engine: Engine, flat: Flat, buffers: Mapping[str, Tensor], slots: Sequence[Mapping[str, float | None]]
-    ) -> None:
-        """Take what :meth:`cut_state` and :meth:`cut_buffer` gave; a slot without anything loses its state.
+        self, engine: Engine, flat: Flat, slots: Sequence[Mapping[str, float | None]]
+    ) -> Collection[str]:
+        """Begin to take what :meth:`cut_state` gave; a slot without anything loses its state.
+
+        Returns:
+            The names of the tensors, which are whatever they are until :meth:`write_cut_buffer` got all of each.
 
         Raises:
             CheckpointError: a slot lacks what the optimizer class needs.
         """
-        for i, state in enumerate(slots):
+        for slot, state in zip(flat.layout.slots, slots, strict=True):
             if state:
-                states.check_names(flat.layout.slots[i].name, state, self.state_names())
-            own = flat.own_slots[i]
-            mine = {name: buffers[name][own] if value is None else value for name, value in state.items()}
-            self._worker.restore(self, engine, flat, i, mine)
+                states.check_names(slot.name, state, self.state_names())
+        return self._worker.restore_numbers(self, engine, flat, slots)
+
+    def write_cut_buffer(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+        """Take a range of what :meth:`cut_buffer` gave; it begins on a multiple of MOMENT_BLOCK elements, and ends on
+        one or with the shard.
+        """
+        self._worker.write(flat, name, own, values)
 
     def state_names(self) -> tuple[str, ...]:
         """Return the names that a parameter's state must have; the others are the class's own business."""

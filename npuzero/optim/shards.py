@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from npuzero.plan import MOMENT_BLOCK, Memory, Precision
 from npuzero.shard.bank import Bank
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
+from npuzero.shard.snapshot import Later, Snapshot
 from npuzero.shard.spread import Spread
 
 #: By id of a parameter its number in the optimizer, of which random bits depend, and its group.
@@ -286,28 +287,30 @@ class Shards:
                     do=f"Give zero() a Precision with {part}={chosen!r}, or leave it out here.",
                 )
 
-    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
-        """Return as float32 a range of a moment of all slots; maybe a copy; None where there is none."""
+    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+        """Return, for later, a range of a moment of all slots as float32; None where there is none."""
         moments = self._moments.get(flat)
-        return None if moments is None or name not in moments else moments.read(name, own)
+        return None if moments is None or name not in moments else moments.later(name, own, snapshot)
 
     def slot_state(self, flat: Flat, i: int) -> Options:
         """Return the step count and the flat's moments, what is near of them, if slot ``i`` was ever updated."""
         step = self._step_of(flat, i)
         return {"step": step, **self._moments[flat].near} if step else {}
 
-    def restore(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
-    ) -> None:
-        """Replace the state of slot ``i``: 1-D moments of this rank's part of it, and the step; or nothing."""
-        self._steps_of(flat)[i] = int(state.get("step", 0))
-        self._taken.forget(id(flat.parameters[i]))
-        if state or flat in self._moments:
-            if flat not in self._moments:
-                self._make(optimizer, engine, [flat], {id(p) for g in optimizer.param_groups for p in g["params"]})
-            own, moments = flat.own_slots[i], self._moments[flat]
-            for name in moments:
-                moments.write(name, own, state[name] if state else torch.zeros(own.stop - own.start))
+    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+        """Replace a range of a moment, whole blocks but for its end."""
+        self._moments[flat].write(name, own, values)
+
+    def restore_steps(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, states: Mapping[int, Mapping[str, Any]]
+    ) -> Collection[str]:
+        """Replace the steps of some slots; return the names of the flat's moments, made if there is a state for any."""
+        for i, state in states.items():
+            self._steps_of(flat)[i] = int(state.get("step", 0))
+            self._taken.forget(id(flat.parameters[i]))
+        if any(states.values()) and flat not in self._moments:
+            self._make(optimizer, engine, [flat], {id(p) for g in optimizer.param_groups for p in g["params"]})
+        return list(self._moments.get(flat, ()))
 
 
 def _any_lr_there(groups: Iterable[Options], device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
+from npuzero.shard.snapshot import NOW
 
 
 def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
@@ -30,7 +31,8 @@ def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
     known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
     names = sorted({name for slot in known for name, value in slot.items() if value is None})
     own = slice(0, flat.rests.states.numel)
-    wholes = {name: engine.values.gather_states(flat, worker.buffer(flat, name, own)).cpu() for name in names}
+    mine = {name: worker.later(flat, name, own, NOW) for name in names}
+    wholes = {name: engine.values.gather_states(flat, later and later()).cpu() for name, later in mine.items()}
     return [
         {
             name: wholes[name][slot.begin : slot.end].view(slot.shape) if value is None else torch.tensor(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from npuzero.shard.accord import Words
 from npuzero.shard.early import Promise
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
+from npuzero.shard.snapshot import Later, Snapshot
 
 
 class Worker(ABC):
@@ -78,9 +79,9 @@ class Worker(ABC):
         """
 
     @abstractmethod
-    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
-        """Return as float32 a range of this rank's part of the tensors ``name`` of all slots, maybe a copy; None if
-        there is none.
+    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+        """Return, for later, as float32 a range of this rank's part of the tensors ``name`` of all slots, maybe a
+        copy; None if there is none.
         """
 
     @abstractmethod
@@ -88,6 +89,22 @@ class Worker(ABC):
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
     ) -> None:
         """Replace the state of slot ``i`` by 1-D tensors of this rank's part of it, and numbers; or by nothing."""
+
+    @abstractmethod
+    def restore_numbers(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        flat: Flat,
+        slots: Sequence[Mapping[str, float | None]],
+    ) -> Collection[str]:
+        """Replace the numbers of each slot; return the names of the tensors, all of which :meth:`write` replaces."""
+
+    @abstractmethod
+    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+        """Replace a range of this rank's part of the tensors ``name`` of all slots, whole blocks of moments but for
+        its end.
+        """
 
     @abstractmethod
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:

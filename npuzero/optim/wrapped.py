@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,9 @@ from npuzero.plan import Precision
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
+from npuzero.shard.layout import overlap
 from npuzero.shard.ownership import engine_behind, owners
+from npuzero.shard.snapshot import Later, Snapshot
 
 
 class Wrapped(Worker):
@@ -141,15 +143,16 @@ class Wrapped(Worker):
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
         return {} if stand_in is None or self._inner is None else dict(self._inner.state.get(stand_in, {}))
 
-    def buffer(self, flat: Flat, name: str, own: slice) -> Tensor | None:
-        whole = None
+    def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
+        found = None
         for i in flat.slots:
-            mine, value = flat.own_slots[i], self.slot_state(flat, i).get(name)
-            if isinstance(value, Tensor) and value.numel() == mine.stop - mine.start and value.dim():
-                numel = flat.rests.states.numel
-                whole = torch.zeros(numel, dtype=torch.float32, device=value.device) if whole is None else whole
-                whole[mine].copy_(value)
-        return None if whole is None else whole[own]
+            value = self.slot_state(flat, i).get(name)
+            if _is_part(value, flat, i):
+                if found is None:
+                    found = torch.zeros(own.stop - own.start, dtype=torch.float32, device=value.device)
+                here, there = _shared(own, flat.own_slots[i])
+                found[here].copy_(value[there])
+        return None if found is None else snapshot.copied(found)
 
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
@@ -160,8 +163,29 @@ class Wrapped(Worker):
             inner.state.pop(stand_in, None)
             if state:
                 inner.state[stand_in] = {
-                    k: v.clone() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()
+                    k: v.to(stand_in.device, copy=True) if isinstance(v, Tensor) else torch.tensor(v)
+                    for k, v in state.items()
                 }
+
+    def restore_numbers(
+        self,
+        optimizer: torch.optim.Optimizer,
+        engine: Engine,
+        flat: Flat,
+        slots: Sequence[Mapping[str, float | None]],
+    ) -> Collection[str]:
+        for i, state in enumerate(slots):
+            own = flat.own_slots[i]
+            parts = {k: torch.zeros(own.stop - own.start) if v is None else v for k, v in state.items()}
+            self.restore(optimizer, engine, flat, i, parts)
+        return {name for state in slots for name, value in state.items() if value is None}
+
+    def write(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
+        for i in flat.slots:
+            value = self.slot_state(flat, i).get(name)
+            if _is_part(value, flat, i):
+                here, there = _shared(own, flat.own_slots[i])
+                value[there].copy_(values[here])
 
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
         return dict(self._inner.state.get(parameter, {})) if self._inner else {}
@@ -173,6 +197,18 @@ class Wrapped(Worker):
         inner.state.pop(parameter, None)
         if state:
             inner.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def _is_part(value: object, flat: Flat, i: int) -> TypeGuard[Tensor]:
+    """Tell whether ``value`` is this rank's part of a tensor shaped like slot ``i``."""
+    own = flat.own_slots[i]
+    return isinstance(value, Tensor) and value.numel() == own.stop - own.start and value.dim() > 0
+
+
+def _shared(own: slice, mine: slice) -> tuple[slice, slice]:
+    """Return what two ranges of a shard have in common, as a slice of each."""
+    begin, end = overlap((own.start, own.stop), (mine.start, mine.stop))
+    return slice(begin - own.start, end - own.start), slice(begin - mine.start, end - mine.start)
 
 
 def _check_precision(precision: Precision) -> None:

@@ -16,6 +16,7 @@ from npuzero.memory import Space, Spaces
 from npuzero.ops.storage import stored_numel
 from npuzero.shard.chunks import Chunk
 from npuzero.shard.flat import Flat
+from npuzero.shard.snapshot import Kept
 from npuzero.shard.spread import Part, Spread
 
 #: By flat, the names and dtypes of its states.
@@ -66,6 +67,14 @@ class Bank(ABC):
     def opened(self, k: int, write: bool) -> list[Views]:
         """Return as :meth:`views`, for who is not the update; lasts until another chunk is opened."""
 
+    def kept(self, name: str, k: int, i: int) -> Kept | None:
+        """Keep a state of a piece where it is, until it is released; None where it must be copied to be kept.
+
+        Raises:
+            OutOfSpace: there is no room for what is written meanwhile.
+        """
+        return None
+
     def has(self, flat: Flat) -> bool:
         """Tell whether any state of ``flat`` is here."""
         return flat in self._fields
@@ -73,7 +82,10 @@ class Bank(ABC):
     def spread(self, flat: Flat, name: str) -> Spread:
         """Return a state of a flat: what lies near of it, and its pieces here."""
         pieces = [(self._chunks[k].pieces[i], k, i) for k, i in self._places[flat]]
-        parts = [Part(piece.begin, piece.end, partial(self._open, name, k, i)) for piece, k, i in pieces]
+        parts = [
+            Part(piece.begin, piece.end, partial(self._open, name, k, i), partial(self.kept, name, k, i))
+            for piece, k, i in pieces
+        ]
         return Spread(self._fields[flat][name], parts)
 
     def _open(self, name: str, k: int, i: int, write: bool) -> Tensor:

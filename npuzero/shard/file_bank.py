@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from npuzero.device import Handle, Ready
+from npuzero.device import Handle
 from npuzero.memory import Ring, Spaces
 from npuzero.ops.storage import stored_numel
 from npuzero.plan import RING_SLOTS, STATE_ALIGNMENT, Memory, whole_pages
 from npuzero.shard.bank import Bank, Fields, Views
 from npuzero.shard.chunks import Chunk
+from npuzero.shard.extents import Extents, Keeping
+from npuzero.shard.snapshot import Kept
 
 
 class _State(NamedTuple):
@@ -35,28 +37,25 @@ class FileBank(Bank):
     def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], spaces: Spaces) -> None:
         super().__init__(chunks, fields, quiet)
         self._states = [_laid_out(chunk, fields) for chunk in chunks]
-        self._extents: list[tuple[int, int]] = []  # where each begins in the store, and its length
-        total = 0
-        for states in self._states:
-            nbytes = whole_pages(states[-1].end) if states else 0
-            self._extents.append((total, nbytes))
-            total += nbytes
-        self._store = spaces.disk.store(total)
+        lengths = [whole_pages(states[-1].end) if states else 0 for states in self._states]
+        self._extents = Extents(spaces.disk, lengths)
+        self._keeping: Keeping | None = None
         spaces[Memory.NVME].count("states", sum(s.end - s.begin for states in self._states for s in states))
-        self._ring = Ring(spaces.host, max(nbytes for _, nbytes in self._extents), min(RING_SLOTS, len(chunks)))
+        self._ring = Ring(spaces.host, max(lengths), min(RING_SLOTS, len(chunks)))
         self._opened: int | None = None
         self._written = False
 
     def extent_bytes(self, k: int) -> int:
-        return self._extents[k][1]
+        return self._extents.lengths[k]
 
     def settle(self) -> None:
         if self._opened is not None and self._written:
-            self._move(self._store.write, self._opened, 0).wait()
+            self.store(self._opened, 0).wait()
         self._opened, self._written = None, False
+        self._extents.settle()
 
     def fetch(self, k: int, turn: int) -> Handle:
-        return self._move(self._store.read, k, turn)
+        return self._extents.read(k, self._ring.slot(turn))
 
     def views(self, k: int, turn: int) -> list[Views]:
         slot = self._ring.slot(turn)
@@ -66,7 +65,7 @@ class FileBank(Bank):
         return list(found)
 
     def store(self, k: int, turn: int) -> Handle:
-        return self._move(self._store.write, k, turn)
+        return self._extents.write(k, self._ring.slot(turn))
 
     def opened(self, k: int, write: bool) -> list[Views]:
         if self._opened != k:
@@ -76,9 +75,13 @@ class FileBank(Bank):
         self._written = self._written or write
         return self.views(k, 0)
 
-    def _move(self, way: Callable[[int, torch.Tensor], Handle], k: int, turn: int) -> Handle:
-        offset, nbytes = self._extents[k]
-        return way(offset, self._ring.slot(turn)[:nbytes]) if nbytes else Ready()
+    def kept(self, name: str, k: int, i: int) -> Kept:
+        self._quiet()
+        self.settle()
+        if self._keeping is None or self._keeping.over:
+            self._keeping = Keeping(self._extents)
+        state = next(state for state in self._states[k] if (state.piece, state.name) == (i, name))
+        return self._keeping.keep(k, state.begin, state.end, state.dtype)
 
 
 def _laid_out(chunk: Chunk, fields: Fields) -> list[_State]:

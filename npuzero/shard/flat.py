@@ -32,6 +32,7 @@ from npuzero.shard.gradient import Gradient
 from npuzero.shard.layout import Layout, overlap
 from npuzero.shard.origin import give_data
 from npuzero.shard.rest import Rest, Rests
+from npuzero.shard.snapshot import NOW, Later, Snapshot
 from npuzero.shard.spread import Spread
 
 #: By how masters are kept, the name and dtype of what is kept beside own parameters.
@@ -241,12 +242,7 @@ class Flat:
 
     def read_master(self, own: slice) -> Tensor:
         """Return the masters of a range of this rank's states shard, float32 however they are kept; maybe a copy."""
-        if self.exact is None:
-            return self.own_parameters[own].float()
-        if self.masters == "fp32":
-            return self.exact.read(own)
-        joined = [storage.join(upper, remainder) for upper, remainder in self.exact.beside(own, self.own_parameters)]
-        return torch.cat([some.to(joined[0].device) for some in joined]) if joined else self.own_parameters[own].float()
+        return masters_later(self, own, NOW)()
 
     def write_master(self, own: slice, values: Tensor) -> None:
         """Replace the masters of a range of this rank's states shard, and own parameters with them."""
@@ -280,6 +276,22 @@ class Flat:
     @property
     def _all(self) -> slice:
         return slice(0, self.rests.states.numel)
+
+
+def masters_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
+    """Return, for later, what :meth:`Flat.read_master` returns now."""
+    if flat.exact is not None and flat.masters == "fp32":
+        return flat.exact.later(own, snapshot)
+    upper = snapshot.copied(flat.own_parameters[own])
+    remainder = None if flat.exact is None else flat.exact.later(own, snapshot, raw=True)
+
+    def masters() -> Tensor:
+        high = upper()
+        if remainder is None or not high.numel():
+            return high.float()
+        return storage.join(high, remainder().to(high.device))
+
+    return masters
 
 
 def copy_rounded(values: Tensor, target: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from npuzero.ops import storage
 from npuzero.shard.layout import overlap
+from npuzero.shard.snapshot import Kept, Later, Snapshot
 
 
 class Part(NamedTuple):
@@ -18,11 +20,13 @@ class Part(NamedTuple):
     Attributes:
         open: brings them here as they are stored, in a tensor that begins with the part's first element; what is
             written there lasts if ``open`` was told so. It may be gone once another part is opened.
+        keep: keeps it as it is where it lies, until it is released; None where it must be copied to be kept.
     """
 
     begin: int
     end: int
     open: Callable[[bool], Tensor]
+    keep: Callable[[], Kept | None] = lambda: None
 
 
 class Reach(NamedTuple):
@@ -66,21 +70,39 @@ class Spread:
 
     def over(self, own: slice, write: bool = False) -> Iterator[Reach]:
         """Yield, part by part, what lies in the range ``own``; use each before the next one is asked for."""
+        for part, here, there in self._within(own):
+            yield Reach(here, part.open(write), part.end - part.begin, there)
+
+    def _within(self, own: slice) -> Iterator[tuple[Part, slice, slice]]:
+        """Yield each part of a range: as a slice of the range, and of the part."""
         for part in self._parts:
             begin, end = overlap((own.start, own.stop), (part.begin, part.end))
             if begin < end:
-                here = slice(begin - own.start, end - own.start)
-                yield Reach(here, part.open(write), part.end - part.begin, slice(begin - part.begin, end - part.begin))
+                yield part, slice(begin - own.start, end - own.start), slice(begin - part.begin, end - part.begin)
 
-    def read(self, own: slice, *, signed: bool = True) -> Tensor:
-        """Return a range as float32, maybe a copy; of codes one that begins with a block."""
+    def later(self, own: slice, snapshot: Snapshot, *, signed: bool = True, raw: bool = False) -> Later:
+        """Return a range as it is now, for later: as float32, maybe a copy; of codes one that begins with a block.
+
+        Args:
+            raw: as it is stored, if not in codes.
+        """
         if self._one is not None and self.dtype == torch.float32:
-            return self._one[own]
-        read = [storage.read(r.stored, r.numel, r.there, signed=signed) for r in self.over(own)]
-        return torch.cat([some.to(read[0].device) for some in read]) if read else torch.empty(0)
+            return snapshot.copied(self._one[own])
+
+        def read(stored: Tensor, numel: int, there: slice) -> Tensor:
+            return stored[there].clone() if raw else storage.read(stored, numel, there, signed=signed)
+
+        found: list[tuple[slice, Later]] = []
+        for part, here, there in self._within(own):
+            numel, kept = part.end - part.begin, snapshot.kept(part.keep)
+            if kept is None:
+                found.append((here, snapshot.copied(read(part.open(False), numel, there))))
+            else:
+                found.append((here, partial(_released, kept, read, numel, there)))
+        return partial(_joined, own.stop - own.start, found)
 
     def write(self, own: slice, values: Tensor, *, signed: bool = True) -> None:
-        """Replace a range, whole blocks but for its end, by float32 ``values``: what :meth:`read` gave comes back."""
+        """Replace a range, whole blocks but for its end, by float32 ``values``: what :meth:`later` gave comes back."""
         for reach in self.over(own, write=True):
             mine = values[reach.here].to(reach.stored.device)
             storage.write(mine, reach.stored, reach.numel, reach.there, signed=signed)
@@ -97,3 +119,23 @@ class Spread:
         for reach in self.over(own, write=True):
             part = reach.stored[reach.there]
             part.zero_() if where is None else part.masked_fill_(where[reach.here].to(part.device), 0)
+
+
+def _released(kept: Kept, read: Callable[[Tensor, int, slice], Tensor], numel: int, there: slice) -> Tensor:
+    """Return what a kept part has of a range, and let it go."""
+    values = read(kept.read(), numel, there)
+    kept.release()
+    return values
+
+
+def _joined(numel: int, parts: Sequence[tuple[slice, Later]]) -> Tensor:
+    """Return [numel], on the device of the first of its parts."""
+    found = torch.empty(0)
+    for here, later in parts:
+        values = later()
+        if values.numel() == numel:
+            return values
+        if not found.numel():
+            found = torch.empty(numel, dtype=values.dtype, device=values.device)
+        found[here].copy_(values)
+    return found

@@ -11,8 +11,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a save beside training has the parameters of a later step",
         "checkpoint/saving.py",
-        "items = iter(self._copied(items, job.parts))",
-        "items = iter(list(items))",
+        "items = iter([*self._items(job.parts, snapshot)])",
+        "items = iter([*self._items(job.parts, NOW)])",
         ("checkpoint/test_saving.py::test_what_is_saved_beside_training_is_the_state_at_the_call[zero3]",),
     ),
     Mutant(

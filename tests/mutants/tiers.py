@@ -9,7 +9,8 @@ HOME = "world/test_tiers.py::test_micro_batches_add_up_at_home"
 AFTER = "world/test_tiers_lane.py::test_right_after_a_step"
 FAILS = "world/test_tiers_lane.py::test_a_disk_that_fails_ends_training"
 STEADY = "world/test_tiers_lane.py::test_a_steady_step_allocates_nothing"
-LOADED = "world/test_tiers_lane.py::test_a_checkpoint_of_any_memory_goes_on_in_any_other"
+LOADED = "checkpoint/test_memories.py::test_any_memory_goes_on_from_any_other"
+BESIDE = "checkpoint/test_beside.py"
 
 MUTANTS = (
     Mutant(
@@ -69,11 +70,46 @@ MUTANTS = (
         ("world/test_tiers_lane.py::test_a_slot_is_filled_again_when_it_is_stored",),
     ),
     Mutant(
+        "training writes over what a save beside it has yet to read",
+        "shard/extents.py",
+        "away = self._keepers[Place(k, 0)] > 0",
+        "away = False",
+        (f"{BESIDE}::test_what_is_saved_is_the_state_at_the_call[bf16-1-where0]",),
+    ),
+    Mutant(
+        "an extent in its second place is written over while a second save has yet to read it",
+        "shard/extents.py",
+        "(self._away.add if away else self._away.discard)(k)\n",
+        "away = away or k in self._away\n            (self._away.add if away else self._away.discard)(k)\n",
+        (f"{BESIDE}::test_what_is_saved_is_the_state_at_the_call[bf16-1-where0]",),
+    ),
+    Mutant(
+        "the second place of what was saved is never given back",
+        "shard/extents.py",
+        "needed = self._away or self._keepers.total()",
+        "needed = True",
+        (f"{BESIDE}::test_what_is_saved_is_the_state_at_the_call[bf16-1-where0]",),
+    ),
+    Mutant(
+        "a save that fails keeps what it has not read",
+        "checkpoint/saving.py",
+        "                done()\n",
+        "                pass\n",
+        (f"{BESIDE}::test_a_disk_that_fails_while_a_save_reads_it_is_told_and_training_goes_on",),
+    ),
+    Mutant(
+        "a save brings all of a shard to memory",
+        "checkpoint/parts.py",
+        "limit = ITEM_BYTES // cut.dtype.itemsize",
+        "limit = None",
+        ("checkpoint/test_streams.py::test_no_more_than_a_few_pieces_are_in_memory",),
+    ),
+    Mutant(
         "what is written outside of an update does not reach the disk",
         "shard/file_bank.py",
         "        self._written = self._written or write\n",
         "",
-        (f"{LOADED}[8 bits]",),
+        (f"{LOADED}[drawn-host-files]",),
     ),
     Mutant(
         "micro-batches are added to what the buffer had before",

@@ -7,14 +7,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import npuzero
-from npuzero import Memory, Placement, Plan, Settings, StateError, StorageError, checkpoint, comm
+from npuzero import Memory, Placement, Plan, Settings, StateError, StorageError, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.device import Handle
@@ -262,49 +261,6 @@ def test_an_update_that_breaks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             session.state()
 
     comm.run_threads(1, rank)
-
-
-MEMORIES = {
-    "device": {},
-    "host": {"memory": HOST, "gradients": True},
-    "files": {"memory": NVME},
-    "a part": {"share": 0.4},
-}
-
-
-@pytest.mark.parametrize("precision", ["8 bits", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_checkpoint_of_any_memory_goes_on_in_any_other(precision: str, tmp_path: Path) -> None:
-    """Saved right after a step; the states and what follows have the same bits."""
-
-    def row(name: str) -> Plan:
-        if name == "device":
-            return Plan.preset("zero3", precision=PRECISIONS[precision], local_size=1)
-        return placed("zero3", PRECISIONS[precision], 2, **MEMORIES[name])
-
-    def saved(world: World, name: str) -> None:
-        session = CutSession(build(), world, plan=row(name), settings=SETTINGS)
-        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
-        for step in range(2):
-            session.loss(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        checkpoint.save(tmp_path / name, session.model, optimizer, step=2)
-
-    def goes_on(world: World, name: str, other: str) -> State:
-        session = CutSession(build(seed=1), world, plan=row(other), settings=SETTINGS)
-        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
-        checkpoint.load(tmp_path / name, session.model, optimizer)
-        session.loss(2).backward()
-        optimizer.step()
-        return optimizer_state(optimizer) | session.state()
-
-    for name in MEMORIES:
-        comm.run_threads(2, lambda world, name=name: saved(world, name))
-    names = list(MEMORIES)
-    expected = comm.run_threads(2, lambda world: goes_on(world, "device", "device"))[0]
-    for name, other in zip(names, names[1:] + names[:1], strict=True):
-        for found in comm.run_threads(2, lambda world, name=name, other=other: goes_on(world, name, other)):
-            assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)

@@ -1,0 +1,65 @@
+"""States that rest on a disk are saved and loaded piece by piece: memory for a few, whatever there are of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npuzero
+from npuzero import Settings, checkpoint, comm
+from npuzero.checkpoint import loading, parts
+
+MIB = 2**20
+ITEM = MIB // 2
+
+
+def status(line: str) -> int:
+    """Bytes of a line of this process's status."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(next(found.split()[1] for found in text.splitlines() if found.startswith(line)))
+
+
+def growth(work: Callable[[], object]) -> int:
+    """Bytes of memory that this process has had more during ``work`` than before it, at most."""
+    ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high water is what there is
+    except OSError:
+        pytest.skip("the system does not let the high water of memory begin anew")
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def trained(width: int, folder: Path) -> tuple[Any, Any]:
+    """A model whose bfloat16 parameters have 12 bytes of states each on the disk."""
+    settings = Settings(nvme_paths=(str(folder),), chunk_bytes=MIB)
+    model: Any = npuzero.zero(
+        nn.Linear(width, width, bias=False), stage=1, precision="bf16", offload="nvme", settings=settings,
+        world=comm.SingleWorld(),
+    )  # fmt: skip
+    optimizer = npuzero.AdamW(model.parameters())
+    model(torch.ones(1, width, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("width", (2048, pytest.param(4096, marks=pytest.mark.slow)))
+def test_no_more_than_a_few_pieces_are_in_memory(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ITEM_BYTES", ITEM)
+    monkeypatch.setattr(loading, "RANGE", ITEM // 4)
+    model, optimizer = trained(width, tmp_path)
+    states = 12 * width * width
+    assert states >= 48 * MIB
+    few = 16 * MIB  # writes are collected up to 8 MiB, and read chunk by chunk
+    for step in (1, 2):  # the first also brings what is imported, and made once
+        saving = growth(lambda: checkpoint.save(tmp_path / "run", model, optimizer, step=step))  # noqa: B023
+        loading_ = growth(lambda: checkpoint.load(tmp_path / "run", model, optimizer))
+    assert (saving < few, loading_ < few) == (True, True), (saving, loading_)
