@@ -23,7 +23,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,13 @@ from typing import Any
 from demo import TRAIN, Result
 from plot import draw_offload, plot
 
+from npuzero.bench.group import group
+
 MODEL = ("--dim", "768", "--layers", "12", "--heads", "12", "--steps", "40", "--batch", "2", "--seq", "64")
 #: Of the states' bytes, so many may be in memory at once: what is read, updated and written.
 SHARE = 0.25
 CHUNKS = 16  # as many fit into that: several are under way at a time
 EVERY_S = 0.1
-#: Where control groups are, of version 2 and 1, and what they are told; None: the cap.
-GROUPS: tuple[tuple[Path, dict[str, int | None]], ...] = (
-    (Path("/sys/fs/cgroup"), {"memory.max": None, "memory.swap.max": 0}),
-    (Path("/sys/fs/cgroup/memory"), {"memory.limit_in_bytes": None, "memory.memsw.limit_in_bytes": None}),
-)
 
 
 @dataclass
@@ -85,34 +81,6 @@ def memory_of(root: int) -> int:
     return total
 
 
-@contextlib.contextmanager
-def group(cap: int) -> Iterator[Path | None]:
-    """A control group with ``cap`` bytes of memory, for the block; None where this process may make none."""
-    made = next(filter(None, (_made(folder, limits, cap) for folder, limits in GROUPS)), None)
-    try:
-        yield made
-    finally:
-        if made is not None:
-            with contextlib.suppress(OSError):
-                made.rmdir()
-
-
-def _made(parent: Path, limits: dict[str, int | None], cap: int) -> Path | None:
-    folder = parent / f"npuzero-demo-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError:
-        return None
-    try:
-        for name, limit in limits.items():
-            with (folder / name).open("r+") as file:  # the kernel puts it there; what has none is a plain folder
-                file.write(str(cap if limit is None else limit))
-    except OSError:
-        folder.rmdir()
-        return None
-    return folder
-
-
 def run(name: str, options: argparse.Namespace, arguments: list[str], cap: int | None = None) -> Watched:
     """Train, and look at the memory that it takes.
 
@@ -127,8 +95,8 @@ def run(name: str, options: argparse.Namespace, arguments: list[str], cap: int |
     watched = Watched()
     with group(cap) if cap is not None else contextlib.nullcontext() as capped:
         watched.by_kernel = capped is not None
-        if capped is not None:  # the shell joins the group, and becomes the run
-            command = ["sh", "-c", f'echo 0 > "{capped}/cgroup.procs" && exec "$@"', "sh", *command]
+        if capped is not None:
+            command = capped.command(command)
         begin_s = time.perf_counter()
         process = subprocess.Popen(command, env=variables, start_new_session=True)
         try:

@@ -29,29 +29,6 @@ def test_memory_is_of_a_process_and_of_those_that_it_starts() -> None:
     assert offload.memory_of(process.pid) == 0
 
 
-@pytest.mark.parametrize("place", ["nowhere", "."])
-def test_where_no_group_can_be_made_memory_is_watched(
-    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A folder that is no control group has no files of the kernel's, and none are put there."""
-    monkeypatch.setattr(offload, "GROUPS", [(tmp_path / place, limits) for _, limits in offload.GROUPS])
-    with offload.group(1 << 30) as folder:
-        assert folder is None
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_kernel_ends_what_takes_more_than_its_cap() -> None:
-    with offload.group(64 << 20) as folder:
-        if folder is None:
-            pytest.skip("this process may make no control group")
-        join = f'echo 0 > "{folder}/cgroup.procs" && exec "$@"'
-        for megabytes, ended in ((16, 0), (256, -9)):
-            program = f"held = bytearray({megabytes} << 20)"
-            command = ["sh", "-c", join, "sh", sys.executable, "-c", program]
-            assert subprocess.run(command, timeout=60).returncode == ended
-    assert not folder.exists()
-
-
 def watched(*losses: float, peak: int = 900) -> offload.Watched:
     result: dict[str, Any] = {
         "options": {"precision": "fp32"},
