@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-quick figures lint format build clean
+.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-disk bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -122,6 +122,19 @@ bench-peers: $(VENV)/.installed-bench  ## measure the training step and kernels 
 	$(PY) -m benchmarks.peers --pip='$(wordlist 2,9,$(TORCH))' --batch 1 --out $(RESULTS)/peers-bf16-batch1.json
 	$(PY) -m benchmarks.peers.kernels --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/deepspeed.json
 	$(PY) -m benchmarks.install --deepspeed build/peers/deepspeed/bin/python --out $(RESULTS)/install.json
+	$(PY) -m benchmarks.figures $(RESULTS)
+
+DISK_BENCH = --folder $(or $(DISK),.)
+NVME_BENCH = $(PY) -m benchmarks.peers.nvme $(DISK_BENCH) --dim 768 --layers 12 --heads 12 --sequence 128 --batch 1
+
+bench-disk: $(VENV)/.installed-bench  ## measure what rests on DISK (this one): beside its peers, memory, steps; into RESULTS
+	$(PY) -m benchmarks.disk $(DISK_BENCH) --out $(RESULTS)/disk.json
+	$(PY) -m benchmarks.activations --nvme $(or $(DISK),.) --out $(RESULTS)/activations.json
+	$(PY) -m benchmarks.farstep $(DISK_BENCH) --out $(RESULTS)/farstep.json
+	$(PY) -m benchmarks.highwater $(DISK_BENCH) --out $(RESULTS)/highwater.json
+	$(NVME_BENCH) --pip='$(wordlist 2,9,$(TORCH))' --tune --out build/deepspeed-nvme.json
+	$(NVME_BENCH) --tuned build/deepspeed-nvme.json --out $(RESULTS)/nvme-bf16.json
+	$(NVME_BENCH) --tuned build/deepspeed-nvme.json --precision fp32 --out $(RESULTS)/nvme-fp32.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-quick: $(VENV)/.installed-bench  ## that the benchmarks work, not how fast anything is

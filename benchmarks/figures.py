@@ -22,6 +22,7 @@ from npuzero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures.png"
+DISK_PICTURE = ROOT / "docs" / "nvme.png"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 Results = Mapping[str, Result]
@@ -29,6 +30,7 @@ Results = Mapping[str, Result]
 _OWN, _FLATS, _IN_PLACE = "npuzero", "npuzero, in flats", "npuzero, read in place"
 _COMPUTE = "compute only"
 _DEEPSPEED_ADAM, _DEEPSPEED_SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
+_DEEPSPEED_NVME, _UNVERIFIED, _EARLY = "DeepSpeed, stage 3, NVMe", "npuzero, without verify", "npuzero, early"
 _HOW = {_OWN: "", _IN_PLACE: ", read in place"}
 _LARGE_KIB = (16384, 32768, 65536)
 _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
@@ -105,6 +107,31 @@ def _beyond_plan(*presets: str) -> Callable[[Result], list[float]]:
 def _host(result: Result) -> list[float]:
     allowed_s = 1e-3 + 50e-6 * int(result.parameters["units"])
     return [values["more_s"] / allowed_s for name, values in result.values.items() if name != result.baseline]
+
+
+def _quickest(own: str, others: Sequence[str]) -> Callable[[Result], list[float]]:
+    """How many times as fast ``own`` is as the quickest of ``others``."""
+
+    def values(result: Result) -> list[float]:
+        there = [name for name in others if name in result.seconds and own in result.seconds]
+        return [min(result.speedup(own, name).median for name in there)] if there else []
+
+    return values
+
+
+def _on_disk(name: str, against: str, goal: float, precisions: Sequence[str], own: str, *others: str) -> Figure:
+    """A row of updates to the end of their writes."""
+    benchmarks = tuple(f"nvme/update-{precision}-1" for precision in precisions)
+    return Figure("disk", name, against, goal, benchmarks, _quickest(f"{own}-blocking", others))
+
+
+def _far(name: str, against: str, goal: float, benchmark: str, contender: str) -> Figure:
+    """A row of steps that keep something off the device."""
+
+    def values(result: Result) -> list[float]:
+        return [result.slowdown(contender).median] if contender in result.seconds else []
+
+    return Figure("far", name, against, goal, (benchmark,), values, at_most=True)
 
 
 def _op(name: str, against: str, goal: float, benchmark: str, contender: str = _OWN) -> Figure:
@@ -186,6 +213,40 @@ FIGURES = (
         _host,
         at_most=True,
     ),
+    _on_disk("an update of float32 states", _DEEPSPEED_NVME, 2.0, ("bf16", "fp32"), "npuzero", "deepspeed"),
+    _on_disk("the same in bf16-8bit", _DEEPSPEED_NVME, 5.0, ("bf16",), "npuzero-8bit", "deepspeed"),
+    _on_disk(
+        "an update of float32 states",
+        "torch fused, memory-mapped",
+        3.0,
+        ("bf16", "fp32"),
+        "npuzero",
+        "mapped",
+        "mapped-dropped",
+    ),
+    Figure("disk", "chunks that stream", "raw reads and writes", 0.85, ("disk/stream",), _share("raw")),
+    Figure(
+        "disk",
+        "the same without checksums",
+        "raw reads and writes",
+        0.9,
+        ("disk/stream",),
+        lambda result: [result.share(_UNVERIFIED, "raw").median],
+    ),
+    _far("states on NVMe, forward as long as the update", "resident", 1.1, "farstep/forward", _OWN),
+    _far("states on NVMe, forward and backward as long", "resident", 1.1, "farstep/whole", _OWN),
+    _far("the same, `AdamW(early=True)`", "resident", 1.05, "farstep/whole", _EARLY),
+    _far("checkpointed activations on the host", "on the device", 1.05, "activations", "host"),
+    _far("checkpointed activations on NVMe", "on the device", 1.05, "activations", "nvme"),
+    Figure(
+        "far",
+        "memory of a process beyond its imports and the plan, states on NVMe",
+        "imports and plan",
+        0.05,
+        ("highwater",),
+        lambda result: [result.values[_OWN]["beyond_plan"]],
+        at_most=True,
+    ),
 )
 
 GROUPS = {
@@ -193,6 +254,8 @@ GROUPS = {
     "share": "Ops: share of memory's bandwidth",
     "comm": "Collectives, shared memory, 16–64 MiB: times as fast",
     "step": "A training step: times as long",
+    "disk": "States on a disk: times as fast",
+    "far": "A step that keeps something off the device: times as long",
 }
 
 
@@ -319,6 +382,8 @@ def markdown(records: Sequence[Record], results: Results) -> str:
     for group, lines in rows(results).items():
         blocks.append(tabular([GROUPS[group], "against", "measured", "goal"], lines))
         blocks.append(measured_on(records, names_of(group)))
+        if group == "disk" and any(name.startswith("nvme/") for name in results):
+            blocks.append(f"![Updates and memory with states on a disk, drawn]({DISK_PICTURE.name})")
     for name, result in sorted(results.items()):
         if name.startswith("peers/"):
             blocks += [beside(result), measured_on(records, {name})]
@@ -375,9 +440,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records, results = read(options.folder)
     if options.readme and any(record.quick for record in records):
         raise SystemExit("figures: README takes none of a quick run; measure without --quick")
-    from benchmarks.plot import plot  # matplotlib is needed for the picture alone
+    from benchmarks.plot import plot, tiers  # matplotlib is needed for the pictures alone
 
     plot(results, PICTURE if options.readme else options.folder / "figures.png", measured_on(records, set(results)))
+    far = {name: result for name, result in results.items() if name.startswith("nvme/") or name == "highwater"}
+    if far:
+        picture = DISK_PICTURE if options.readme else options.folder / DISK_PICTURE.name
+        tiers.plot(far, picture, measured_on(records, set(far)))
     if options.readme:
         for document, block in ((README, headlines(records, results)), (PAGE, markdown(records, results))):
             document.write_text(put(document.read_text("utf-8"), block), "utf-8")

@@ -1,15 +1,14 @@
 """The picture of the figures: a dot for each ratio, beside parity and goals; each panel says which side is better.
 
-python -m benchmarks.plot benchmarks/results/nvme-bf16.json --out docs/nvme.png     # of states on a disk: one record
+python -m benchmarks.plot RECORD... --out docs/nvme.png     # of states on a disk: see tiers.py
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import matplotlib
@@ -21,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import figures
+from benchmarks import figures, tiers
 from npuzero.bench import Record, Result
 from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, caption
 
@@ -70,22 +69,18 @@ class Panel:
     note: str = ""
 
 
-#: What makes a column of panels of results.
-Parts = Sequence[Callable[[Mapping[str, Result]], list[Panel]]]
-
-
-def plot(results: Mapping[str, Result], path: Path, source: str = "", parts: Parts | None = None) -> None:
+def plot(results: Mapping[str, Result], path: Path, source: str = "") -> None:
     """Draw all figures that ``results`` hold into the file ``path``; nothing where they hold none."""
     with plt.rc_context(STYLE):
-        figure = draw(results, source, parts)
+        figure = draw(results, source)
         if figure is not None:
             figure.savefig(path, dpi=150)
             plt.close(figure)
 
 
-def draw(results: Mapping[str, Result], source: str = "", parts: Parts | None = None) -> Figure | None:
-    """Return the picture, a column for each part: kernels, and training steps beside their peers, if none are given."""
-    columns = [column for column in (part(results) for part in parts or (kernels, peers)) if column]
+def draw(results: Mapping[str, Result], source: str = "") -> Figure | None:
+    """Return the picture, a column for each part: kernels, and training steps beside their peers."""
+    columns = [column for column in (part(results) for part in (kernels, peers)) if column]
     if not columns:
         return None
     inches = max(sum(map(_height, column)) for column in columns) + _HEAD_INCHES
@@ -110,9 +105,6 @@ def draw(results: Mapping[str, Result], source: str = "", parts: Parts | None = 
 def finding(results: Mapping[str, Result]) -> str:
     """Return what the picture shows, in a line: a training step beside its peers', where it was measured."""
     for name, result in sorted(results.items()):
-        beside = _beside_own(result) if name.startswith("nvme/update") else {}
-        if behind := [value for who, value in beside.items() if not who.startswith("npuzero")]:
-            return f"Others update states on a disk in {_range(behind)} times npuzero's time"
         own, others = ([slow for slow in _slow(result).values() if slow[1] is look] for look in (NPUZERO, PEER))
         if name.startswith("peers/") and own and others:
             ours, theirs = (_range([value for value, _ in found]) for found in (own, others))
@@ -171,45 +163,6 @@ def peers(results: Mapping[str, Result]) -> list[Panel]:
             title = f"{_kind(result)}, beside peers"
             panels.append(Panel(title, rows, f"time over {result.baseline}", "left", note="time   MB a rank"))
     return panels
-
-
-def nvme(results: Mapping[str, Result]) -> list[Panel]:
-    """Return a panel for updates alone and one for whole steps, of states on a disk, with goals for the peers."""
-    panels = []
-    for name, result in sorted(results.items(), reverse=True):  # updates first
-        if not name.startswith("nvme/"):
-            continue
-        slow = _beside_own(result)
-        rows = [
-            Row(
-                _OFFLOADED[who],
-                {NPUZERO if who.startswith("npuzero") else PEER: [slow[who]]},
-                _BEHIND.get(who) if name.startswith("nvme/update") else None,
-                f"{median(result.seconds[who]):.2f} s",
-            )
-            for who in sorted(slow, key=slow.__getitem__)
-        ]
-        panels.append(Panel(result.title, rows, "time over npuzero's with float32 states", "left"))
-    return panels
-
-
-#: Of states on a disk: contenders by the names that their users know, and how far behind npuzero they should be.
-_OFFLOADED = {
-    "npuzero": "npuzero",
-    "npuzero-blocking": "npuzero, overlap=False",
-    "npuzero-8bit": "npuzero, bf16-8bit",
-    "npuzero-8bit-blocking": "npuzero, bf16-8bit, overlap=False",
-    "deepspeed": "DeepSpeed, stage 3, tuned",
-    "mapped": "torch's AdamW, memory-mapped",
-}
-_BEHIND = {"deepspeed": 2.0, "mapped": 3.0}
-
-
-def _beside_own(result: Result) -> dict[str, float]:
-    """Return how many times as long each contender takes as npuzero with float32 states; as the first without it."""
-    known = [who for who in result.seconds if who in _OFFLOADED]
-    own = next((who for who in known if who in ("npuzero", "npuzero-blocking")), known[0])
-    return {who: result.slowdown(who, own).median for who in known}
 
 
 def source_of(machine: Mapping[str, Any] | None) -> str:
@@ -280,11 +233,12 @@ _BETTER = {"right": "right is better →", "left": "← left is better"}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path, help="of benchmarks.peers.nvme")
+    parser.add_argument("records", type=Path, nargs="+", help="of benchmarks.peers.nvme and benchmarks.highwater")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for the picture")
     options = parser.parse_args(arguments)
-    record = Record.read(options.record)
-    plot({result.name: result for result in record.results}, options.out, source_of(record.machine), (nvme,))
+    records = [Record.read(path) for path in options.records]
+    results = {result.name: result for record in records for result in record.results}
+    tiers.plot(results, options.out, figures.measured_on(records, set(results)))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,33 @@
 """Training with optimizer states on a disk: npuzero beside DeepSpeed's NVMe offload and memory-mapped states.
 
-    python -m benchmarks.peers.nvme --folder /mnt/disk --dim 1024 --layers 16 --out build/nvme.json
-    python -m benchmarks.peers.nvme --folder /mnt/disk --contenders npuzero,mapped --precision fp32
+    python -m benchmarks.peers.nvme --folder /mnt/disk --tune --out build/deepspeed-nvme.json       # about 5 minutes
+    python -m benchmarks.peers.nvme --folder /mnt/disk --tuned build/deepspeed-nvme.json --out build/nvme-bf16.json
+    python -m benchmarks.peers.nvme --folder /mnt/disk --contenders npuzero-blocking,mapped --precision fp32
 
 All contenders train one workload in bf16 with float32 masters (or in float32), on one disk, which one of them uses at a
 time: first each must learn what plain torch learns, then two things are measured in rounds, the update alone, to the
-end of its writes, and whole steps, in which npuzero's runs beside the next forward. DeepSpeed's settings are tried
-first (``--tuned`` names one, as printed, and spares that); the quickest takes part, and all are in the record.
+end of its writes, and whole steps, in which npuzero's runs beside the next forward. DeepSpeed's settings are tuned
+first, one kind after the other (``--tune`` does no more than that, ``--tuned`` takes what it wrote); the quickest take
+part, and all are in the record.
 
 DeepSpeed compiles its aio at first use, which needs libaio's headers (Debian: ``apt-get install libaio-dev``). Its
 environment is that of benchmarks.peers (see there for ``--pip``). What cannot take part is missing, with the reason.
-The memory that mapped states need is written back and dropped with each update, as a cap below them would have it.
+
+The page cache takes no part: npuzero and DeepSpeed go past it (O_DIRECT), and mapped states are in a control group that
+may hold what npuzero's process holds at the most, a twentieth more, cache included; where none can be made they are
+written and dropped with each block's update alone (``mapped-dropped``). The record has the bytes that came from the
+disk and went there in a step of each, as the system counts them.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,62 +36,85 @@ from typing import Any
 from benchmarks.peers import offloaded
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
 from benchmarks.step.compare import COMPUTE, Comparison, Entry, add_options, table
-from npuzero.bench import Benchmark, Contender, Effort, Record, Result, Team, fingerprint, run
+from npuzero.bench import Benchmark, Contender, Effort, Record, Result, Team, fingerprint, median, run
+from npuzero.bench.group import Group, group
 from npuzero.cli.table import table as tabular
 from npuzero.errors import BenchmarkError
 
 SUITE = "nvme"
+MAPPED = ("mapped", "mapped-dropped")
+#: What mapped states may hold, over what npuzero does.
+BEYOND = 1.05
 _MIB = 2**20
 
-#: What is tried of DeepSpeed: its defaults are the first.
-_PIPELINES = ({}, {"pipeline_read": True, "pipeline_write": True})
-_AIO = (
-    {"block_size": _MIB, "queue_depth": 8, "intra_op_parallelism": 1},
-    {"block_size": _MIB, "queue_depth": 32, "intra_op_parallelism": 4},
-    {"block_size": 8 * _MIB, "queue_depth": 32, "intra_op_parallelism": 4},
-)
-_SUB_GROUPS = (10**9, 10**7)
+#: What is tried of DeepSpeed, by kind; each kind's first ones stand until another is quicker.
+_AIO = {"single_submit": False, "overlap_events": True}
+_CHOICES: dict[str, tuple[dict[str, Any], ...]] = {
+    "aio": (
+        {"block_size": 8 * _MIB, "queue_depth": 32, "intra_op_parallelism": 4, **_AIO},
+        {"block_size": _MIB, "queue_depth": 32, "intra_op_parallelism": 4, **_AIO},
+        {"block_size": _MIB, "queue_depth": 8, "intra_op_parallelism": 1, **_AIO},
+    ),
+    # Three states of a sub-group are read, updated and written at a time, each in buffers of its own.
+    "offload_optimizer": (
+        {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True},
+        {"buffer_count": 4},
+    ),
+    # Each in memory at once; the default would be all there are.
+    "sub_group": ({"sub_group_size": 10**7}, {"sub_group_size": 4 * 10**7}),
+}
 
 
-def candidates() -> Iterator[dict[str, Any]]:
-    """Settings of DeepSpeed to be tried."""
-    for pipeline, aio, numel in itertools.product(_PIPELINES, _AIO, _SUB_GROUPS):
-        yield {
-            # Three states of a sub-group are read, updated and written at a time, each in buffers of its own.
-            "offload_optimizer": {"buffer_count": 12 if pipeline else 4, **pipeline},
-            "aio": {**aio, "single_submit": False, "overlap_events": True},
-            "sub_group_size": numel,
-        }
+def tune(update_s: Callable[[dict[str, Any]], float]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings with which an update is the quickest, kind by kind; what each took, or why it did not run."""
+    chosen = {kind: choices[0] for kind, choices in _CHOICES.items()}
+    tried: list[dict[str, Any]] = []
+
+    def seconds(settings: dict[str, Any]) -> float:
+        try:
+            tried.append({"settings": settings, "update_s": update_s(settings)})
+        except BenchmarkError as reason:
+            tried.append({"settings": settings, "failed": str(reason)})
+        print(json.dumps(tried[-1]), flush=True)
+        return float(tried[-1].get("update_s", math.inf))
+
+    least = seconds(chosen)
+    for kind, choices in _CHOICES.items():
+        for choice in choices[1:]:
+            settings = chosen | {kind: choice}
+            if (found := seconds(settings)) < least:
+                least, chosen = found, settings
+    if least == math.inf:
+        raise NotInstalled(tried[0]["failed"])
+    return chosen, tried
 
 
-def entry(name: str, folder: Path, tuning: Mapping[str, Any] | None = None) -> Entry:
+def entry(name: str, folder: Path, settings: Mapping[str, Any] | None = None, capped: Group | None = None) -> Entry:
     """A contender of benchmarks.peers.offloaded, in its environment."""
     variables = {"NPUZERO_NVME_PATHS": str(folder)}
     contender = f"{offloaded.__name__}:{name}"
     if name != "deepspeed":
-        return Entry(name, contender, peer=name == "mapped", variables=variables)
-    variables |= DEEPSPEED.variables | {offloaded.TUNING: json.dumps(tuning)}
+        return Entry(name, contender, peer=name in MAPPED, variables=variables, group=capped)
+    variables |= DEEPSPEED.variables | {offloaded.TUNING: json.dumps(settings)}
     return Entry(name, contender, python=str(DEEPSPEED.python), peer=True, variables=variables)
 
 
-def tuned(options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The settings with which DeepSpeed's update is the quickest of a few; what each took, or why it did not."""
-    if options.tuned:
-        return options.tuned, []
-    tried: list[dict[str, Any]] = []
-    for tuning in candidates():
-        comparison = Comparison([entry("deepspeed", options.folder, tuning)], options, {})
-        with ExitStack() as stack:
-            comparison.start(stack)
-            if comparison.missing:
-                tried.append({"settings": tuning, "failed": next(iter(comparison.missing.values()))})
-            else:
-                team = comparison.teams["deepspeed"]
-                tried.append({"settings": tuning, "update_s": min(max(team.ask("update_s")) for _ in range(3))})
-    working = [each for each in tried if "update_s" in each]
-    if not working:
-        raise NotInstalled(tried[0]["failed"])
-    return min(working, key=lambda each: float(each["update_s"]))["settings"], tried
+def deepspeed_update_s(options: argparse.Namespace, settings: dict[str, Any]) -> float:
+    """The least of a few updates."""
+    comparison = Comparison([entry("deepspeed", options.folder, settings)], options, {})
+    with ExitStack() as stack:
+        comparison.start(stack)
+        for reason in comparison.missing.values():
+            raise BenchmarkError("DeepSpeed", expected="an update", got=reason, do="See whether its aio is built.")
+        return min(_update_s(comparison.teams["deepspeed"], 1) for _ in range(3))
+
+
+def tuned(options: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's settings and what was tried, found before or now."""
+    if options.tuned is not None:
+        return dict(json.loads(options.tuned.read_text()))
+    settings, tried = tune(partial(deepspeed_update_s, options))
+    return {"tuned": settings, "tried": tried}
 
 
 def measure_updates(comparison: Comparison, options: argparse.Namespace, checked: str, name: str) -> Result:
@@ -99,36 +128,54 @@ def measure_updates(comparison: Comparison, options: argparse.Namespace, checked
 
 
 def _update_s(team: Team, count: int) -> float:
-    return sum(max(team.ask("update_s")) for _ in range(count)) / count
+    seconds = sum(max(team.ask("update_s")) for _ in range(count)) / count
+    print(f"  {team.name}: update {seconds:.3f} s", flush=True)
+    return seconds
 
 
-def updates_as_text(result: Result) -> str:
-    """For people: seconds, and times the first contender's."""
-    lines = [
-        [name, f"{sorted(seconds)[len(seconds) // 2]:.3f}", f"{result.slowdown(name).median:.2f}"]
-        for name, seconds in result.seconds.items()
-    ]
-    return tabular(["update alone", "s", f"times {result.baseline}'s"], lines)
+def as_text(updates: Result, steps: Result) -> str:
+    """For people: seconds of updates, and times the first contender's; bytes that a step took of the disk."""
+    lines = []
+    for name, seconds in updates.seconds.items():
+        slow, disk = updates.slowdown(name), steps.values[name]["disk_bytes"]
+        moved = [f"{disk[way] / 1e9:.2f}" for way in ("read", "written")]
+        lines.append([name, f"{median(seconds):.3f}", f"{slow.median:.2f}", f"{slow.mad:.2f}", *moved])
+    return tabular(["update alone", "s", f"times {updates.baseline}'s", "MAD", "GB read", "GB written"], lines)
 
 
-def take_part(options: argparse.Namespace) -> tuple[list[Entry], dict[str, str], dict[str, Any]]:
-    """The entries, what is missing and why, and facts for the record."""
+def take_part(options: argparse.Namespace, stack: ExitStack) -> tuple[list[Entry], dict[str, str], dict[str, Any]]:
+    """The entries, mapped ones in groups that last as long as ``stack``; what is missing and why; facts to record."""
     missing: dict[str, str] = {}
-    facts: dict[str, Any] = {"folder_device": os.stat(options.folder).st_dev}
+    facts: dict[str, Any] = {}
     entries = [COMPUTE]
     for name in options.contenders:
         if name != "deepspeed":
-            entries.append(entry(name, options.folder))
+            capped = stack.enter_context(group()) if name in MAPPED else None
+            if name == "mapped" and capped is None:
+                missing[name] = "this process may make no control group"
+            else:
+                entries.append(entry(name, options.folder, capped=capped))
             continue
         try:
             facts["environments"] = {DEEPSPEED.name: DEEPSPEED.ensure(options.pip)}
             DEEPSPEED.run("-c", "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()")
-            settings, facts["tried"] = tuned(options)
-            facts["tuned"] = settings
-            entries.append(entry(name, options.folder, settings))
-        except (NotInstalled, BenchmarkError) as reason:
+            facts |= tuned(options)
+            entries.append(entry(name, options.folder, facts["tuned"]))
+        except NotInstalled as reason:
             missing[name] = str(reason)
     return entries, missing, facts
+
+
+def cap(entries: Sequence[Entry], teams: Mapping[str, Team]) -> int | None:
+    """Hold mapped states to a little more than npuzero holds, and return that; None without either."""
+    groups = [entry.group for entry in entries if entry.group is not None and entry.name in teams]
+    if not groups or "npuzero-blocking" not in teams:
+        return None
+    limit = int(teams["npuzero-blocking"].ask("peak")[0] * BEYOND)
+    print(f"mapped states have a cap of {limit / 1e6:.0f} MB", flush=True)
+    for capped in groups:
+        capped.limit(limit)
+    return limit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -137,9 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="on the disk to measure")
     parser.add_argument("--contenders", type=lambda text: text.split(","), default=known, help="with commas")
     parser.add_argument("--pip", type=shlex.split, default=[], help="further arguments of pip install")
-    parser.add_argument("--tuned", type=json.loads, help="settings of DeepSpeed, as a run has printed them")
+    parser.add_argument("--tune", action="store_true", help="find DeepSpeed's settings, write them to --out, and end")
+    parser.add_argument("--tuned", type=Path, help="a file with settings of DeepSpeed that --tune wrote")
     add_options(parser)
-    parser.set_defaults(rounds=9, seconds=600.0, ranks=1, threads=len(os.sched_getaffinity(0)), visit=0.0)
+    parser.set_defaults(rounds=7, seconds=120.0, ranks=1, threads=len(os.sched_getaffinity(0)), visit=0.0)
     options = parser.parse_args(arguments)
     unknown = set(options.contenders) - set(known)
     if unknown:
@@ -147,22 +195,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.precision == "fp32":  # 8-bit moments are a precision of bf16
         options.contenders = [name for name in options.contenders if "8bit" not in name]
     if options.ranks > 1:  # each rank would train for itself
-        options.contenders = [name for name in options.contenders if name != "mapped"]
+        options.contenders = [name for name in options.contenders if name not in MAPPED]
 
+    if options.tune:
+        DEEPSPEED.ensure(options.pip)
+        found = json.dumps(tuned(options), indent=1)
+        options.out.write_text(found + "\n") if options.out is not None else print(found)
+        return
     record = Record.begin(SUITE, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
-    entries, missing, facts = take_part(options)
-    comparison = Comparison(entries, options, missing)
-    kind = f"{comparison.workload.precision}-{comparison.ranks}"
     with ExitStack() as stack:
+        entries, missing, facts = take_part(options, stack)
+        comparison = Comparison(entries, options, missing)
+        kind = f"{comparison.workload.precision}-{comparison.ranks}"
         comparison.start(stack)
+        facts["cap_bytes"] = cap(entries, comparison.teams)
         steps = comparison.measure(f"{SUITE}/step-{kind}", f"training step, {kind}, states on a disk")
         updates = measure_updates(comparison, options, steps.checked, f"{SUITE}/update-{kind}")
     for result in (steps, updates):
         result.parameters |= facts
     record.results += [steps, updates]
-    print(table(steps), updates_as_text(updates), sep="\n\n")
-    if "tuned" in facts:
-        print(f"\nDeepSpeed's settings: --tuned {shlex.quote(json.dumps(facts['tuned']))}")
+    print(table(steps), as_text(updates, steps), sep="\n\n")
     if options.out is not None:
         record.write(options.out)
 

@@ -1,11 +1,13 @@
 """Contenders whose optimizer states rest on a disk, each used as its documents say, on the workload of benchmarks.step.
 
-The folder is the first of NPUZERO_NVME_PATHS, the same for all. The update of each goes to the disk's end: a map is
-synchronised and forgotten, as where memory were full; npuzero has an entry that waits for its own, ``-blocking``.
+The folder is the first of NPUZERO_NVME_PATHS, the same for all. The update of each goes to the disk's end: what was
+changed of a map is written; npuzero has an entry that waits for its own, ``-blocking``. npuzero and DeepSpeed go past
+the page cache. What of a map is in memory is the kernel's choice, within a cap, or nothing after a block's update.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -22,6 +24,7 @@ from benchmarks.peers.contenders import deepspeed
 from benchmarks.step.contenders import Build, Steps
 from benchmarks.step.workload import HYPER, MAX_NORM, Workload
 
+_WRITE_AND_WAIT = 7  # of sync_file_range(2): for what is under way, for all of it, and for its end
 #: DeepSpeed's settings of a run, as JSON; see nvme.py.
 TUNING = "NVME_BENCHMARK_DEEPSPEED"
 
@@ -55,7 +58,7 @@ def deepspeed_nvme() -> Build:
     """DeepSpeed's stage 3 with optimizer states on NVMe, by its aio and its CPU Adam."""
     tuning = json.loads(os.environ[TUNING])
     offload = {"device": "nvme", "nvme_path": str(folder()), "pin_memory": False, **tuning["offload_optimizer"]}
-    zero = {"stage": 3, "sub_group_size": tuning["sub_group_size"], "offload_optimizer": offload}
+    zero = {"stage": 3, "offload_optimizer": offload, **tuning["sub_group"]}
     return deepspeed(zero, aio=tuning["aio"])
 
 
@@ -70,15 +73,22 @@ class Mapped:
         weakref.finalize(self, os.close, self._file)
         self.tensor = torch.frombuffer(self._map, dtype=torch.float32)
 
+    def write(self) -> None:
+        """Write what was changed to the disk; nothing is said of its own cache, as nobody's files are synchronised."""
+        if ctypes.CDLL(None, use_errno=True).sync_file_range(self._file, *map(ctypes.c_int64, (0, 0)), _WRITE_AND_WAIT):
+            raise OSError(ctypes.get_errno(), "sync_file_range")
+
     def forget(self) -> None:
-        """Write what was changed, and leave no page in memory."""
-        self._map.flush()
+        """Leave no page in memory of what is written."""
         self._map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def mapped() -> Build:
-    """torch's fused AdamW over masters and moments in memory-mapped files, a block of the model after the other."""
+def mapped(forget: bool = False) -> Build:
+    """torch's fused AdamW over masters and moments in memory-mapped files, a block of the model after the other.
+
+    ``forget``: a block's pages are written and dropped with its update; else the kernel says which are in memory.
+    """
 
     def build(model: nn.Module, workload: Workload) -> Steps:
         model.to(workload.dtype)
@@ -90,6 +100,10 @@ def mapped() -> Build:
             scale = (MAX_NORM / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
             for each in updates:
                 each.step(scale)
+                if forget:
+                    each.write(forget=True)
+            for each in updates:
+                each.write()
 
         return Steps(model, update)
 
@@ -118,7 +132,7 @@ class MappedAdamW:
         for master, exp_avg, exp_avg_sq in zip(self._masters, first, second, strict=True):
             state = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             self._optimizer.state[master] = state
-        self._forget()
+        self.write(forget=True)
 
     def step(self, scale: Tensor) -> None:
         """Update by the parameters' gradients times ``scale``; clear them."""
@@ -130,11 +144,13 @@ class MappedAdamW:
         self._optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_(self._parameters, self._masters)
-        self._forget()
 
-    def _forget(self) -> None:
+    def write(self, *, forget: bool = False) -> None:
+        """Write what was changed to the disk."""
         for states in self._maps:
-            states.forget()
+            states.write()
+            if forget:
+                states.forget()
 
     def _parts(self, whole: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self._parameters]
@@ -149,4 +165,5 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "npuzero-8bit-blocking": partial(npuzero_nvme, "-8bit", overlap=False),
     "deepspeed": deepspeed_nvme,
     "mapped": mapped,
+    "mapped-dropped": partial(mapped, forget=True),
 }

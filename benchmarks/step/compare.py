@@ -22,6 +22,7 @@ import npuzero
 from benchmarks.step.workload import Workload
 from npuzero import observe
 from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run
+from npuzero.bench.group import Group
 from npuzero.comm import World
 from npuzero.errors import BenchmarkError
 
@@ -44,6 +45,7 @@ class Entry:
         trains: whether its ranks train one model together, so that its losses can be checked.
         peer: not ours: that it does not start, or learns something else, is a result to report and not our error.
         variables: of its environment.
+        group: the control group that its ranks join, if any.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Entry:
     trains: bool = True
     peer: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
+    group: Group | None = None
 
 
 COMPUTE = Entry(BASELINE, "benchmarks.step.contenders:compute", trains=False)
@@ -94,6 +97,7 @@ class Comparison:
         """Starts every contender and checks it; a peer that fails is closed again, and missing with the reason."""
         reference = self._reference_losses()
         for place, entry in enumerate(self._entries.values()):
+            print(f"starting {entry.name}", file=sys.stderr, flush=True)
             own = stack.enter_context(ExitStack())
             try:
                 team = own.enter_context(self._team(entry, [[rank] for rank in range(self.ranks)], place))
@@ -155,7 +159,7 @@ class Comparison:
         worst = dict(looks[0])
         for key in ("base_bytes", "peak_bytes", "shared_bytes", "page_faults", "made_s"):
             worst[key] = max(look[key] for look in looks)
-        for key in ("parts_s", "spans_s"):
+        for key in ("parts_s", "spans_s", "disk_bytes"):
             worst[key] = {part: max(look[key].get(part, 0.0) for look in looks) for part in looks[0][key]}
         return worst
 
@@ -193,9 +197,10 @@ class Comparison:
             variables |= {"MASTER_ADDR": os.environ["MASTER_ADDR"], "MASTER_PORT": str(port)}
             variables |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}
             ranks = 1
+        command = python_worker("benchmarks.step.work", entry.python)
         return Team(
             entry.name,
-            python_worker("benchmarks.step.work", entry.python),
+            command if entry.group is None else entry.group.command(command),
             self.ranks if ranks is None else ranks,
             options={"contender": entry.contender, "batches": batches, "workload": asdict(self.workload)},
             threads=threads or self._options.threads,

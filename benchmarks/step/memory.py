@@ -57,6 +57,13 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+def disk_bytes() -> dict[str, int]:
+    """Bytes that this process has had read from disks and written to them; what a cache had does not count."""
+    lines = (line.split(": ") for line in (_PROC / "io").read_text().splitlines())
+    found = {name: int(value) for name, value in lines}
+    return {"read": found["read_bytes"], "written": found["write_bytes"]}
+
+
 def _allocator(device: torch.device) -> Any:
     return getattr(torch, device.type)
 

@@ -78,6 +78,10 @@ class Rank:
         self._step(mark)
         return parts["update"]
 
+    def peak(self) -> int:
+        """The most bytes that the next step holds, with what the process held before it."""
+        return int(self._held()["peak_bytes"])
+
     def look(self, steps: int) -> dict[str, Any]:
         """What the next steps do, per step, and what one more holds. Observing costs time: this is no measure of it."""
         parts: dict[str, float] = defaultdict(float)
@@ -89,10 +93,11 @@ class Rank:
             return end_s
 
         with events() as found:
-            faults = memory.page_faults()
+            faults, disk = memory.page_faults(), memory.disk_bytes()
             for _ in range(steps):
                 self._step(mark)
             faults = memory.page_faults() - faults
+            disk = {way: (now - disk[way]) / steps for way, now in memory.disk_bytes().items()}
         spans: dict[str, float] = defaultdict(float)
         for event in found:
             if "end_s" in event:
@@ -103,6 +108,7 @@ class Rank:
             "parts_s": parts,
             "spans_s": spans,
             "page_faults": faults / steps,
+            "disk_bytes": disk,
             **self._held(),
         }
 

@@ -1,0 +1,208 @@
+"""What a process holds at the most, and over many steps, whose optimizer states are four times the memory for them.
+
+    python -m benchmarks.highwater --folder /mnt/disk --out runs/bench/highwater.json      # about 5 minutes
+    python -m benchmarks.highwater --folder /mnt/disk --dim 384 --layers 6 --steps 50
+
+A GPT trains with states in files. npuzero may hold on the host the gradients and a quarter of the states' bytes
+(``host_bytes``). The process may hold, all in all, what it held when everything was imported (the base), what
+``npuzero.predict`` says of device and host (the plan), and a twentieth more: for activations, a unit's gradients before
+they are packed, and what the allocator keeps. Where a control group can be made (Linux, as root) the
+kernel ends what takes more, page cache included. Memory is the kernel's own high-water mark, and after each step
+anonymous pages, those that are shared with others by parts. Goals: not more than that, and no growth: a straight line
+through all steps but the first ones rises by less than a page a step, or by less than two of its standard errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is made: 70 MB of the base
+
+import npuzero
+from benchmarks.step import memory
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload, loss_of
+from npuzero.bench import Record, Result, Team, fingerprint, python_worker
+from npuzero.bench.group import group
+from npuzero.errors import BenchmarkError
+from npuzero.plan import FAR_CHUNK_BYTES
+
+NAME, OWN = "highwater", "npuzero"
+#: The states' bytes over those of memory for them.
+TIMES = 4
+#: Chunks that fit into that memory: a few are under way at a time.
+CHUNKS = 16
+BEYOND = 0.05
+#: Bytes a step that are no growth: a page, and so many times the standard error of what was found.
+SLOPE, SURE = 4096, 2
+#: Steps before memory is looked at, and between two lines of progress.
+FIRST, A_LINE = 10, 10
+
+
+def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+    """What npuzero.bench's worker asks for."""
+    return Rank(options)
+
+
+class Rank:
+    """Train, and look at this process."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._sizes, self._plan = Workload(**options["workload"]), npuzero.Plan.preset(**options["plan"])
+        self._folder = options["folder"]
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        npuzero.init("cpu")
+        self._taken = 0
+        tiny = replace(self._sizes, dim=64, layers=1, heads=1)
+        loss_of(tiny.model().to(tiny.dtype), tiny.tokens(0, 0)).backward()  # makes threads, and what kernels keep
+
+    def base(self) -> int:
+        """Begin the high water anew; what is held before there is a model."""
+        memory.reset(torch.device("cpu"))
+        return memory.now_bytes(torch.device("cpu"))
+
+    def start(self) -> dict[str, int]:
+        """Make the model, its parameters unit by unit; bytes of states, of memory for them, and of the plan."""
+        with torch.device("meta"):
+            model = self._sizes.model()
+        whole = npuzero.predict(model, self._plan, 1, clip=True).held
+        states = whole[npuzero.Memory.NVME]["states"]
+        room = states // TIMES
+        chunk = min(FAR_CHUNK_BYTES, room // CHUNKS)
+        host = room + whole[npuzero.Memory.HOST]["gradients"]
+        settings = npuzero.Settings(nvme_paths=(self._folder,), chunk_bytes=chunk, host_bytes=host)
+        plan = npuzero.predict(model, self._plan, 1, clip=True, settings=settings)
+        self._model = npuzero.zero(model, plan=self._plan, settings=settings)
+        self._optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+        held = plan.memory
+        return {
+            "states_bytes": states,
+            "states_room_bytes": room,
+            "chunk_bytes": chunk,
+            "plan_bytes": held["device"] + held["host"],
+        }
+
+    def train(self, steps: int) -> list[tuple[float, int]]:
+        """The seconds of each of the next steps, and what is held after it."""
+        return [(self._step(), memory.now_bytes(torch.device("cpu"))) for _ in range(steps)]
+
+    def peak(self) -> int:
+        """The most that was held since :meth:`base`."""
+        return memory.peak_bytes(torch.device("cpu"))
+
+    def _step(self) -> float:
+        begin_s = time.perf_counter()
+        loss = loss_of(self._model, self._sizes.tokens(0, self._taken))
+        loss.backward()
+        npuzero.clip_grad_norm_(self._model, MAX_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._taken += 1
+        if not math.isfinite(loss.item()):
+            raise ValueError(f"loss {loss.item()} in step {self._taken}")
+        return time.perf_counter() - begin_s
+
+
+def growth(held: Sequence[float]) -> tuple[float, float]:
+    """Bytes a step, by least squares, and the standard error of that."""
+    steps = range(len(held))
+    slope, first = statistics.linear_regression(steps, held)
+    apart = sum((value - first - slope * step) ** 2 for step, value in zip(steps, held, strict=True))
+    return slope, math.sqrt(apart / (len(held) - 2) / (len(held) * statistics.pvariance(steps)))
+
+
+def measure(options: argparse.Namespace) -> Result:
+    """Train in a process under a cap."""
+    sizes, plan = Workload.of(options), {"name": options.plan, "precision": options.precision}
+    told = {"workload": asdict(sizes), "plan": plan, "folder": str(options.folder)}
+    with ExitStack() as stack:
+        capped = stack.enter_context(group())
+        command = python_worker(__spec__.name if __spec__ else __name__)
+        command = command if capped is None else capped.command(command)
+        team = stack.enter_context(Team(OWN, command, 1, options=told, threads=options.threads, timeout_s=400.0))
+        (base,), (facts,) = team.ask("base"), team.ask("start")
+        allowed = base + facts["plan_bytes"]
+        cap = int((1 + BEYOND) * allowed)
+        say = f"states of {mb(facts['states_bytes'])}, memory for them {mb(facts['states_room_bytes'])}; the process:"
+        print(f"{say} {mb(base)} + plan {mb(facts['plan_bytes'])}, cap {mb(cap)}", flush=True)
+        if capped is not None:
+            capped.limit(cap)
+        seen: list[tuple[float, int]] = []
+        while len(seen) < FIRST + options.steps:
+            seen += team.ask("train", steps=min(A_LINE, FIRST + options.steps - len(seen)))[0]
+            print(f"step {len(seen)}: {seen[-1][0]:.2f} s, {mb(seen[-1][1])} held", flush=True)
+        (peak,) = team.ask("peak")
+    seconds, held = (list(column) for column in zip(*seen[FIRST:], strict=True))
+    slope, error = growth(held)
+    values = {
+        **facts,
+        "base_bytes": base,
+        "peak_bytes": peak,
+        "cap_bytes": cap,
+        "by_kernel": capped is not None,
+        "beyond_plan": peak / allowed - 1,
+        "growth_bytes": slope,
+        "growth_error_bytes": error,
+        "held_bytes": held,
+    }
+    checked = f"losses are finite in {len(seen)} steps"
+    parameters = {**asdict(sizes), "plan": options.plan, "threads": options.threads, "times": TIMES}
+    title = f"memory of a process with states on a disk, {options.precision}"
+    return Result(NAME, title, OWN, checked, parameters, "rounds", {OWN: seconds}, {OWN: 1}, {OWN: None}, {OWN: values})
+
+
+def mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.0f} MB"
+
+
+def check(result: Result) -> None:
+    """Tell how the goals are met.
+
+    Raises:
+        BenchmarkError: one is not.
+    """
+    values = result.values[OWN]
+    beyond, slope = values["beyond_plan"], values["growth_bytes"]
+    allowed = SLOPE + SURE * values["growth_error_bytes"]
+    held = "the kernel's" if values["by_kernel"] else "nobody's: no control group could be made"
+    print(f"at the most {mb(values['peak_bytes'])}; cap {mb(values['cap_bytes'])}, {held}")
+    print(f"beyond base and plan: {beyond:+.3f}, goal {BEYOND}; growth {slope:+.0f} bytes a step, goal ±{allowed:.0f}")
+    if beyond > BEYOND or abs(slope) > allowed:
+        raise BenchmarkError(
+            "memory of a process with states on a disk",
+            expected=f"{BEYOND} beyond the plan at the most, {allowed:.0f} bytes a step",
+            got=f"{beyond:+.3f} and {slope:+.0f}",
+            do="See which of the record's steps took more.",
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="on the disk to use")
+    parser.add_argument("--out", type=Path, help="write the record there (JSON)")
+    parser.add_argument("--plan", default="infinity-states", help="a preset with states on NVMe (infinity-states)")
+    parser.add_argument("--steps", type=int, default=200, help=f"after the first {FIRST}")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the process")
+    Workload.add_options(parser)
+    parser.set_defaults(dim=768, layers=24, heads=12, sequence=32, batch=1, precision="fp32")
+    options = parser.parse_args(arguments)
+    record = Record.begin(NAME, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record.results.append(measure(options))
+    if options.out is not None:
+        record.write(options.out)
+    check(record.results[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The picture of training with states on a disk: seconds of updates beside others', and memory over the steps.
+
+python -m benchmarks.plot benchmarks/results/nvme-*.json benchmarks/results/highwater.json --out docs/nvme.png
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from npuzero.bench import Result, median
+from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, caption
+
+UPDATE, STEP, WATER = "nvme/update-", "nvme/step-", "highwater"
+#: Contenders by the names that their users know, of updates that end within their step.
+CALLED = {
+    "npuzero-8bit-blocking": "npuzero, 8-bit states",
+    "npuzero-blocking": "npuzero",
+    "deepspeed": "DeepSpeed, stage 3",
+    "mapped": "torch, memory-mapped",
+    "mapped-dropped": "torch, memory-mapped,\nblock by block",
+}
+#: How many times npuzero's seconds the others are to take.
+BEHIND = {"deepspeed": 2.0, "mapped": 3.0, "mapped-dropped": 3.0}
+OWN_NAME = "npuzero-blocking"
+_BAR_INCHES, _PANEL_INCHES, _HEAD_INCHES, _LEAST_INCHES = 0.42, 1.0, 1.3, 3.2
+
+
+def plot(results: Mapping[str, Result], path: Path, source: str = "") -> None:
+    """Draw the picture of ``results`` into the file ``path``."""
+    with plt.rc_context(STYLE):
+        figure = draw(results, source)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def draw(results: Mapping[str, Result], source: str = "") -> Figure:
+    """Return the picture: a panel for each precision's updates, and one of memory, of those that there are."""
+    updates = [result for name, result in sorted(results.items(), reverse=True) if name.startswith(UPDATE)]
+    water = results.get(WATER)
+    heights = [_PANEL_INCHES + _BAR_INCHES * len(shown(result)) for result in updates]
+    columns = bool(updates) + (water is not None)
+    inches = max(sum(heights), _LEAST_INCHES) + _HEAD_INCHES
+    figure = plt.figure(figsize=(6.7 * columns, inches), layout="constrained")
+    places = iter(figure.add_gridspec(1, columns, wspace=0.04))
+    if updates:
+        rows = next(places).subgridspec(len(updates), 1, height_ratios=heights)
+        for row, result in zip(rows, updates, strict=True):
+            _draw_updates(figure.add_subplot(row), result)
+    if water is not None:
+        _draw_memory(figure.add_subplot(next(places)), water)
+    handles = [Patch(color=OWN, label="npuzero"), Patch(color=OTHER, label="others")]
+    handles.append(Line2D([], [], color=GOAL, linewidth=0, marker="|", markersize=12, mew=2.5, label="goal, at least"))
+    subject = "An update alone, to the end of its writes, one disk; medians of rounds."
+    caption(figure, finding(results), subject, source, handles if updates else ())
+    return figure
+
+
+def shown(result: Result) -> dict[str, float]:
+    """Return the median seconds of those whose updates are drawn."""
+    return {name: median(result.seconds[name]) for name in CALLED if name in result.seconds}
+
+
+def behind(result: Result) -> dict[str, float]:
+    """Return how many times npuzero's seconds the others take, by rounds."""
+    own = OWN_NAME if OWN_NAME in result.seconds else result.baseline
+    return {name: result.slowdown(name, own).median for name in BEHIND if name in result.seconds}
+
+
+def finding(results: Mapping[str, Result]) -> str:
+    """Return what the picture shows, in a line."""
+    times = [value for name, result in results.items() if name.startswith(UPDATE) for value in behind(result).values()]
+    if times:
+        least, most = min(times), max(times)
+        span = f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
+        return f"Others update states on a disk in {span} times npuzero's time"
+    if WATER in results:
+        values = results[WATER].values["npuzero"]
+        return (
+            f"Memory of {values['peak_bytes'] / 1e6:.0f} MB at the most, states of {values['states_bytes'] / 1e6:.0f}"
+        )
+    return "Training with states on a disk"
+
+
+def _draw_updates(axes: Axes, result: Result) -> None:
+    """Draw a bar for each contender, with its goal."""
+    seconds, times = shown(result), behind(result)
+    own = seconds.get(OWN_NAME)
+    for place, (name, value) in enumerate(seconds.items()):
+        axes.barh(place, value, height=0.62, color=OTHER if name in BEHIND else OWN)
+        note = f"{value:.2f} s" + (f", {times[name]:.1f} times" if name in times else "")
+        axes.annotate(note, (value, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+        if own is not None and name in BEHIND:
+            axes.plot([BEHIND[name] * own] * 2, [place - 0.38, place + 0.38], color=GOAL, linewidth=2.5)
+    axes.set_yticks(range(len(seconds)), [CALLED[name] for name in seconds], fontsize=10)
+    axes.set_ylim(len(seconds) - 0.4, -0.6)
+    axes.margins(x=0.3)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("seconds · ← left is better", fontsize=10)
+    axes.set_title(f"Update, {result.parameters['precision']}")
+
+
+def _draw_memory(axes: Axes, result: Result) -> None:
+    """Draw what a process held after each step, its cap, and what was planned."""
+    values, mb = result.values["npuzero"], 1e-6
+    held = [nbytes * mb for nbytes in values["held_bytes"]]
+    axes.plot(range(1, len(held) + 1), held, color=OWN, label=f"held, at most {values['peak_bytes'] * mb:.0f} MB")
+    lines = {
+        f"states on the disk, {values['states_bytes'] * mb:.0f} MB": (values["states_bytes"], PARTS["states"], "--"),
+        f"cap, {values['cap_bytes'] * mb:.0f} MB": (values["cap_bytes"], GOAL, "-"),
+        "imports and plan": (values["base_bytes"] + values["plan_bytes"], TEXT, ":"),
+        "imports": (values["base_bytes"], FAINT, ":"),
+    }
+    for label, (nbytes, colour, dashes) in lines.items():
+        axes.axhline(nbytes * mb, color=colour, linestyle=dashes, linewidth=1.4, label=label)
+    axes.set(xlabel="step", ylabel="MB in memory", title="Memory of the process", ylim=(0, None))
+    axes.set_ylim(top=1.45 * axes.get_ylim()[1])  # room for the legend
+    axes.grid(axis="y")
+    axes.legend(loc="upper right", fontsize=9, ncols=2)

@@ -1,0 +1,124 @@
+"""The picture of training with states on a disk, its rows in the tables, and the records of memory and steps."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+
+from benchmarks import farstep, figures, highwater, plot, tiers
+from npuzero.bench import Record, Result
+from npuzero.cli.palette import GOAL, OTHER, OWN, STYLE
+
+
+def result(name: str, seconds: dict[str, list[float]], **values: Any) -> Result:
+    return Result(
+        name,
+        name,
+        next(iter(seconds)),
+        "",
+        {"precision": "bf16"},
+        "",
+        seconds,
+        dict.fromkeys(seconds, 1),
+        dict.fromkeys(seconds),
+        dict.fromkeys(seconds, values),
+    )
+
+
+def measured() -> dict[str, Result]:
+    seconds = {"npuzero-blocking": 1.0, "npuzero-8bit-blocking": 0.4, "deepspeed": 2.5, "mapped": 4.0}
+    seconds["mapped-dropped"] = 3.5
+    held = {"held_bytes": [8e8] * 5, "peak_bytes": 9e8, "cap_bytes": 1e9, "states_bytes": 2e9, "base_bytes": 2e8}
+    found = [
+        result("nvme/update-bf16-1", {who: [value] * 5 for who, value in seconds.items()}),
+        result("highwater", {"npuzero": [1.0] * 5}, **held, plan_bytes=7e8, beyond_plan=0.0),
+        result("farstep/whole", {"resident": [1.0], "npuzero": [1.5], "npuzero, early": [1.04]}),
+    ]
+    return {each.name: each for each in found}
+
+
+def test_the_picture_has_a_bar_for_each_and_the_cap() -> None:
+    results = measured()
+    with matplotlib.rc_context(STYLE):
+        figure = tiers.draw(results)
+    bars, curve = figure.axes
+    colours = [matplotlib.colors.to_hex(bar.get_facecolor()).upper() for bar in bars.patches]
+    assert colours == [OWN.upper(), OWN.upper(), *[OTHER.upper()] * 3]
+    assert [bar.get_width() for bar in bars.patches] == [0.4, 1.0, 2.5, 4.0, 3.5]
+    assert [line.get_xdata()[0] for line in bars.lines if line.get_color() == GOAL] == [2.0, 3.0, 3.0]
+    (cap,) = [line for line in curve.lines if line.get_color() == GOAL]
+    assert cap.get_ydata()[0] == 1000 and list(curve.lines[0].get_ydata()) == [800] * 5
+    assert figure.get_suptitle().strip() == "Others update states on a disk in 2.5 to 4.0 times npuzero's time"
+
+
+@pytest.mark.parametrize("names", [["nvme/update-bf16-1"], ["highwater"]])
+def test_each_record_has_a_picture_alone(names: list[str], tmp_path: Path) -> None:
+    machine = {"cpu": "a processor", "cores": 2, "isa": "avx2", "torch": "2", "commit": "abc"}
+    results = [measured()[name] for name in names]
+    Record("nvme", "", machine, "2026-01-01", False, results).write(tmp_path / "record.json")
+    plot.main([str(tmp_path / "record.json"), "--out", str(tmp_path / "nvme.png")])
+    assert (tmp_path / "nvme.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tables_hold_the_quickest_of_others_against_npuzero() -> None:
+    rows = figures.rows(measured())
+    assert [(name, shown) for name, _, shown, _ in rows["disk"]] == [
+        ("an update of float32 states", "2.50 ✓"),
+        ("the same in bf16-8bit", "6.25 ✓"),
+        ("an update of float32 states", "3.50 ✓"),
+    ]
+    assert [shown for _, _, shown, _ in rows["far"]] == ["1.50 ✗", "1.04 ✓", "0.00 ✓"]
+
+
+def test_a_page_has_the_picture_where_its_records_are() -> None:
+    assert f"]({figures.DISK_PICTURE.name})" in figures.markdown([], measured())
+    assert figures.DISK_PICTURE.name not in figures.markdown([], {})
+
+
+def test_growth_is_a_line_through_what_is_held() -> None:
+    slope, error = highwater.growth([100.0 + 7 * step for step in range(20)])
+    assert slope == pytest.approx(7) and error == pytest.approx(0, abs=1e-9)
+    slope, error = highwater.growth([100.0 + (-1) ** step for step in range(200)])
+    assert abs(slope) < 2 * error < 0.01
+
+
+def test_a_step_hides_behind_its_forward_or_behind_all_of_it() -> None:
+    parts = farstep.Parts(forward_s=1.0, backward_s=2.0, update_s=9.0)
+    assert {name: way(parts) for name, way in farstep.HIDING.items()} == {"forward": 1.0, "whole": 3.0}
+    assert {f"farstep/{name}" for name in farstep.HIDING} == {
+        name for figure in figures.FIGURES for name in figure.benchmarks if name.startswith("farstep")
+    }
+
+
+def taken(module: str, options: str, folder: Path) -> Record:
+    """What a script leaves."""
+    out = folder / "record.json"
+    where = ["--folder", str(folder), "--out", str(out)]
+    subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *shlex.split(options), *where], check=True, timeout=500
+    )
+    return Record.read(out)
+
+
+@pytest.mark.slow
+def test_steps_beside_the_disk_are_measured(tmp_path: Path) -> None:
+    record = taken("farstep", "--dim 64 --layers 2 --heads 2 --sequence 8 --rounds 2", tmp_path)
+    assert [found.name for found in record.results] == ["farstep/whole", "farstep/forward"]
+    for found in record.results:
+        assert set(found.seconds) == set(farstep.CONTENDERS)
+        assert found.parameters["disk_bytes"] > 2 * 8 * 64 * 64 * 24
+
+
+@pytest.mark.slow
+def test_memory_stays_within_the_plan_and_does_not_grow(tmp_path: Path) -> None:
+    """States four times as large as the memory for them; the script itself fails where a goal is not met."""
+    values = taken("highwater", "--dim 384 --layers 16 --heads 6 --sequence 8", tmp_path).result("highwater")
+    found = values.values["npuzero"]
+    assert len(found["held_bytes"]) == 200 and found["states_bytes"] >= 4 * found["states_room_bytes"]
+    assert found["peak_bytes"] <= found["cap_bytes"]
