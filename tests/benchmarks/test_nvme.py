@@ -1,4 +1,4 @@
-"""The comparison of states on a disk: who takes part, how DeepSpeed is tuned, that mapped states train as plain ones."""
+"""The comparison of states on a disk: who takes part, how DeepSpeed is tuned; mapped states train as plain ones."""
 
 from __future__ import annotations
 
