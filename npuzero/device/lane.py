@@ -97,6 +97,7 @@ class HostLane(Lane):
                 handle.error = error
             del step, item  # the tensors a step holds are the caller's again
             handle.event.set()
+            del handle  # an error's traceback has the frames of all who have waited, and what they hold
 
 
 class StreamHandle(Handle):

@@ -25,6 +25,9 @@ BLOCK = 4096
 _HUGE_PAGE = 2 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_A_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+_MAKE_ROOM = (
+    "Make room there, name further folders on other disks, shard more of the state, or keep less of it on disk."
+)
 _OTHER_FOLDER = "Name a folder on a local disk that this process may write to."
 
 
@@ -201,13 +204,13 @@ def _free(folder: Path) -> int | None:
     return facts.f_bavail * facts.f_frsize
 
 
-def _out_of_space(folder: Path, needed: int, why: str) -> OutOfSpace:
+def _out_of_space(folder: Path, needed: int, why: str, do: str = _MAKE_ROOM) -> OutOfSpace:
     free = _free(folder)
     return OutOfSpace(
         f"disk of {folder}",
         expected=f"room for {needed:,} bytes",
         got=f"{'an unknown number of' if free is None else format(free, ',')} bytes free ({why})",
-        do="Make room there, name further folders on other disks, shard more of the state, or keep less of it on disk.",
+        do=do,
         folder=str(folder),
         needed=needed,
         free=free,
@@ -236,7 +239,9 @@ def _failure(verb: str, kind: Any, folder: Path, offset: int, number: int) -> Np
     """Return the error for a request that failed at ``offset`` of the folder's file."""
     kinds = _native.io.Kind
     if kind == kinds.failed and number in _NO_ROOM:
-        return _out_of_space(folder, BLOCK, f"{os.strerror(number)}, at offset {offset:,} of a file that had its room")
+        why = f"{os.strerror(number)}, at offset {offset:,} of a file that had its room"
+        do = "Make room there, or name a folder on another disk; go on from the last checkpoint."
+        return _out_of_space(folder, BLOCK, why, do)
     expected, got, do = {
         kinds.failed: (
             f"a {verb} that succeeds",

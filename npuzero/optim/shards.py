@@ -68,6 +68,7 @@ class Shards:
             ]
             if any(flags):  # also on a rank whose shard is all padding, so that every rank holds the same
                 used[flat] = flags
+        self._make(optimizer, engine, used, members)  # before anything is counted: there may be no room
         here: list[int] = []
         if counted:
             here = [id(p) for flat, flags in used.items() for p in itertools.compress(flat.parameters, flags)]
@@ -78,7 +79,6 @@ class Shards:
         dynamic = None if rows is None else rows.table()
         if counted:
             self._taken.take(here, engine.boundary.skip)
-        self._make(optimizer, engine, used, members)
         if far:
             self._update_far(engine, far, dynamic)
         shards = [flat for flat in used if flat.rests.states.near]

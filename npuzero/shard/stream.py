@@ -135,6 +135,8 @@ class _Job:
         raise self.failed from error
 
     def _run(self, turn: int) -> None:
+        for bank in self.banks if turn == 0 else ():
+            bank.settle()  # here, so that no step follows where it fails
         if self._skipped():
             return
         for ahead in (turn, turn + 1):
@@ -300,8 +302,6 @@ class Stream:
         under way.
         """
         self._stage()
-        for bank in banks:
-            bank.settle()
         self.mover.moved.clear()
         self.mover.follow()
         numbers, taken = self._snapshot(scale, skip, dynamic)

@@ -1,0 +1,71 @@
+"""What a disk does to one rank of several processes; every function runs on each of them."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from pathlib import Path
+
+import npuzero
+from faults.dead_ranks import CULPRIT, loss_of
+from npuzero import Memory, Placement, Plan, Settings, _native
+from npuzero.comm import World
+from world.toy import build
+
+Call = _native.io.Call
+
+#: By name, what the system does from then on: of which call, and how.
+FAULTS = {
+    "a full disk": (Call.write, {"error": errno.ENOSPC}),
+    "a bad sector that is written": (Call.write, {"error": errno.EIO}),
+    "a bad sector that is read": (Call.read, {"error": errno.EIO}),
+    "the end of the file": (Call.read, {"most": 0}),
+    "a bit that is another": (Call.read, {"flip": True}),
+}
+AXES = Plan.preset("zero3").states.axes
+#: Parameters unsharded, so that each rank can read them alone; states in files.
+READABLE = Plan(
+    gradients=Placement(AXES),
+    states=Placement(AXES, Memory.NVME),
+    precision=Plan.preset("zero2", precision="bf16").precision,
+    name="readable",
+)
+
+
+def strike(name: str, after: int = 0) -> None:
+    """The fault ``name`` befalls the call after the next ``after`` of its kind."""
+    call, how = FAULTS[name]
+    _native.io.inject(call, after=after, **how)
+
+
+def settings_in(folder: Path, **further: object) -> Settings:
+    return Settings(nvme_paths=(str(folder),), chunk_bytes=3000, **further)
+
+
+def fails(world: World, stage: str, folder: Path, fault: str) -> None:
+    """The culprit's disk fails in the update of the second step."""
+    model = npuzero.zero(build(), stage, world=world, offload="nvme", settings=settings_in(folder))
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        loss_of(model, world.rank).backward()
+        if world.rank == CULPRIT and step == 1:
+            strike(fault, after=2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def is_full(world: World, stage: str, folder: Path, where: str) -> None:
+    """The culprit may make no file: the system says so, as it does of a full disk, to zero() or to the first step."""
+
+    def fill_up(place: str) -> None:
+        if world.rank == CULPRIT and place == where:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+    fill_up("zero")
+    options = {"offload": "nvme", "precision": "bf16", "settings": settings_in(folder)}
+    model = npuzero.zero(build(), stage, world=world, **options)
+    optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model, world.rank).backward()
+    fill_up("step")
+    optimizer.step()
+    loss_of(model, world.rank).backward()

@@ -1,0 +1,75 @@
+"""What the system counts of a process's disks in a steady step is what was foretold, to the byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import Memory, Plan, Settings, _native
+from npuzero.comm import World
+from npuzero.memory.file import BLOCK, FileStore
+from npuzero.plan import FROM_DISK, TO_DISK
+from world.comm_ranks import run_ranks, values
+from world.test_far_traffic import placed
+from world.toy import build
+from world.train import CutSession
+
+#: The first steps make the moments, read the code of each kernel, and write for the first time where the file has room
+#: only; of the others most are exact. What else a process reads, such as code that memory was short for, comes on top.
+WARM, STEPS = 3, 10
+
+
+def counts() -> tuple[int, int]:
+    """Bytes that this process, all its threads, had its disks read and write; O_DIRECT's at once, others' some day."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    found = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return found["read_bytes"], found["write_bytes"]
+
+
+def counted(world: World, plan: Plan, settings: Settings) -> tuple[list[tuple[int, int]], Any]:
+    """What the system has counted in each step of this rank, and the last one's report."""
+    session = CutSession(build(), world, plan=plan, settings=settings)
+    optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+    found = []
+    for step in range(STEPS):
+        before = counts()
+        session.loss(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = npuzero.report(session.model)  # at the end of the update
+        found.append(tuple(after - first for after, first in zip(counts(), before, strict=True)))
+    session.state()
+    return found, report.bytes_moved
+
+
+@pytest.mark.world
+@pytest.mark.skipif(not os.access("/proc/self/io", os.R_OK), reason="the system does not count")
+@pytest.mark.parametrize(
+    ("name", "precision", "share", "settings"),
+    [
+        ("infinity-states", "bf16", 1.0, {"chunk_bytes": 3000}),
+        ("zero1+nvme", "bf16-8bit", 0.6, {}),
+        pytest.param("hsdp+nvme", "fp32", 1.0, {"overlap": False}, marks=pytest.mark.slow),
+        pytest.param("zero3+nvme", "bf16-split", 1.0, {"verify": False, "io_threads": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_system_counts_what_was_foretold(
+    name: str, precision: str, share: float, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    if _native.io.is_memory(str(tmp_path)) or not FileStore([tmp_path], BLOCK).direct:
+        pytest.skip("no O_DIRECT here")
+    plan, chosen = placed(name, precision, share), Settings(nvme_paths=(str(tmp_path),), **settings)
+    assert plan.states.memory is Memory.NVME
+    foretold = npuzero.predict(build(), plan, 2, settings=chosen).bytes_moved
+    expected = foretold[FROM_DISK], foretold[TO_DISK]
+    assert all(expected)
+    for found, reported in values(run_ranks(2, counted, plan, chosen, folder=tmp_path)):
+        assert (reported[FROM_DISK], reported[TO_DISK]) == expected
+        steady = found[WARM:]
+        assert tuple(map(min, zip(*steady, strict=True))) == expected, steady
+        assert 2 * steady.count(expected) > len(steady), steady
