@@ -86,7 +86,7 @@ class Spread:
         Args:
             raw: as it is stored, if not in codes.
         """
-        if self._one is not None and self.dtype == torch.float32:
+        if self._one is not None and (raw or self.dtype == torch.float32):
             return snapshot.copied(self._one[own])
 
         def read(stored: Tensor, numel: int, there: slice) -> Tensor:

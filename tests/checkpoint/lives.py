@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from npuzero import checkpoint
+from npuzero import Settings, checkpoint
 from npuzero.comm import World
 from world import comm_ranks
 
@@ -20,7 +20,8 @@ TIMEOUT_S = 20.0
 
 def live(world: World, pipe: Any, folder: Path, plan: str) -> None:
     """Resume, train until killed, saving every step; after the first say from where."""
-    training = Training(world, plan, seed=1)
+    # Where states go, if the plan has them on a disk.
+    training = Training(world, plan, seed=1, settings=Settings(nvme_paths=(str(folder.parent),), chunk_bytes=3000))
     begin = 0
     if checkpoint.latest(folder):
         loaded = training.load(folder)

@@ -178,3 +178,24 @@ def test_a_model_may_go_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.Mo
         assert_same_bits(fresh.state(), expected)
 
     comm.run_threads(1, rank)
+
+
+def test_what_the_program_writes_during_a_save_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the model and the optimizer, outside of any update."""
+    gate = Gate(monkeypatch)
+
+    def rank(world: World) -> None:
+        run, other = (Run(world, on_disk("8 bits", 2), seed=seed).steps(0, 1) for seed in (0, 1))
+        expected, others = run.state(), other.session.state()
+        stored = other.optimizer.state_dict()
+        save = run.save(tmp_path / "run", 1, asynchronous=True)
+        run.session.load(others)
+        run.optimizer.load_state_dict(stored)
+        assert_same_bits(run.state(), other.state())
+        world.exchange(None)
+        gate.open()
+        save.wait()
+        checkpoint.load(tmp_path / "run", run.model, run.optimizer)
+        assert_same_bits(run.state(), expected)
+
+    comm.run_threads(2, rank)

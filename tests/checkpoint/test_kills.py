@@ -25,6 +25,7 @@ LIFE_S = 0.5
         pytest.param(2, "zero1", 80, marks=pytest.mark.slow),
         pytest.param(1, "zero0", 60, marks=pytest.mark.slow),
         pytest.param(3, "zero3", 60, marks=pytest.mark.slow),
+        pytest.param(2, "infinity-states", 40, marks=pytest.mark.slow),
     ],
 )
 def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, tmp_path: Path) -> None:
@@ -47,3 +48,4 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
             assert len(kept) <= 3, kept
             assert len(list(folder.iterdir())) <= 5, "leftovers pile up"
     assert saved > kills / 4  # else nothing was tried
+    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"run", "meeting"}, "states stay on the disk"

@@ -62,4 +62,5 @@ def test_no_more_than_a_few_pieces_are_in_memory(width: int, tmp_path: Path, mon
     for step in (1, 2):  # the first also brings what is imported, and made once
         saving = growth(lambda: checkpoint.save(tmp_path / "run", model, optimizer, step=step))  # noqa: B023
         loading_ = growth(lambda: checkpoint.load(tmp_path / "run", model, optimizer))
-    assert (saving < few, loading_ < few) == (True, True), (saving, loading_)
+    beside = growth(lambda: checkpoint.save(tmp_path / "run", model, optimizer, step=3, asynchronous=True).wait())
+    assert (saving < few, loading_ < few, beside < few) == (True, True, True), (saving, loading_, beside)
