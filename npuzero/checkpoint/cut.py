@@ -17,6 +17,7 @@ from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry,
 from npuzero.errors import CheckpointError, StateError
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat
+from npuzero.shard.lag import LAGGING, warn_of_lag
 from npuzero.shard.ownership import engine_of
 from npuzero.shard.snapshot import NOW, Later, Snapshot
 from npuzero.shard.tiles import Rows, rows_of
@@ -127,6 +128,7 @@ def load_state_dict(
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
     engine.values.settle()
+    engine.lag.forget()
     # Masters first, from which the parameters that rest follow at the end, by R4 on all ranks at once: between the two
     # a rank holds new shards beside its neighbours' old ones.
     for part in parts.model_parts(model, engine):
@@ -141,6 +143,7 @@ def load_state_dict(
     if cut_optimizer is not None:
         for group, options in zip(cut_optimizer.param_groups, state[OPTIMIZER]["param_groups"], strict=True):
             group.update((key, value) for key, value in options.items() if key != "params")
+        warn_of_lag(state[OPTIMIZER]["state"].values(), engine.lag)
         tiles = rows_of(model)
         for flat in engine.flats():
             _load_states(engine, cut_optimizer, flat, tiles, state[OPTIMIZER]["state"])
@@ -163,21 +166,25 @@ def _add_cut(state: dict[str, Any], tensors: Sequence[Part]) -> None:
 
 
 def _zeros(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[list[Part], list[Entry]]:
-    """Return the states that an optimizer will have: a step of 0, and moments of zeros."""
+    """Return the states that an optimizer will have: a step of 0, and moments of zeros; where updates are delayed the
+    parameters as well, which are not behind any.
+    """
     tiles = rows_of(model)
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():
         slots = zip(flat.layout.slots, flat.parameters, strict=True)
         own = [Piece.of(slot, tiles) for slot, parameter in slots if id(parameter) in members]
-        for name in optimizer.state_names():
+        for name in (*optimizer.state_names(), *([LAGGING] if engine.lag else [])):
             paths = [(OPTIMIZER, "state", piece.whole.name, name) for piece in own]
             if name == "step":
                 numbers += [Entry(path, torch.tensor(0.0)) for path in paths]
             elif own:
-                zeros = torch.zeros(flat.rests.states.numel, device=engine.device)
+                values = torch.zeros(flat.rests.states.numel, device=engine.device)
+                if name == LAGGING:
+                    values = optimizer.cut_buffer(flat, name, slice(0, values.numel()), NOW)()
                 cuts = tuple(Cut((path,), piece, torch.float32) for path, piece in zip(paths, own, strict=True))
-                tensors.append(Part(flat, flat.rests.states, cuts, partial(_copied, zeros)))
+                tensors.append(Part(flat, flat.rests.states, cuts, partial(_copied, values)))
     return tensors, numbers
 
 

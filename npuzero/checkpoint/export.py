@@ -349,6 +349,8 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
     rests = flat.rests
     rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.resting.__getitem__)
+    if flat.ahead is not None and not exact:  # an update that is pending counts
+        rest, read = rests.states, flat.ahead.__getitem__
     yield from _slot_pieces(engine, flat, i, rest, read)
 
 

@@ -21,6 +21,7 @@ from npuzero.errors import CheckpointError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.flat import Flat
+from npuzero.shard.lag import warn_of_lag
 from npuzero.shard.tiles import rows_of
 
 _DO = "Load a checkpoint of the same model, with the same kind of optimizer and groups."
@@ -158,11 +159,13 @@ class Loader:
 
     def load(self) -> None:
         """Load masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
+        self._engine.lag.forget()
         for part in parts.model_parts(self._model, self._engine):
             self._load_parameters(part)
         for entry in parts.model_entries(self._model):
             self._load_entry(str(entry.path[1]), entry.value)
         if self._optimizer is not None:
+            warn_of_lag(self._names.states.values(), self._engine.lag)
             for group, options in zip(self._optimizer.param_groups, self._names.groups, strict=True):
                 group.update(options)
             for flat in self._engine.flats():

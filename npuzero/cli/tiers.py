@@ -13,6 +13,8 @@ from npuzero.plan import FROM_DISK, LINKS, OFFLOADS, TO_DEVICE, TO_DISK, TO_HOST
 
 #: Links that a rate is given for, by option; both ways share a disk, and each way has a link of its own.
 DISK, LINK = (TO_DISK, FROM_DISK), (TO_HOST, TO_DEVICE)
+# By option, what it needs of --states.
+_FURTHER = {"disk": " nvme", "lag": " with --gradients"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--offload", choices=tuple(OFFLOADS), help="states there, gradients on the host: zero(offload=)")
     where.add_argument("--states", choices=tuple(OFFLOADS), help="states there")
     where.add_argument("--gradients", choices=("host",), help="gradients, too, where they are sharded as states are")
+    where.add_argument("--lag", type=int, choices=(0, 1), default=0, help="1: updates a step late (0)")
     where.add_argument("--link", type=rate, metavar="GB/S", help="of a rank between device and host, each way")
     where.add_argument("--disk", type=rate, metavar="GB/S", help="of a rank on NVMe, both ways together")
 
@@ -36,18 +39,22 @@ def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
             "--offload", expected="neither --states nor --gradients beside it", got="both", do="Give one of them."
         )
     offload = options.offload or options.states
-    for option, needed in (("gradients", offload), ("link", offload), ("disk", offload == "nvme")):
-        if getattr(options, option) is not None and not needed:
+    homed = options.offload or options.gradients
+    for option, needed in (("gradients", offload), ("lag", homed), ("link", offload), ("disk", offload == "nvme")):
+        if getattr(options, option) and not needed:
             raise ConfigError(
                 f"--{option}",
-                expected=f"--offload or --states{' nvme' * (option == 'disk')} beside it",
+                expected=f"--offload or --states{_FURTHER.get(option, '')} beside it",
                 got="none",
                 do="Say where states rest, or leave it out.",
             )
     if offload is None:
         return None
     placed = plan.offloaded(offload)
-    return placed if options.offload or options.gradients else replace(placed, gradients=plan.gradients)
+    placed = placed if homed else replace(placed, gradients=plan.gradients)
+    if not options.lag:
+        return placed
+    return replace(placed, lag=1, name=f"{placed.name}, lag 1") if placed.gradients.far else None
 
 
 def elsewhere(rows: Mapping[str, Report]) -> dict[str, dict[str, str]]:

@@ -18,7 +18,7 @@ class Aside:
         master: [n/S] float32; the masters, or where those are the parameters a copy of them.
 
     Raises:
-        ConfigError: some of its states are to rest on a disk, or on the device.
+        ConfigError: some of its states are to rest on a disk, or on the device; or updates are to be delayed.
     """
 
     def __init__(self, engine: Engine, flat: Flat) -> None:
@@ -29,6 +29,13 @@ class Aside:
                 expected="states on the device, or all of them on the host: torch's optimizers have them in memory",
                 got=f"{rest.numel - rest.near} of {rest.numel} elements of each shard on {rest.memory.value}",
                 do="Use npuzero.AdamW or another fused optimizer of npuzero, or let all states rest on the host.",
+            )
+        if flat.plan.lag:
+            raise ConfigError(
+                f"ZeroOptimizer over a model of plan {flat.plan.name!r}",
+                expected="a plan without lag: torch's optimizers update within their step()",
+                got="lag=1",
+                do="Use npuzero.AdamW or another fused optimizer of npuzero, or the plan without lag.",
             )
         self._flat = flat
         self._mover = engine.spaces.mover

@@ -24,7 +24,8 @@ from npuzero.optim.worker import Worker
 from npuzero.optim.wrapped import Wrapped
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import AHEAD, Flat
+from npuzero.shard.lag import LAGGING, warn_of_lag
 from npuzero.shard.ownership import engine_behind, owners, uncopied
 from npuzero.shard.snapshot import Later, Snapshot
 
@@ -136,6 +137,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         engines = self._engines()
         for engine in engines:
             engine.boundary.accord.follow(self._terms_for(engine))
+            engine.lag.check(self, early=self._worker.promise(self, engine) is not None)
         with contextlib.ExitStack() as begun:
             for engine in engines:
                 begun.enter_context(engine.early.step_begins(self._worker))
@@ -198,6 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return what the torch optimizer of a plain model would: unsharded tensors by parameter number.
 
         Tensors of sharded parameters are on the CPU. Collective where the model is sharded: call it on every rank.
+        While an update of a delayed plan is pending there is ``ahead`` beside them: what it makes of the parameter.
         """
         numbers = {id(parameter): number for number, (_, parameter) in enumerate(states.members(self.param_groups))}
         state: dict[int, Options] = {
@@ -228,6 +231,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")
         order = [number for group in groups for number in group["params"]]
+        took: dict[Engine, None] = {}
         with torch.no_grad():
             for number, (group, parameter) in zip(order, states.members(self.param_groups), strict=True):
                 state = state_dict["state"].get(number, {})
@@ -238,19 +242,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 if engine is None:
                     self._worker.restore_plain(self, group, parameter, state)
                 elif place is not None:
-                    self._worker.restore(self, engine, *place, states.cut(*place, state))
+                    mine = states.cut(*place, state)
+                    ahead = mine.pop(AHEAD, None)
+                    self._worker.restore(self, engine, *place, mine)
+                    if ahead is not None:
+                        if engine not in took:
+                            engine.values.settle()
+                        states.take_ahead(engine, *place, ahead)
+                        took[engine] = None
+            for engine in took:
+                warn_of_lag(state_dict["state"].values(), engine.lag)
+                engine.values.restore_parameters()
 
     def cut_state(self, flat: Flat) -> list[dict[str, float | None]]:
         """Return per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
 
         The same on all ranks.
         """
-        return [states.describe(self._worker, flat, i) for i in flat.slots]
+        described = [states.describe(self._worker, flat, i) for i in flat.slots]
+        return [{**state, LAGGING: None} if state and flat.ahead is not None else state for state in described]
 
     def cut_buffer(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later:
         """Return, for later, a range of this rank's part of the tensors ``name`` of all slots, however and wherever
         they are kept: as float32, maybe a copy.
         """
+        if name == LAGGING:
+            behind = snapshot.copied(flat.own_parameters[own])
+            return lambda: behind().float()
         later = self._worker.later(flat, name, own, snapshot)
         assert later is not None, name
         return later
@@ -269,13 +287,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for slot, state in zip(flat.layout.slots, slots, strict=True):
             if state:
                 states.check_names(slot.name, state, self.state_names())
-        return self._worker.restore_numbers(self, engine, flat, slots)
+        names = [*self._worker.restore_numbers(self, engine, flat, slots)]
+        return names + [LAGGING] * engine.lag.expect(flat, slots)
 
     def write_cut_buffer(self, flat: Flat, name: str, own: slice, values: Tensor) -> None:
         """Take a range of what :meth:`cut_buffer` gave; it begins on a multiple of MOMENT_BLOCK elements, and ends on
         one or with the shard.
         """
-        self._worker.write(flat, name, own, values)
+        if name != LAGGING:
+            self._worker.write(flat, name, own, values)
+        elif engine := engine_behind(flat.parameters[0]):
+            engine.lag.take_behind(flat, own, values)
 
     def state_names(self) -> tuple[str, ...]:
         """Return the names that a parameter's state must have; the others are the class's own business."""

@@ -81,6 +81,7 @@ class Shards:
             self._taken.take(here, engine.boundary.skip)
         if far:
             self._update_far(engine, far, dynamic)
+            engine.lag.begin(optimizer)
         shards = [flat for flat in used if flat.rests.states.near]
         if shards:
             line = self._line(engine, shards)
@@ -184,7 +185,7 @@ class Shards:
                 got="some that rest off it, and are updated by the host, which no graph can",
                 do="Call step() outside of the capture.",
             )
-        banks = [*engine.far.masters, *self._banks.get(engine, ())]
+        banks = [*engine.far.masters, *engine.lag.banks, *self._banks.get(engine, ())]
         engine.update.run_far(
             far, banks, self._launch(far), engine.boundary.gradient_scale, engine.boundary.skip, dynamic
         )

@@ -14,7 +14,7 @@ from npuzero.errors import CheckpointError
 from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import AHEAD, Flat, masters_later
 from npuzero.shard.snapshot import NOW
 
 
@@ -29,9 +29,12 @@ def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
     """Put together, per slot of ``flat``, its full state from what the ranks say they have. Collective."""
     said = cast(list[list[Options]], engine.world.exchange([describe(worker, flat, i) for i in flat.slots]))
     known = [{name: value for rank in said for name, value in rank[i].items()} for i in flat.slots]
+    if engine.lag.pending:
+        engine.lag.quiet()
+        known = [{**slot, AHEAD: None} if slot else slot for slot in known]
     names = sorted({name for slot in known for name, value in slot.items() if value is None})
     own = slice(0, flat.rests.states.numel)
-    mine = {name: worker.later(flat, name, own, NOW) for name in names}
+    mine = {n: masters_later(flat, own, NOW) if n == AHEAD else worker.later(flat, n, own, NOW) for n in names}
     wholes = {name: engine.values.gather_states(flat, later and later()).cpu() for name, later in mine.items()}
     return [
         {
@@ -46,6 +49,14 @@ def describe(worker: Worker, flat: Flat, i: int) -> dict[str, float | None]:
     """Tell a slot's state as text can carry it: numbers, and None for each tensor of the parameter's shape."""
     state = {name: value for name, value in worker.slot_state(flat, i).items() if value is not None}
     return {k: None if isinstance(v, Tensor) and v.dim() else float(v) for k, v in state.items()}
+
+
+def take_ahead(engine: Engine, flat: Flat, i: int, ahead: Tensor) -> None:
+    """Take this rank's part of slot ``i``'s masters after the update that was pending; without lag they count at
+    once.
+    """
+    take = engine.lag.take if engine.lag else Flat.write_master
+    take(flat, flat.own_slots[i], ahead)
 
 
 def cut(flat: Flat, i: int, state: Mapping[str, Any]) -> Options:

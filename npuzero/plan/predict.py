@@ -62,7 +62,7 @@ def copies(moves: Iterable[Move]) -> Iterator[tuple[Copy, int]]:
 
 def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moments: int) -> Counter[Where]:
     """Return the bytes that rest between steps: parameters, masters and moments, and gradients that have a home on
-    the host.
+    the host; where updates are delayed another home, and the parameters that they make.
     """
     held: Counter[Where] = Counter()
     for flat, equal in itertools.groupby(flats):
@@ -74,7 +74,8 @@ def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moment
                 states = moments * precision.moment_bytes(numel) + numel * precision.master_bytes(flat.dtype)
                 held[memory, "states"] += count * states
             if own.gradients.far:
-                held[own.gradients.memory, "gradients"] += count * kind.gradient.nbytes
+                held[own.gradients.memory, "gradients"] += count * kind.gradient.nbytes * (1 + own.lag)
+            held[Memory.HOST, "states"] += count * own.lag * kind.far * flat.dtype.itemsize
     return held
 
 

@@ -29,11 +29,13 @@ class Plan:
         activations: where what torch's activation checkpointing keeps rests between forward and backward; its axes are
             ``()``, for each rank of the data axes has activations of its own. What that comes to depends on the batch:
             predictions know nothing of it, and reports do.
+        lag: 1: what an update makes of the parameters is seen from the next step on: it runs beside the forward and
+            backward between the two (ZeRO-Offload's delayed parameter update). 0: at once, as in torch.
 
     Raises:
         ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
             broken, or that of memories: gradients rest on the host only where states rest off the device and are
-            sharded alike.
+            sharded alike; and a lag needs both off the device wholly, and parameters on it.
 
     Example::
 
@@ -50,6 +52,7 @@ class Plan:
     local_size: int | None = None
     name: str = "custom"
     activations: Placement = WHOLE
+    lag: int = 0
 
     def __post_init__(self) -> None:
         parts = self.parts
@@ -89,6 +92,7 @@ class Plan:
             raise ConfigError(
                 "plan.local_size", expected="an int or None", got=repr(self.local_size), do="Give the ranks in a group."
             )
+        _check_lag(self)
 
     @staticmethod
     @keywords()
@@ -108,6 +112,8 @@ class Plan:
         if isinstance(key, str) and key in _OFFLOADED:
             row, offload = _OFFLOADED[key]
             return replace(Plan.preset(row, precision=precision, local_size=local_size).offloaded(offload), name=key)
+        if isinstance(key, str) and key in _DELAYED:
+            return replace(Plan.preset(_DELAYED[key], precision=precision, local_size=local_size), lag=1, name=key)
         if not isinstance(key, str) or key not in _ROWS:
             raise ConfigError(
                 "plan preset",
@@ -228,9 +234,11 @@ _OFFLOADED = {
     "offload3": ("zero3", "host"),
     "infinity-states": ("zero3", "nvme"),
 }
+# preset: the one of which it delays the updates
+_DELAYED = {"delayed": "offload"}
 #: Names :meth:`Plan.preset` takes: those with everything on the device, and others.
 PRESETS = tuple(_ROWS)
-OFFLOADED = tuple(_OFFLOADED)
+OFFLOADED = (*_OFFLOADED, *_DELAYED)
 # What people call some of them elsewhere.
 _SPELLINGS = {
     **{name: name for name in (*PRESETS, *OFFLOADED)},
@@ -298,4 +306,24 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
             expected="a number above 0, up to 1" if shared else "1.0: states alone, off the device, are divided",
             got=repr(share),
             do="Give the part of a shard that rests off the device.",
+        )
+
+
+def _check_lag(plan: Plan) -> None:
+    """Raise ConfigError where ``plan`` delays updates of what the host does not have to itself."""
+    if not _is_int(plan.lag) or plan.lag not in (0, 1):
+        raise ConfigError(
+            f"plan {plan.name!r}, lag",
+            expected="0 or 1",
+            got=repr(plan.lag),
+            do="Say 1 to see updates a step later.",
+        )
+    wholly = plan.states.far and plan.states.share == 1 and plan.gradients.far
+    if plan.lag and (not wholly or plan.parameters.far):
+        raise ConfigError(
+            f"plan {plan.name!r}, lag=1",
+            expected="all states off the device, gradients on the host, parameters on the device: for the host "
+            "updates them beside the device's whole step",
+            got=f"states {plan.states}, gradients {plan.gradients}, parameters {plan.parameters}",
+            do="Take the preset 'delayed', or place gradients and states off the device; or leave lag out.",
         )

@@ -212,7 +212,7 @@ class _Rank:
         self._ended = [unit for unit in self._by_end if unit.cut]
         self._under_way: list[list[_Stage]] = []
         # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
-        late = step.overlaps_parameters and any(unit.far for unit in units)
+        late = step.overlaps_parameters and not plan.lag and any(unit.far for unit in units)
         first = next((i for i, unit in enumerate(units) if unit.far), 0)
         self._late = units[first:] if late else []
         self._owed: deque[_Unit] = deque()

@@ -61,13 +61,15 @@ class _Sizes:
 def far_update(runs: Sequence[tuple[Kind, int]], chunk_bytes: int, moments: int, on_device: bool) -> Iterator[Move]:
     """Yield the moves of an update of flats, given as runs of equal ones in order, of which something is far.
 
-    What is near of them is updated on the device, for which gradients come from their home.
+    What is near of them is updated on the device, for which gradients come from their home. Where updates are delayed
+    the parameters that the last one made come first.
 
     Args:
         chunk_bytes: of masters and moments in a chunk; 0: as many as is usual.
         moments: of an element.
         on_device: the device updates what is far, too, and reads it in the host's memory.
     """
+    yield from (Copy(TO_DEVICE, k.far * k.dtype.itemsize, n) for k, n in runs if k.plan.lag)
     near = [(Buffer(Memory.DEVICE, "gradients", k.near, torch.float32), n) for k, n in runs if k.homed and k.near]
     for buffer, count in near:
         yield from (Take(buffer, count), Copy(TO_DEVICE, buffer.nbytes, count))

@@ -94,9 +94,10 @@ def sections(plan: Plan, parameter: torch.dtype, numel: int, moments: int, on_de
         on_device: the device updates, and reads the host's memory itself.
     """
     precision, on_disk = plan.precision, plan.states.memory is Memory.NVME
+    in_place = on_device or plan.lag > 0  # a delayed update has parameters of its own on the host
     return Sections(
-        gradients=0 if on_device or plan.gradients.far else numel * torch.float32.itemsize,
-        parameters=0 if on_device else numel * parameter.itemsize,
+        gradients=0 if in_place or plan.gradients.far else numel * torch.float32.itemsize,
+        parameters=0 if in_place else numel * parameter.itemsize,
         masters=on_disk * _rounded(numel * precision.master_bytes(parameter), STATE_ALIGNMENT),
         moments=on_disk * moments * _rounded(precision.moment_bytes(numel), STATE_ALIGNMENT),
     )

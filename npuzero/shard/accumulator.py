@@ -3,7 +3,8 @@
 Who may touch what, where the update runs beside the program (:mod:`npuzero.shard.stream`): until the update of a flat
 is waited for, the lane reads ``own``, and nobody writes there. Backward passes, clipping and whatever else changes
 gradients wait for the whole update first (``Boundary.finish``, ``Boundary.reopen``); what dropping gradients changes
-the lane does not look at; and ``zero_grad()`` leaves releasing the buffer to who waits for the flat's update.
+the lane does not look at; and ``zero_grad()`` leaves releasing the buffer to who waits for the flat's update. Where
+updates are delayed there are two homes, and nobody waits: the next step's gradients rest in the one that is not read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Accumulator:
     Attributes:
         memory: that of the buffer, which comes and goes.
         buffer: [n/G] float32, where gradients are added up and sent from.
-        home: [n/G] float32, on the host, where they rest between passes and are read by the update; or None.
+        homes: [n/G] float32 each, on the host; the first one is where they rest between passes.
         arrived: for whoever reads the home on the host.
         lent: the update has begun inside backward, and reads what there is: nothing may be added or dropped.
     """
@@ -37,27 +38,28 @@ class Accumulator:
         self.memory = self._space.transient(rests.gradients.numel, torch.float32, "gradients")
         self.memory.restore()
         self.buffer = self.memory.tensor
-        self.home: Tensor | None = None
+        self.homes: list[Tensor] = []
         if rests.gradients.memory is Memory.HOST:
-            self.home = spaces.host.allocate(rests.gradients.numel, torch.float32, "gradients")
+            numel = rests.gradients.numel
+            self.homes = [spaces.host.allocate(numel, torch.float32, "gradients") for _ in range(1 + rests.lag)]
         self._at_home = False
         self.arrived: Handle = Ready()
         self.lent = False
-        own = rests.states.within(rests.gradients)
-        self._owns = [self.buffer[own], self.buffer[own] if self.home is None else self.home[own]]
+        self._read = False  # by an update that is delayed
+        self._own = rests.states.within(rests.gradients)
         self._near_numel = rests.states.near
         self._near: Transient | None = None
 
     @property
     def own(self) -> Tensor:
         """Return this rank's states shard of what there is, wherever it is."""
-        return self._owns[self._at_home]
+        return (self.homes[0] if self._at_home else self.buffer)[self._own]
 
     @property
     def values(self) -> Tensor:
         """Return all that there is, wherever it is; undefined at first."""
-        if self._at_home and self.home is not None:
-            return self.home
+        if self._at_home:
+            return self.homes[0]
         self.take()
         return self.buffer
 
@@ -71,16 +73,19 @@ class Accumulator:
     def bring(self) -> None:
         """Let all there is be in the buffer: more is to be added, or it is to be sent."""
         self.take()
-        if self._at_home and self.home is not None:
+        if self._at_home:
             self._mover.follow()
-            self._mover.to_device(self.buffer, self.home).wait()
+            self._mover.to_device(self.buffer, self.homes[0]).wait()
             self._at_home = False
 
     def rest(self) -> None:
         """Let what is in the buffer rest at home, where there is one: nothing is added for now."""
-        if self.home is not None and not self._at_home:
+        if self.homes and not self._at_home:
+            if self._read:
+                self.homes.reverse()
+                self._read = False
             self._mover.follow()
-            self.arrived = self._mover.to_host(self.home, self.buffer)
+            self.arrived = self._mover.to_host(self.homes[0], self.buffer)
             self.memory.release()
             self._at_home = True
 
@@ -89,6 +94,11 @@ class Accumulator:
         self._at_home = False
 
     # -- at the update ---------------------------------------------------------------------------------------------
+
+    def give(self) -> Tensor:
+        """Return the own shard for an update beside the program; where it is delayed what comes rests elsewhere."""
+        self._read = len(self.homes) > 1
+        return self.own
 
     def lend_near(self) -> Tensor:
         """Return of the own shard what has its states on the device, there."""

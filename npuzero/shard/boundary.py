@@ -106,9 +106,9 @@ class Boundary:
         Returns:
             whether there are some already.
         """
-        self._update.settle()
         present = self._present()
         some = _any(present)
+        self._update.spare_gradients(used=self._stage is Stage.STEPPED and some)
         if not some:  # the program has zeroed the gradients, in whatever way
             self.forget()
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
@@ -133,7 +133,7 @@ class Boundary:
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
         if not self.early.begun:  # else these are gradients of a step to come
-            self._update.settle()
+            self._update.spare_gradients(used=self._stage is Stage.STEPPED)
         if self._stage is not Stage.AGREED:
             self._agree_anew()
         else:  # the program may have dropped some since, as it does on every rank

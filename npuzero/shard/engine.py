@@ -56,6 +56,7 @@ class Engine:
         update: the chunks that an optimizer updates one by one, between begin_update and end_update.
         early: the updates that begin inside backward.
         far: the states that rest beyond the device.
+        lag: what updates are ahead of the parameters, where the plan delays them.
         meter: bytes held and sent in a step.
 
     Raises:
@@ -85,14 +86,14 @@ class Engine:
         self._flats = [flat for unit in self.units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
 
-        writes = Writes(self.units, world)
+        self.far = Far(self.units, self.spaces, settings)
+        self.lag = self.far.lag
+        writes = Writes(self.units, world, self.lag)
         gatherer = Gatherer(writes)
         self._restorer = Restorer()
-        self.far = Far(self.units, self.spaces, settings)
-        self.update = Update(
-            self.units, self._restorer, self.far.stream, settings.chunk_bytes, settings.overlaps_parameters
-        )
-        self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes)
+        overlap = settings.overlaps_parameters
+        self.update = Update(self.units, self._restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)
+        self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes, self.lag)
         # So far the model is as it was: whatever any rank had against it has been raised on all of them.
         reference = EngineReference(self)
         self.values.take_over(model, specs, origin, self.spaces, self.far.exact, lambda unit: claim(reference, unit))
@@ -164,7 +165,20 @@ class Engine:
         some = self.boundary.finish()
         if some:
             self.update.begin()
+        else:
+            self._apply_pending()
         return some
+
+    @collective("apply_pending")
+    def apply_pending(self) -> None:
+        """Let the parameters be what the last update makes of them, where that is left to the next step. Collective."""
+        self.values.settle()
+        self._apply_pending()
+
+    def _apply_pending(self) -> None:
+        if self.lag.pending:
+            self.lag.land()
+            self.values.restore_parameters()
 
     def end_update(self) -> None:
         """Run R4, and end the step."""

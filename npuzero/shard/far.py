@@ -15,6 +15,7 @@ from npuzero.shard.bank import Bank, Fields, HostBank
 from npuzero.shard.chunks import Piece, chunks_of
 from npuzero.shard.file_bank import FileBank
 from npuzero.shard.flat import EXACT, Flat
+from npuzero.shard.lag import Lag
 from npuzero.shard.spread import Spread
 from npuzero.shard.stream import Stream
 from npuzero.shard.unit import Unit
@@ -26,6 +27,7 @@ class Far:
     Attributes:
         stream: updates them.
         masters: the banks of what makes masters more than parameters.
+        lag: what the stream's updates are ahead of the parameters, where the plan delays them.
     """
 
     def __init__(self, units: Sequence[Unit], spaces: Spaces, settings: Settings) -> None:
@@ -34,9 +36,15 @@ class Far:
         chunks = list(chunks_of(shards, _block_bytes, settings.chunk_bytes or FAR_CHUNK_BYTES))
         self._spaces = spaces
         self.stream = Stream(
-            units, chunks, spaces, overlap=settings.overlaps_parameters, on_device=settings.update_on == "device"
+            units,
+            chunks,
+            spaces,
+            overlap=settings.overlaps_parameters,
+            on_device=settings.update_on == "device",
+            lag=any(flat.plan.lag for flat in flats),
         )
         self.masters = self.banks({flat: dict([EXACT[flat.masters]]) for flat in flats if flat.masters in EXACT})
+        self.lag = Lag([flat for flat in flats if flat.plan.lag], self.stream, spaces)
 
     def banks(self, fields: Fields) -> list[Bank]:
         """Make banks, of zeros, for states of far flats: one for each memory that they rest in."""

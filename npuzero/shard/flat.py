@@ -11,6 +11,8 @@ gradients and states into P, A, G and S shards::
     exact       [n/S]  what makes masters more than own parameters, of either kind; may be spread over the memories
     gradient    see :mod:`npuzero.shard.gradient`
     own         [n/S]  this rank's states shard, a sub-range of all of the above
+    ahead       [n/S]  parameter dtype, on the host; own parameters as the last update makes them, where the plan delays
+                       that they reach the device: what makes them masters is of these (see :mod:`npuzero.shard.lag`)
     near        the first elements of the shard, whose states rest on the device: all of them unless the plan has some
                 far, in the memory of the host or on a disk; what is far of master and remainder is no one tensor
 """
@@ -37,6 +39,8 @@ from npuzero.shard.spread import Spread
 
 #: By how masters are kept, the name and dtype of what is kept beside own parameters.
 EXACT = {"fp32": ("master", torch.float32), "split": ("remainder", torch.int16)}
+#: The name of what is ahead, among the states that an update is given.
+AHEAD = "ahead"
 
 
 class Flat:
@@ -67,6 +71,7 @@ class Flat:
         self.master: Tensor  # what is near of it
         self.remainder: Tensor | None = None
         self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
+        self.ahead: Tensor | None = None
         self.gradient: Gradient  # only where trainable
         # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
         self._counts = [0] * len(parameters)
@@ -227,6 +232,7 @@ class Flat:
             for own in (self.own_slots[i] for i in slots):
                 for low, master in self.exact.beside(own, self.low):
                     storage.follow(master, low)
+        _keep_up(self, self._all)
 
     # -- masters ---------------------------------------------------------------------------------------------------
 
@@ -251,14 +257,16 @@ class Flat:
             self.own_parameters[own].copy_(upper)
             for reach in self.exact.over(own, write=True):
                 reach.stored[reach.there].copy_(remainder[reach.here])
-            return
-        if self.exact is not None:
-            for reach in self.exact.over(own, write=True):
-                reach.stored[reach.there].copy_(values[reach.here])
-        copy_rounded(values, self.own_parameters[own])
+        else:
+            if self.exact is not None:
+                for reach in self.exact.over(own, write=True):
+                    reach.stored[reach.there].copy_(values[reach.here])
+            copy_rounded(values, self.own_parameters[own])
+        _keep_up(self, own)
 
     def refresh_master(self) -> None:
         """Update masters from the parameters, which were written."""
+        _keep_up(self, self._all)
         if self.exact is None:
             return
         if self.low is None:
@@ -282,7 +290,7 @@ def masters_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
     """Return, for later, what :meth:`Flat.read_master` returns now."""
     if flat.exact is not None and flat.masters == "fp32":
         return flat.exact.later(own, snapshot)
-    upper = snapshot.copied(flat.own_parameters[own])
+    upper = snapshot.copied((flat.own_parameters if flat.ahead is None else flat.ahead)[own])
     remainder = None if flat.exact is None else flat.exact.later(own, snapshot, raw=True)
 
     def masters() -> Tensor:
@@ -292,6 +300,12 @@ def masters_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
         return storage.join(high, remainder().to(high.device))
 
     return masters
+
+
+def _keep_up(flat: Flat, own: slice) -> None:
+    """Let a range of what is ahead be what own parameters are, which were written."""
+    if flat.ahead is not None:
+        flat.ahead[own].copy_(flat.own_parameters[own])
 
 
 def copy_rounded(values: Tensor, target: Tensor) -> None:

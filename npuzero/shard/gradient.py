@@ -94,7 +94,7 @@ class Gradient:
     def move(self, to: GradientState) -> None:
         """Change the state, as the life-cycle allows; where nothing was, and gradients rest here, there is memory."""
         self.state = moved(f"gradients of {self.name}", self.state, to)
-        if self.kept.home is None:
+        if not self.kept.homes:
             self.kept.take()
 
     def forget(self) -> None:

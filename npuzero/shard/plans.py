@@ -67,6 +67,7 @@ class Plans:
                 ("local_size", own.local_size, self.model.local_size),
                 ("precision.matmul", own.precision.matmul, self.model.precision.matmul),
                 ("activations", own.activations, self.model.activations),
+                ("lag", own.lag, self.model.lag),
             ):
                 if here != there:
                     raise ConfigError(

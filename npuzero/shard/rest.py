@@ -92,6 +92,7 @@ class Rests:
         beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
         restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
         averaged: D, the ranks whose gradients are averaged.
+        lag: as the plan has it.
     """
 
     parameters: Rest
@@ -102,6 +103,7 @@ class Rests:
     beyond: Group
     restored: Group
     averaged: Group
+    lag: int
 
     @staticmethod
     def of(plan: Plan, layout: Layout, mesh: CountingMesh, strict: bool) -> Rests:
@@ -115,6 +117,7 @@ class Rests:
             beyond=Group(mesh, plan.beyond),
             restored=Group(mesh, plan.restored),
             averaged=Group(mesh, plan.averaged),
+            lag=plan.lag,
         )
 
     @property

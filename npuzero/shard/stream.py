@@ -7,7 +7,8 @@ parameters go back to the device. While one chunk is updated the next is on its 
 Two threads share what an update reads and writes, from ``run()`` until the chunk's handle was waited for:
 
     states           the lane alone; others open a bank's parts, which waits for all of the update (``quiet``)
-    own parameters   the lane alone; the unit is closed to reading, and R1, R4 and programs wait for its chunks first
+    own parameters   the lane alone; the unit is closed to reading, and R1, R4 and programs wait for its chunks first;
+                     where updates are delayed the lane has others instead: see :mod:`npuzero.shard.lag`
     gradients        the lane reads; see :mod:`npuzero.shard.gradient`
     rings            the lane alone; a slot is filled again when the store of the chunk that had it is done
     numbers          copies: of the scale, the skip and the rows that the device computed; lr and steps are in segments
@@ -36,7 +37,7 @@ from npuzero.memory import Mover, Ring, Spaces
 from npuzero.plan import FROM_DISK, RING_SLOTS, TO_DISK, Memory
 from npuzero.shard.bank import Bank
 from npuzero.shard.chunks import Chunk, Piece
-from npuzero.shard.flat import Flat
+from npuzero.shard.flat import AHEAD, Flat
 from npuzero.shard.unit import Unit
 
 
@@ -90,6 +91,7 @@ class _Job:
     staging: Sequence[Ring]  # of gradients, of parameters
     mover: Mover
     on_device: bool
+    lag: bool
     numbers: Numbers
     taken: Sequence[Handle]  # of the numbers
     launch: Launch
@@ -116,6 +118,11 @@ class _Job:
                 self._run(turn)
         except BaseException as error:
             self._fail(error)
+
+    @property
+    def _in_place(self) -> bool:
+        """Return whether gradients and parameters are updated where they rest, and nothing is staged."""
+        return self.on_device or self.lag
 
     def finish(self) -> None:
         """Wait until everything is where it rests."""
@@ -151,13 +158,13 @@ class _Job:
         states = [bank.views(k, turn) for bank in self.banks]
         number = {id(piece.flat): i for i, piece in enumerate(self.chunks[k].pieces)}
         whole = [
-            each._replace(states={n: t for views in states for n, t in views[number[id(each.piece.flat)]].items()})
+            _with(each, {n: t for views in states for n, t in views[number[id(each.piece.flat)]].items()})
             for each in staged
         ]
         self.launch(whole, self.numbers)
         self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
         self.storing[turn] = [bank.store(k, turn) for bank in self.banks]
-        for arrived in [] if self.on_device else [self.mover.to_device(_own(e.piece), e.parameter) for e in staged]:
+        for arrived in [] if self._in_place else [self.mover.to_device(_own(e.piece), e.parameter) for e in staged]:
             arrived.wait()
 
     def _skipped(self) -> bool:
@@ -171,7 +178,7 @@ class _Job:
             self._stored(turn - RING_SLOTS)
         k = self.order[turn]
         pieces = [piece for piece in self.chunks[k].pieces if piece.flat in self.gradients]
-        if self.on_device:
+        if self._in_place:
             staged = [Staged(piece, self._gradient(piece), _own(piece), {}) for piece in pieces]
             handles: list[Handle] = []
         else:
@@ -211,6 +218,11 @@ def _own(piece: Piece) -> Tensor:
     return piece.flat.own_parameters[piece.begin : piece.end]
 
 
+def _with(staged: Staged, states: dict[str, Tensor]) -> Staged:
+    """Return what is staged with its states; where updates are delayed they bring parameters of their own."""
+    return staged._replace(parameter=states.pop(AHEAD, staged.parameter), states=states)
+
+
 def _cut(slot: Tensor, begins: list[int], which: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Return the next ``numel`` elements of a slot."""
     begin = begins[which]
@@ -246,16 +258,25 @@ class Stream:
         chunks: the far shards of the model's flats, divided for good.
         overlap: False ends each update within its step.
         on_device: the device's kernels update, and read and write the host's memory where it is.
+        lag: nobody waits for the parameters of an update: the next step brings them to the device.
     """
 
     def __init__(
-        self, units: Sequence[Unit], chunks: Sequence[Chunk], spaces: Spaces, *, overlap: bool, on_device: bool
+        self,
+        units: Sequence[Unit],
+        chunks: Sequence[Chunk],
+        spaces: Spaces,
+        *,
+        overlap: bool,
+        on_device: bool,
+        lag: bool = False,
     ) -> None:
         self.chunks = chunks
         self.mover = Mover(spaces[Memory.DEVICE].device)
         self._spaces = spaces
         self._overlap = overlap
         self._on_device = on_device
+        self._lag = lag
         self._staging: list[Ring] = []
         self._unit_of = {flat: unit.index for unit in units for flat in unit.trainable if flat.far}
         self._of: dict[int, list[int]] = {index: [] for index in self._unit_of.values()}  # the chunks with any of it
@@ -286,7 +307,7 @@ class Stream:
         job = self._job or self.open(banks, launch, scale, skip, dynamic)
         job.launch = launch
         self.mover.follow()
-        job.gradients |= {flat: flat.own_gradient for flat in flats if flat not in job.gradients}
+        job.gradients |= {flat: flat.gradient.kept.give() for flat in flats if flat not in job.gradients}
         for k in range(len(self.chunks)):
             if k not in self._handles:
                 self._queue(job, k)
@@ -305,7 +326,7 @@ class Stream:
         self.mover.moved.clear()
         self.mover.follow()
         numbers, taken = self._snapshot(scale, skip, dynamic)
-        how = self._staging, self.mover, self._on_device
+        how = self._staging, self.mover, self._on_device, self._lag
         here = observe.current_rank(), torch.get_num_threads()
         self._job = _Job(self.chunks, banks, *how, numbers, taken, launch, *here)
         return self._job
@@ -333,7 +354,7 @@ class Stream:
 
     def _stage(self) -> None:
         """Make the rings that chunks go through, at the first update."""
-        if self._staging or not self.chunks or self._on_device:
+        if self._staging or not self.chunks or self._on_device or self._lag:
             return
         pieces = [chunk.pieces for chunk in self.chunks]
         gradients = max(
@@ -358,7 +379,7 @@ class Stream:
 
     def has(self, unit: Unit) -> bool:
         """Tell whether such an update has anything of ``unit``."""
-        return self.busy and unit.index in self._of
+        return self.busy and not self._lag and unit.index in self._of
 
     def done(self, unit: Unit) -> bool:
         """Tell whether :meth:`wait` would return at once."""

@@ -14,6 +14,7 @@ from typing import Any
 from npuzero.memory import Transient
 from npuzero.shard.chunks import Chunk, Piece, chunks_of
 from npuzero.shard.flat import Flat
+from npuzero.shard.lag import Lag
 from npuzero.shard.restore import Restorer
 from npuzero.shard.stream import Stream
 from npuzero.shard.unit import Unit
@@ -24,6 +25,7 @@ class Update:
 
     Args:
         units: in forward order, in which R4 starts.
+        lag: what updates are ahead of the parameters, if anything.
         chunk_bytes: of masters and moments in a chunk of what is near; 0: all in one.
         overlap: False ends each R4 at once.
 
@@ -32,18 +34,24 @@ class Update:
     """
 
     def __init__(
-        self, units: Sequence[Unit], restorer: Restorer, stream: Stream, chunk_bytes: int, overlap: bool
+        self, units: Sequence[Unit], restorer: Restorer, stream: Stream, lag: Lag, chunk_bytes: int, overlap: bool
     ) -> None:
         self._units = units
         self._restorer = restorer
         self.stream = stream
+        self._lag = lag
         self._chunk_bytes = chunk_bytes
         self._overlap = overlap
         self._waiting: deque[Unit] = deque()  # for their R4 to start, in order
         self._lent: dict[int, list[Transient]] = {}  # by unit, gradients to be released once its update has read them
 
     def begin(self) -> None:
-        """Prepare for an optimizer that writes masters and parameters: every unit has an R4 to come."""
+        """Prepare for an optimizer that writes masters and parameters: every unit has an R4 to come.
+
+        Raises:
+            NpuZeroError: the update before was delayed until now, and has failed.
+        """
+        self._lag.land()
         self._waiting = deque(self._units)
 
     def chunks(self, flats: Sequence[Flat], block_bytes: Callable[[Flat], int]) -> Iterator[Chunk]:
@@ -109,6 +117,15 @@ class Update:
             self._restorer.start(first)
         if not self._waiting:
             self._restorer.before = None
+
+    def spare_gradients(self, used: bool) -> None:
+        """Wait until no update reads gradients that are about to change: those ``used`` by the last step, or others.
+
+        Raises:
+            NpuZeroError: the update has failed.
+        """
+        if used or not self._lag:
+            self.settle()
 
     def settle(self) -> None:
         """Wait until nothing is updated any more, and all states are where they rest; start what R4 still waits.

@@ -21,6 +21,7 @@ from npuzero.shard.discover import UnitSpec
 from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.guard import INSTEAD
+from npuzero.shard.lag import Lag
 from npuzero.shard.layout import overlap
 from npuzero.shard.origin import Origin
 from npuzero.shard.restore import Restorer
@@ -59,6 +60,7 @@ class Values:
         gatherer: Gatherer,
         restorer: Restorer,
         writes: Writes,
+        lag: Lag,
     ) -> None:
         self._units = units
         self._world = world
@@ -66,6 +68,7 @@ class Values:
         self._gatherer = gatherer
         self._restorer = restorer
         self._writes = writes
+        self._lag = lag
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,7 @@ class Values:
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Replace parameters by unsharded tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
         self.settle()
+        self._lag.drop()
         for unit in self._units:
             for flat in unit.flats:
                 flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
@@ -211,6 +215,7 @@ class Values:
     def settle(self) -> None:
         """Bring all home, so that masters and resting parameters may be read and written. Collective."""
         self.bring_home()
+        self._lag.quiet()
         self.look_at_whole()
 
     def look_at_whole(self) -> None:
@@ -231,6 +236,7 @@ class Values:
 
     def refresh_masters(self) -> None:
         """Update masters from parameters that somebody wrote unsharded (``load_state_dict``)."""
+        self._lag.drop()
         for unit in self._units:
             for flat in unit.trainable:
                 flat.refresh_master()

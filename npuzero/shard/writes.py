@@ -21,6 +21,7 @@ from npuzero.comm import World
 from npuzero.errors import StateError
 from npuzero.ops import storage
 from npuzero.shard.flat import Flat
+from npuzero.shard.lag import Lag
 from npuzero.shard.unit import Unit
 
 #: Elements whose digest is taken at once: they are widened to 8 bytes for it.
@@ -33,9 +34,10 @@ Digests = dict[str, list[int]]
 class Writes:
     """Carry what was written into the units of a model, and keep it until the ranks have compared it."""
 
-    def __init__(self, units: Sequence[Unit], world: World) -> None:
+    def __init__(self, units: Sequence[Unit], world: World, lag: Lag) -> None:
         self._units = units
         self._world = world
+        self._lag = lag
         self._written: dict[int, Digests] = {}  # by unit; as this rank wrote it
 
     def __bool__(self) -> bool:
@@ -58,6 +60,7 @@ class Writes:
 
     @torch.no_grad()
     def _take(self, unit: Unit, flat: Flat, slots: list[int]) -> None:
+        self._lag.check_write(flat)
         flat.take_written(slots)
         if self._world.size > 1:
             self._written.setdefault(unit.index, {}).update(_digests(flat, slots))

@@ -11,6 +11,7 @@ FAILS = "world/test_tiers_lane.py::test_a_disk_that_fails_ends_training"
 STEADY = "world/test_tiers_lane.py::test_a_steady_step_allocates_nothing"
 LOADED = "checkpoint/test_memories.py::test_any_memory_goes_on_from_any_other"
 BESIDE = "checkpoint/test_beside.py"
+LATE = "world/test_delayed.py::"
 
 MUTANTS = (
     Mutant(
@@ -114,7 +115,7 @@ MUTANTS = (
     Mutant(
         "micro-batches are added to what the buffer had before",
         "shard/accumulator.py",
-        "            self._mover.to_device(self.buffer, self.home).wait()\n",
+        "            self._mover.to_device(self.buffer, self.homes[0]).wait()\n",
         "",
         (f"{HOME}[zero3-drawn-2-many chunks-{{'gradients': True}}]",),
     ),
@@ -135,8 +136,57 @@ MUTANTS = (
     Mutant(
         "each step makes a ring of its own",
         "shard/stream.py",
-        "if self._staging or not self.chunks or self._on_device:",
-        "if not self.chunks or self._on_device:",
+        "if self._staging or not self.chunks or self._on_device or self._lag:",
+        "if not self.chunks or self._on_device or self._lag:",
         (f"{STEADY}[gradients and states on the host]",),
+    ),
+    Mutant(
+        "a delayed update reads gradients of the step that runs beside it",
+        "shard/accumulator.py",
+        "                self.homes.reverse()\n",
+        "",
+        (f"{LATE}test_neither_forward_nor_backward_waits_for_the_update",),
+    ),
+    Mutant(
+        "backward waits for a delayed update",
+        "shard/boundary.py",
+        "used=self._stage is Stage.STEPPED and some",
+        "used=True",
+        (f"{LATE}test_neither_forward_nor_backward_waits_for_the_update",),
+    ),
+    Mutant(
+        "a step brings parameters to the device that are still being updated",
+        "shard/lag.py",
+        "        self.quiet()\n        self._mover.follow()\n",
+        "        self._mover.follow()\n",
+        (f"{LATE}test_right_after_a_step[shows_parameters-Memory.HOST]",),
+    ),
+    Mutant(
+        "gradients that are added to after a step change under its delayed update",
+        "shard/update.py",
+        "if used or not self._lag:",
+        "if not self._lag:",
+        (f"{LATE}test_right_after_a_step[drops_and_accumulates-Memory.HOST]",),
+    ),
+    Mutant(
+        "a checkpoint of a delayed plan goes on with parameters that the update has changed",
+        "optim/optimizer.py",
+        "return names + [LAGGING] * engine.lag.expect(flat, slots)",
+        "return names",
+        (f"{LATE}test_a_checkpoint_goes_on_as_if_nothing_had_been[8 bits]",),
+    ),
+    Mutant(
+        "what a program writes is undone by the update that is pending",
+        "shard/writes.py",
+        "        self._lag.check_write(flat)\n",
+        "",
+        (f"{LATE}test_parameters_are_written_when_nothing_is_pending[zero2]",),
+    ),
+    Mutant(
+        "export leaves out the last step's update",
+        "checkpoint/export.py",
+        "if flat.ahead is not None and not exact:",
+        "if False:",
+        (f"{LATE}test_exported_is_what_the_last_step_made",),
     ),
 )

@@ -170,6 +170,18 @@ def test_rows_off_the_device_say_what_predict_says(options, offload, gradients, 
         assert set(presets[name]) == {"bytes_held", "bytes_sent", "bytes_left"}
 
 
+def test_rows_with_lag_are_those_with_gradients_on_the_host(capsys):
+    arguments = ["plan", "--parameters", "1B", "--world", "16", "--offload", "host", "--lag", "1", "--json"]
+    assert main(arguments) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    placed = [Plan.preset(name, precision="bf16").offloaded("host") for name in PRESETS]
+    late = {f"{plan.name}, lag 1": dataclasses.replace(plan, lag=1) for plan in placed if plan.gradients.far}
+    assert list(presets) == [*PRESETS, *late] and "zero2+host, lag 1" in late
+    for name, plan in late.items():
+        report = from_size(10**9).predict(plan, 16, Settings())
+        assert (presets[name]["memory"], presets[name]["bytes_moved"]) == (report.memory, report.bytes_moved)
+
+
 def test_the_disk_s_seconds_are_those_of_both_ways(capsys):
     arguments = ["plan", "--parameters", "7B", "--world", "8", "--offload", "nvme", "--disk", "5", "--link", "25"]
     assert main([*arguments, "--memory", "8GiB"]) == 0
@@ -308,6 +320,7 @@ def test_what_is_cut_is_padded_for_the_world():
         (["plan", "--parameters", "7e9", "--disk", "5", "--offload", "host"], "--disk: expected --offload or --states"),
         (["plan", "--parameters", "7e9", "--link", "5"], "--link: expected --offload or --states beside it"),
         (["plan", "--parameters", "7e9", "--gradients", "host"], "--gradients: expected --offload or --states"),
+        (["plan", "--parameters", "7e9", "--lag", "1", "--states", "host"], "--states with --gradients beside it"),
         (["plan", "--parameters", "7e9", "--offload", "host", "--states", "host"], "neither --states nor --gradients"),
         (["plan", "--parameters", "7e9", "--tiles", "head=8"], "--tiles head: expected the name of a Linear layer"),
         (["plan", "--parameters", "7e9", "--tiles", "up_proj=99999"], "--tiles up_proj: expected at most"),

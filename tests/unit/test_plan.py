@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,6 +178,29 @@ def test_a_preset_of_offload_is_another_s_axes_in_other_memories(name, row, grad
     memories = {part: placement.memory for part, placement in plan.parts.items() if placement.far}
     assert memories == {"gradients": gradients, "states": states}
     assert name in OFFLOADED and name not in PRESETS
+
+
+def test_delayed_is_offload_a_step_late():
+    plan = Plan.preset("delayed", precision="bf16", local_size=2)
+    assert plan == replace(Plan.preset("offload", precision="bf16", local_size=2), lag=1, name="delayed")
+    assert "delayed" in OFFLOADED and Plan().lag == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lag": 2},
+        {"lag": True},
+        {"gradients": Placement(AXES)},
+        {"states": Placement(AXES, Memory.HOST, 0.5)},
+        {"states": Placement(AXES), "gradients": Placement(AXES)},
+    ],
+    ids=str,
+)
+def test_updates_are_late_where_the_host_has_all_they_need(change):
+    plan = replace(Plan.preset("delayed"), states=Placement(AXES, Memory.NVME))
+    with pytest.raises(ConfigError, match="lag"):
+        replace(plan, **change)
 
 
 @pytest.mark.parametrize("name", PRESETS)

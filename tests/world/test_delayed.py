@@ -1,0 +1,466 @@
+"""Updates that take effect a step late: the bits of the same done by hand, and what a program meets meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import ConfigError, Memory, Plan, Settings, StateError, StorageError, checkpoint, comm
+from npuzero.comm import World
+from npuzero.memory.file import FileStore
+from npuzero.shard.stream import Staged
+from world.late import HandSession, LateSession, PlainLateSession
+from world.test_chunks import PRECISIONS
+from world.test_optimizers import optimizer_state
+from world.test_tiers import folders
+from world.test_tiers_lane import (
+    after,
+    drops,
+    drops_and_accumulates,
+    evaluates,
+    looks_at_gradients,
+    shows_parameters,
+    shows_states,
+    slowly,
+)
+from world.toy import Recipe, ToyGPT, build, groups_of
+from world.train import Session, State, assert_close, assert_same_bits, run_cut
+
+__all__ = ["folders", "slowly"]  # fixtures
+
+SETTINGS = {
+    "one chunk": Settings(),
+    "many chunks": Settings(chunk_bytes=3000),
+    "no overlap": Settings(overlap=False, chunk_bytes=20000),
+    "by the device": Settings(chunk_bytes=3000, update_on="device"),
+}
+MANY = SETTINGS["many chunks"]
+ALL = ("node", "local")
+
+
+def delayed(row: str = "zero2", memory: Memory = Memory.HOST, **options: Any) -> Plan:
+    """The row with its states in that memory, gradients on the host, and updates a step late."""
+    plan = Plan.preset(row, **options)
+    gradients, states = replace(plan.gradients, memory=Memory.HOST), replace(plan.states, memory=memory)
+    return replace(plan, gradients=gradients, states=states, lag=1)
+
+
+def trained(
+    session: Any, steps: int = 5, micro_batches: int = 2, clip: float | None = 0.5, scaled: bool = True
+) -> State:
+    """Groups, lr that changes, parameters that are left out in some steps, overflows that only the device knows of."""
+    optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, Recipe(groups=True)), lr=1e-2)
+    scaler = session.scaler(init_scale=8.0, growth_interval=2) if scaled else None
+    even = [p for p in session.model.parameters() if p.requires_grad][::2]
+    seen: State = {}
+    for step in range(steps):
+        for micro_batch in range(micro_batches):
+            loss = session.loss(step, micro_batch) * (float("inf") if scaled and step == 2 else 1.0) / micro_batches
+            (scaler.scale(loss) if scaler else loss).backward()
+        for parameter in even if step % 2 else ():
+            parameter.grad = None
+        if scaler:
+            scaler.unscale_(optimizer)
+        if clip is not None and step != 2:
+            session.clip(clip)
+        scaler.step(optimizer) if scaler else optimizer.step()
+        if scaler:
+            scaler.update()
+        session.stepped()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+        seen |= {f"{step}: {name}": value.clone() for name, value in session.seen().items()}
+    session.ends()
+    return seen | session.seen()
+
+
+def by_hand(size: int, precision: str, **how: Any) -> list[State]:
+    options = {"plan": "zero2", "precision": PRECISIONS[precision]}
+    return comm.run_threads(size, lambda world: trained(HandSession(build(), world, **options), **how))
+
+
+def assert_as_by_hand(plan: Plan, size: int, precision: str, settings: Settings, **how: Any) -> None:
+    def rank(world: World) -> State:
+        return trained(LateSession(build(), world, plan=plan, settings=settings), **how)
+
+    for found, expected in zip(comm.run_threads(size, rank), by_hand(size, precision, **how), strict=True):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "precision", "size", "settings", "memory"),
+    [
+        ("zero0", "fp32", 1, "many chunks", Memory.HOST),
+        ("zero2", "8 bits", 3, "one chunk", Memory.HOST),
+        ("zero3", "bf16", 2, "many chunks", Memory.NVME),
+        ("zero3", "split", 2, "no overlap", Memory.HOST),
+        ("zero2", "drawn", 2, "by the device", Memory.HOST),
+    ],
+    ids=str,
+)
+def test_as_by_hand(row: str, precision: str, size: int, settings: str, memory: Memory) -> None:
+    assert_as_by_hand(delayed(row, memory, precision=PRECISIONS[precision]), size, precision, SETTINGS[settings])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_as_by_hand_in_any_case(size: int, precision: str, settings: str) -> None:
+    """Every precision, with and without clipping, accumulation and a scaler; gradients and states wherever they may."""
+    for i, (micro_batches, clip, scaled) in enumerate([(1, None, False), (3, 0.5, False), (1, 0.5, True)]):
+        how = {"steps": 6, "micro_batches": micro_batches, "clip": clip, "scaled": scaled}
+        memory = (Memory.HOST, Memory.NVME)[i % 2]
+        for row in ("zero2", "zero3", "hpz", "zero0"):
+            plan = delayed(row, memory, precision=PRECISIONS[precision], local_size=1 if size == 2 else size)
+            assert_as_by_hand(plan, size, precision, SETTINGS[settings], **how)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_as_plain_torch(size: int) -> None:
+    how = {"scaled": False}
+    expected = trained(PlainLateSession(build(), range(size), size), **how)
+    for found in comm.run_threads(size, lambda world: trained(LateSession(build(), world, plan="delayed"), **how)):
+        assert_close(found, expected)
+
+
+def test_the_first_step_changes_nothing_and_one_without_gradients_ends_what_is_pending() -> None:
+    def rank(world: World) -> list[State]:
+        session = LateSession(build(), world, plan="delayed", precision="bf16-split")
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        states = [session.state()]
+        for do in (optimizer.step, optimizer.step, optimizer.step, lambda: npuzero.apply_pending(session.model)):
+            if len(states) == 1:
+                session.loss().backward()
+            do()
+            optimizer.zero_grad()
+            states.append(session.state())
+        return states
+
+    for first, second, *others in comm.run_threads(2, rank):
+        assert_same_bits(first, second)
+        assert not torch.equal(others[0]["blocks.0.qkv.weight"], first["blocks.0.qkv.weight"])
+        for other in others[1:]:
+            assert_same_bits(other, others[0])
+
+
+class Held:
+    """Keep updates from going on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.met = threading.Event()
+        master = Staged.master.fget
+        assert master is not None
+
+        def held(staged: Staged) -> torch.Tensor:
+            if threading.current_thread().name == "npuzero-update":
+                self.met.set()
+                assert self.go.wait(20)
+            return master(staged)
+
+        monkeypatch.setattr(Staged, "master", property(held))
+
+
+def test_neither_forward_nor_backward_waits_for_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    def two_steps(world: World, held: Held | None) -> State:
+        session = LateSession(build(), world, plan=delayed(), settings=MANY)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+        session.loss(0).backward()
+        session.clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert held is None or held.met.wait(30)
+        for micro_batch in range(3):
+            session.loss(1, micro_batch).backward()
+        norm = session.clip(0.5)
+        before = session.state()
+        world.exchange(None)
+        if held is not None:
+            held.go.set()
+        optimizer.step()
+        session.ends()
+        return {"norm": norm} | before | {f"after {name}": value for name, value in session.state().items()}
+
+    expected = comm.run_threads(2, lambda world: two_steps(world, None))
+    held = Held(monkeypatch)
+    for mine, other in zip(comm.run_threads(2, lambda world: two_steps(world, held)), expected, strict=True):
+        assert_same_bits(mine, other)
+
+
+def loads_its_states(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("memory", [Memory.HOST, pytest.param(Memory.NVME, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "what",
+    [drops, drops_and_accumulates, shows_parameters, shows_states, loads_its_states, evaluates, looks_at_gradients],
+    ids=lambda what: what.__name__,
+)
+@pytest.mark.usefixtures("slowly")
+def test_right_after_a_step(what: Any, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where each step waits for its update."""
+    monkeypatch.setattr("npuzero.shard.boundary.LENT_BYTES", 1)
+    row = delayed("zero3", memory, precision=PRECISIONS["split"])
+    found = run_cut(after(what), 2, ToyGPT, plan=row, settings=MANY)
+    expected = run_cut(after(what), 2, ToyGPT, plan=row, settings=SETTINGS["no overlap"])
+    for mine, other in zip(found, expected, strict=True):
+        assert_same_bits(mine, other)
+
+
+def steps(session: LateSession, optimizer: torch.optim.Optimizer, begin: int, end: int) -> State:
+    """Some steps; what the model computes with at their end, what it has of states, and what is pending."""
+    for step in range(begin, end):
+        session.loss(step).backward()
+        session.clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(session, optimizer)
+
+
+def whole(session: LateSession, optimizer: torch.optim.Optimizer) -> State:
+    return optimizer_state(optimizer) | session.state()
+
+
+def begun(world: World, plan: Plan | str, seed: int = 1) -> tuple[LateSession, torch.optim.Optimizer]:
+    session = LateSession(build(seed), world, plan=plan, settings=MANY)
+    return session, session.optimizer(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    "precision", ["8 bits", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "bf16", "split", "drawn"))]
+)
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(precision: str, tmp_path: Path) -> None:
+    """On as many ranks under another delayed plan to the bit; on others what is saved again is the same."""
+    kept = {"precision": PRECISIONS[precision]}
+    plans = [delayed("zero2", **kept), delayed("zero3", Memory.NVME, **kept)]
+
+    def saves(world: World) -> State:
+        session, optimizer = begun(world, plans[0], seed=0)
+        steps(session, optimizer, 0, 3)
+        checkpoint.save(tmp_path, session.model, optimizer, step=3)
+        return steps(session, optimizer, 3, 5)
+
+    def goes_on(world: World, folder: Path) -> State:
+        session, optimizer = begun(world, plans[1])
+        checkpoint.load(folder, session.model, optimizer)
+        return steps(session, optimizer, 3, 5)
+
+    def passes_on(world: World) -> State:
+        session, optimizer = begun(world, plans[world.size % 2])
+        checkpoint.load(tmp_path, session.model, optimizer)
+        checkpoint.save(tmp_path / str(world.size), session.model, optimizer, step=3)
+        found = whole(session, optimizer)
+        session.ends()
+        return found | {f"ended {name}": value for name, value in whole(session, optimizer).items()}
+
+    expected = comm.run_threads(2, saves)
+    one, three = (comm.run_threads(size, passes_on)[0] for size in (1, 3))
+    assert_same_bits(one, three)
+    weight = "blocks.0.qkv.weight"
+    assert not torch.equal(one[weight], one[f"ended {weight}"]), "something was pending"
+    for folder in (tmp_path, tmp_path / "1", tmp_path / "3"):
+        found = comm.run_threads(2, lambda world, folder=folder: goes_on(world, folder))
+        for mine, other in zip(found, expected, strict=True):
+            assert_same_bits(mine, other)
+
+
+def test_state_dicts_go_on_as_if_nothing_had_been() -> None:
+    """Unsharded ones, torch's for torch.distributed.checkpoint, and its template of a model that has no states yet."""
+
+    def rank(world: World) -> list[State]:
+        session, optimizer = begun(world, delayed(), seed=0)
+        steps(session, optimizer, 0, 3)
+        model, states = session.state(), optimizer.state_dict()
+        by_name, its_states = begun(world, delayed("zero3"))
+        npuzero.load_full_state_dict(by_name.model, model)
+        its_states.load_state_dict(states)
+        sharded, its_shards = begun(world, delayed())
+        empty = checkpoint.state_dict(sharded.model, its_shards)
+        checkpoint.load_state_dict(sharded.model, its_shards, state=empty)
+        assert_same_bits(sharded.state(), begun(world, delayed())[0].state())
+        checkpoint.load_state_dict(sharded.model, its_shards, state=checkpoint.state_dict(session.model, optimizer))
+        pairs = ((session, optimizer), (by_name, its_states), (sharded, its_shards))
+        return [steps(*pair, 3, 5) for pair in pairs]
+
+    for expected, *others in comm.run_threads(2, rank):
+        for other in others:
+            assert_same_bits(other, expected)
+
+
+EARLY = "delayed plan saved this state"
+
+
+def test_a_plan_without_lag_applies_at_once_what_was_pending(tmp_path: Path) -> None:
+    def saves(world: World) -> tuple[State, State, Any]:
+        session, optimizer = begun(world, delayed(precision="bf16"), seed=0)
+        steps(session, optimizer, 0, 3)
+        checkpoint.save(tmp_path, session.model, optimizer, step=3)
+        unsharded = session.state(), optimizer.state_dict()
+        session.ends()
+        return whole(session, optimizer), *unsharded
+
+    def goes_on(world: World, model: State | None, states: Any) -> State:
+        session, optimizer = begun(world, Plan.preset("zero2", precision="bf16"))
+        if model is None:
+            checkpoint.load(tmp_path, session.model, optimizer)
+        else:
+            session.load(model)
+            optimizer.load_state_dict(states)
+        return whole(session, optimizer)
+
+    for expected, model, states in comm.run_threads(1, saves):
+        for given in (None, model):
+            with pytest.warns(RuntimeWarning, match=EARLY):
+                (found,) = comm.run_threads(1, lambda world, given=given, states=states: goes_on(world, given, states))
+            assert_same_bits(found, expected)
+
+
+def test_a_checkpoint_without_lag_begins_as_a_model_does(tmp_path: Path) -> None:
+    def rank(world: World) -> tuple[State, State]:
+        session, optimizer = begun(world, "zero3", seed=0)
+        steps(session, optimizer, 0, 3)
+        checkpoint.save(tmp_path, session.model, optimizer, step=3)
+        late, its = begun(world, delayed())
+        checkpoint.load(tmp_path, late.model, its)
+        before = whole(late, its)
+        assert_same_bits(before, whole(session, optimizer))
+        assert_same_bits(late.state(), session.state())
+        for model, states in ((session, optimizer), (late, its)):
+            model.loss(3).backward()
+            states.step()
+        seen = late.state()
+        late.ends()
+        return {name: before[name] for name in seen}, seen, session.state(), late.state()
+
+    for before, seen, expected, ended in comm.run_threads(2, rank):
+        assert_same_bits(seen, before)
+        assert_same_bits(ended, expected)
+
+
+def test_exported_is_what_the_last_step_made(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        session, optimizer = begun(world, delayed(precision="bf16"), seed=0)
+        steps(session, optimizer, 0, 2)
+        npuzero.export(session.model, tmp_path / "pending")
+        npuzero.export(session.model, tmp_path / "exact", dtype="fp32")
+        session.ends()
+        npuzero.export(session.model, tmp_path / "ended")
+        npuzero.export(session.model, tmp_path / "ended exact", dtype="fp32")
+
+    comm.run_threads(2, rank)
+    pending, exact, ended, ended_exact = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("pending", "exact", "ended", "ended exact")
+    )
+    assert pending == ended and exact == ended_exact
+
+
+def test_other_parameters_end_what_is_pending() -> None:
+    def rank(world: World) -> tuple[State, State]:
+        session, optimizer = begun(world, delayed(), seed=0)
+        first = session.state()
+        steps(session, optimizer, 0, 2)
+        with pytest.warns(RuntimeWarning, match="pending update of a delayed plan is dropped"):
+            npuzero.load_full_state_dict(session.model, first)
+        session.ends()
+        return first, session.state()
+
+    ((first, found),) = comm.run_threads(1, rank)
+    assert_same_bits(found, first)
+
+
+@pytest.mark.parametrize("row", ["zero2", "zero3"])
+def test_parameters_are_written_when_nothing_is_pending(row: str) -> None:
+    """Else the update would end with values of before."""
+
+    def rank(world: World) -> tuple[State, State]:
+        session, optimizer = begun(world, delayed(row, precision="bf16-split"), seed=0)
+
+        def write() -> None:
+            with npuzero.gathered(session.model), torch.no_grad():
+                for parameter in session.model.parameters():
+                    parameter.mul_(0.5)
+
+        steps(session, optimizer, 0, 2)
+        session.ends()
+        write()
+        half = session.state()
+        optimizer.step()
+        session.ends()
+        assert_same_bits(session.state(), half)
+        steps(session, optimizer, 2, 3)
+        with pytest.raises(StateError, match="apply_pending"):
+            write()
+            session.loss(3).backward()
+            optimizer.step()
+        return half
+
+    comm.run_threads(1, rank)
+
+
+def test_one_optimizer_has_all_parameters() -> None:
+    def rank(world: World) -> None:
+        session = LateSession(build(), world, plan="delayed")
+        parameters = [p for p in session.model.parameters() if p.requires_grad]
+        one, two = npuzero.AdamW(parameters[:3]), npuzero.AdamW(parameters[3:])
+        session.loss().backward()
+        one.step()
+        with pytest.raises(StateError, match="pending"):
+            two.step()
+        session.ends()
+        two.step()
+
+    comm.run_threads(1, rank)
+
+
+def test_an_update_that_fails_is_told_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by whoever asks for states; parameters are still those of before."""
+
+    def fail(*arguments: Any) -> Any:
+        raise StorageError("write in a folder", expected="success", got="EIO", do="Look at the disk.")
+
+    def rank(world: World) -> None:
+        session, optimizer = begun(world, delayed("zero2", Memory.NVME), seed=0)
+        steps(session, optimizer, 0, 1)
+        before = session.state()
+        monkeypatch.setattr(FileStore, "write", fail)
+        session.loss(1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        now = session.state()
+        assert not torch.equal(now["blocks.0.qkv.weight"], before["blocks.0.qkv.weight"])
+        session.loss(2).backward()
+        for call in (optimizer.step, optimizer.step, optimizer.state_dict, session.ends):
+            with pytest.raises(StorageError, match="EIO"):
+                call()
+        assert_same_bits(session.state(), now)
+
+    comm.run_threads(1, rank)
+
+
+def refused(match: str, *plans: Any, early: bool = False, **options: Any) -> None:
+    def rank(world: World) -> None:
+        session = LateSession(build(), world, plan=plans[world.rank], **options)
+        how: dict[str, Any] = {"early": True} if early else {}
+        optimizer = session.optimizer(torch.optim.AdamW if early else torch.optim.SGD, lr=0.1, **how)
+        session.loss().backward()
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match=match):
+        comm.run_threads(len(plans), rank)
+
+
+def test_what_cannot_be_delayed_is_refused() -> None:
+    refused("lag", "offload", replace(Plan.preset("offload"), lag=1))
+    refused("torch's optimizers update within", "delayed")
+    refused("a plan without lag, whose updates can begin", "delayed", early=True)
+    refused("unit_plans: blocks.0, lag", "delayed", unit_plans={"blocks.0": "offload"})
