@@ -10,6 +10,7 @@ Which pass is the last is told by their number. Where that was wrong, or the pro
 ``step()``, there is an error, and ``step()`` is all that goes on: half of an update is never taken for the whole.
 
     no optimizer promises it, no overlap, nothing far       nothing begins
+    updates are delayed (lag=1)                             nothing begins
     a pass within no_sync()                                 nothing begins
     the first step; options that the device knows           nothing begins: all goes with step()
     the optimizer lacks some of the model's parameters      nothing begins
@@ -57,7 +58,7 @@ class Early:
 
     Args:
         flats: all that train.
-        overlap: False: nothing begins before its step.
+        overlap: False: nothing begins before its step, as where updates are delayed beyond it anyway.
     """
 
     def __init__(self, flats: Sequence[Flat], update: Update, device: torch.device, overlap: bool) -> None:
@@ -169,7 +170,7 @@ class Early:
         self._most, self._passes = max(self._most, self._passes), 0
 
     def keep(self) -> None:
-        """Raise where gradients of an update that has begun would be dropped.
+        """Raise where gradients of an update that has begun would be added to, or dropped.
 
         Raises:
             NpuZeroError: there is one that no step has ended.

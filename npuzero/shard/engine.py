@@ -100,7 +100,7 @@ class Engine:
         self.meter.settle = self.far.stream.moved
         self.meter.reset()  # the bytes of the first values are no step's
 
-        self.early = Early(self._flats, self.update, world.device, settings.overlaps_parameters)
+        self.early = Early(self._flats, self.update, world.device, overlap and not self.lag)
         reducer = Reducer(self.units, self.spaces, settings.overlaps_gradients)
         reducer.reduced = self.early.reduced
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]

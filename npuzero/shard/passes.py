@@ -123,6 +123,8 @@ class Passes:
 
     @collective("backward")
     def backward_reaches(self, unit: Unit) -> None:
+        if not self._reducer.open:
+            self._boundary.early.keep()
         if not unit.guarded:
             return
         if torch.is_grad_enabled():

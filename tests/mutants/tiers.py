@@ -13,7 +13,51 @@ LOADED = "checkpoint/test_memories.py::test_any_memory_goes_on_from_any_other"
 BESIDE = "checkpoint/test_beside.py"
 LATE = "world/test_delayed.py::"
 
+EARLY = "world/test_early.py::test_early_moves_no_bit"
+
 MUTANTS = (
+    Mutant(
+        "an update begins inside a backward pass that is not the step's last",
+        "shard/early.py",
+        "0 < expected <= self._passes",
+        "0 < expected",
+        (f"{EARLY}[added at home]",),
+    ),
+    Mutant(
+        "an update begins without a gradient that the step may yet bring",
+        "shard/early.py",
+        " and Content.NOWHERE not in gradient.content",
+        "",
+        (f"{EARLY}[an absent gradient]",),
+    ),
+    Mutant(
+        "a step whose update begins inside backward counts twice",
+        "optim/shards.py",
+        "lambda flat: list(self._steps_of(flat))",
+        "self._steps_of",
+        (f"{EARLY}[files]",),
+    ),
+    Mutant(
+        "options that change after an update has begun are not looked at",
+        "optim/launch.py",
+        "return now == self._ranges[flat]",
+        "return True",
+        ("world/test_early.py::test_a_change_between_backward_and_step_is_told[changes_lr]",),
+    ),
+    Mutant(
+        "backward computes with a parameter that is updated already",
+        "shard/early.py",
+        "        flat.note_write()\n",
+        "",
+        ("world/test_early.py::test_a_parameter_that_backward_still_needs_is_not_changed_unseen",),
+    ),
+    Mutant(
+        "a forward goes on while a part of the model is updated",
+        "shard/early.py",
+        "        if self._begun:\n            self._update.hold()\n",
+        "",
+        ("world/test_early.py::test_who_comes_before_the_step_is_told[zero1]",),
+    ),
     Mutant(
         "a unit computes with parameters that are still being updated",
         "shard/update.py",
