@@ -16,7 +16,6 @@ from npuzero.api import (
     Lion,
     LossScaler,
     ZeroOptimizer,
-    apply_pending,
     clip_grad_norm_,
     clip_grad_value_,
     export,
@@ -50,6 +49,7 @@ from npuzero.errors import (
 )
 from npuzero.info import info
 from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
+from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
 
 __version__ = "0.1.0"

@@ -4,7 +4,6 @@ from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradie
 from npuzero.api.model import gathered, init, no_sync, predict, register_forward_method, report, zero
 from npuzero.checkpoint.export import export
 from npuzero.optim import Adam, AdamW, FiniteGuard, Lion, LossScaler, ZeroOptimizer
-from npuzero.shard.pending import apply_pending
 from npuzero.shard.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "Lion",
     "LossScaler",
     "ZeroOptimizer",
-    "apply_pending",
     "clip_grad_norm_",
     "clip_grad_value_",
     "export",
