@@ -70,12 +70,14 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
         rng: whether to keep the random number generators, each rank's own.
         extra: whatever else, rank 0's.
         keep_last: remove all complete checkpoints but the last so many, once this one is complete; None keeps all.
-        asynchronous: return once the state is copied to host memory; a thread writes it while training goes on. What
-            goes wrong then is raised by ``wait()`` and by the next save or load of this model.
+        asynchronous: return once what lies in memory is copied to host memory; a thread writes it while training goes
+            on. What lies on a disk is kept there: training writes elsewhere until it has been read. What goes wrong
+            then is raised by ``wait()`` and by the next save or load of this model.
 
     Raises:
         CheckpointError: on every rank, if one cannot write its part or passes other parts than the others, or another
             job is saving into the folder.
+        OutOfSpace: ``asynchronous``, and a disk has no room for what training writes meanwhile; training may go on.
         ConfigError: ``step`` or ``keep_last`` is no such number, or an optimizer of another model.
 
     Example::
