@@ -377,9 +377,13 @@ def _nursery(*arguments: Any) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(100, marks=pytest.mark.slow)])
-def test_nothing_is_left_of_a_process_that_is_killed(folder, times):
-    assert _nursery("kill", folder, times) == "0"
+@pytest.mark.parametrize(
+    ("what", "times"),
+    [("kill", 20), ("train", 3), *(pytest.param(what, 100, marks=pytest.mark.slow) for what in ("kill", "train"))],
+)
+def test_nothing_is_left_of_a_process_that_is_killed(folder, what, times):
+    """While it writes, and while it trains."""
+    assert _nursery(what, folder, times) == "0"
 
 
 def test_a_forked_process_leaves_the_store_alone(folder):

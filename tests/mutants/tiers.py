@@ -233,4 +233,11 @@ MUTANTS = (
         "if False:",
         (f"{LATE}test_exported_is_what_the_last_step_made",),
     ),
+    Mutant(
+        "a model whose update failed stays, with its files, when it is dropped",
+        "device/lane.py",
+        "            del handle  # an error's traceback has the frames of all who have waited, and what they hold\n",
+        "",
+        ("faults/test_disks.py::test_a_disk_that_fails_in_an_update[a full disk-0]",),
+    ),
 )
