@@ -27,7 +27,6 @@ PRECISIONS = {
     "drawn": Precision(torch.bfloat16, masters="none", moments="int8"),
 }
 FOUR = Recipe(steps=3, micro_batches=4, clip=0.5, groups=True)
-LONG = Recipe(steps=10, micro_batches=2, clip=0.5, groups=True)
 #: Ranks, and how many of them share a group.
 LOCAL_SIZE = {1: 1, 2: 1, 3: 3, 4: 2}
 SETTINGS = {
@@ -109,23 +108,6 @@ def test_micro_batches_add_up_at_home(
     plan: str, precision: str, size: int, settings: str, where: dict[str, Any]
 ) -> None:
     assert_as_resident(four, plan, precision, size, SETTINGS[settings], **where)
-
-
-long = partial(train, recipe=LONG)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", LOCAL_SIZE)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("plan", npuzero.PRESETS)
-def test_ten_steps(plan: str, precision: str, size: int) -> None:
-    """Whatever the settings, each with another share; gradients rest there, too, where they are sharded as states."""
-    row = Plan.preset(plan)
-    for gradients in (False, True) if row.gradients.axes == row.states.axes else (False,):
-        for memory in (HOST, NVME):
-            for share, settings in zip((1.0, 0.6, 0.25, 0.5), SETTINGS.values(), strict=True):
-                where = {"gradients": gradients, "share": share, "memory": memory}
-                assert_as_resident(long, plan, precision, size, settings, **where)
 
 
 def report_of(world: World, plan: Plan, recipe: Recipe, settings: Settings) -> Report:

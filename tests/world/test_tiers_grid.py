@@ -1,0 +1,143 @@
+"""Wherever states and gradients rest, and however a model is trained: ten steps have the bits of the resident run.
+
+The factors below have millions of combinations. Every pair of values is in some row of a covering array, and what rests
+where, in which precision, is in some row for every preset; real processes go through all rows of their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npuzero
+from npuzero import Memory, Plan, Settings, _native
+from npuzero.comm import World
+from world.comm_ranks import run_ranks, values
+from world.covering import Row, covering
+from world.test_lion import lion
+from world.test_optimizers import optimizer_state
+from world.test_tiers import HOST, LOCAL_SIZE, NVME, PRECISIONS
+from world.toy import build
+from world.train import CutSession, Session, State, assert_same_bits
+
+STEPS = 10
+#: The step whose loss overflows, where there is a scaler; those in which a parameter has no gradient, where some have.
+OVERFLOW, WITHOUT = 4, (2, 6)
+SHARDED_ALIKE = [name for name in npuzero.PRESETS if (row := Plan.preset(name)).gradients.axes == row.states.axes != ()]
+FACTORS: dict[str, Any] = {
+    "place": list(itertools.product(npuzero.PRESETS, (HOST, NVME))),
+    "precision": list(PRECISIONS),
+    "size": [4, 3, 2, 1],
+    "gradients": [Memory.DEVICE, HOST],
+    "optimizer": ["AdamW", "Lion", "torch's AdamW"],
+    "chunk_bytes": [3000, 0, 20000],
+    "share": [1.0, 0.6, 0.25],
+    "micro_batches": [1, 3],
+    "clip": [None, 0.5],
+    "unused": [False, True],
+    "scaler": [False, True],
+    "overlap": [True, False, "gradients"],
+    "update_on": ["auto", "device"],
+}
+#: What torch's optimizers ask of a model.
+TORCHS = {
+    "precision": lambda name: PRECISIONS[name].masters == PRECISIONS[name].moments == "fp32",
+    "place": lambda place: place[1] is HOST,
+    "share": lambda share: share == 1.0,
+    "update_on": lambda where: where == "auto",
+}
+
+
+def possible(row: Row) -> bool:
+    """Whether npuzero takes such a combination."""
+    if row.get("gradients") is HOST and "place" in row and row["place"][0] not in SHARDED_ALIKE:
+        return False
+    if row.get("optimizer") == "torch's AdamW":
+        return all(fits(row[name]) for name, fits in TORCHS.items() if name in row)
+    return True
+
+
+ROWS = covering(FACTORS, possible)
+
+
+def test_every_pair_is_in_some_row() -> None:
+    there = {pair for row in ROWS for pair in itertools.combinations(row.items(), 2)}
+    for (a, some), (b, others) in itertools.combinations(FACTORS.items(), 2):
+        for x, y in itertools.product(some, others):
+            assert ((((a, x), (b, y)) in there) or (((b, y), (a, x)) in there)) is possible({a: x, b: y}), (a, x, b, y)
+    assert all(possible(row) and list(row) for row in ROWS)
+    assert len(ROWS) < 1.3 * len(FACTORS["place"]) * len(FACTORS["precision"])
+
+
+def plans(row: Row) -> tuple[Plan, Plan]:
+    """The row's plan, and the same with everything on the device."""
+    name, memory = row["place"]
+    resident = Plan.preset(name, precision=PRECISIONS[row["precision"]], local_size=LOCAL_SIZE[row["size"]])
+    states = replace(resident.states, memory=memory, share=row["share"])
+    return replace(resident, gradients=replace(resident.gradients, memory=row["gradients"]), states=states), resident
+
+
+def trained(session: Session, row: Row) -> State:
+    odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
+    groups = [{"params": odd}, {"params": even, "weight_decay": 0.05, "betas": (0.8, 0.99)}]
+    if row["optimizer"] == "Lion":
+        optimizer = lion(session, groups)
+    else:
+        optimizer = session.optimizer(torch.optim.AdamW, groups, fused=row["optimizer"] == "AdamW", lr=1e-2)
+    scaler = session.scaler(init_scale=2.0**10, enabled=row["scaler"])
+    for step in range(STEPS):
+        overflows = row["scaler"] and step == OVERFLOW
+        for micro_batch in range(row["micro_batches"]):
+            loss = session.loss(step, micro_batch) * (torch.inf if overflows else 1.0 / row["micro_batches"])
+            scaler.scale(loss).backward()
+        if row["unused"] and step in WITHOUT:
+            even[3].grad = None
+        if row["scaler"]:
+            scaler.unscale_(optimizer)
+        if row["clip"] is not None and not overflows:
+            session.clip(row["clip"])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return optimizer_state(optimizer) | session.state()
+
+
+def outcome(world: World, plan: Plan, row: Row, folders: tuple[str, ...]) -> State:
+    how = {name: row[name] for name in ("chunk_bytes", "overlap", "update_on")}
+    chosen = Settings(nvme_paths=folders, **how)
+    return trained(CutSession(build(), world, plan=plan, settings=chosen), row)
+
+
+def differing(world: World, rows: list[Row], folders: tuple[str, ...]) -> list[str]:
+    """The rows in which this rank's outcome is not the resident one."""
+    found = []
+    for row in rows:
+        far, resident = (outcome(world, plan, row, folders) for plan in plans(row))
+        try:
+            assert_same_bits(far, resident)
+        except AssertionError as error:
+            found.append(f"{row}: {error}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.world
+@pytest.mark.parametrize("size", FACTORS["size"])
+def test_ten_steps(size: int, tmp_path: Path) -> None:
+    if _native.io.is_memory(str(tmp_path)):
+        pytest.skip("the temporary folder is in memory")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    rows = [row for row in ROWS if row["size"] == size]
+    assert len(rows) >= len(FACTORS["place"])
+    names = tuple(map(str, folders))
+    found = values(run_ranks(size, differing, rows, names, folder=tmp_path, limit_s=900.0))
+    assert not any(found), "\n".join(itertools.chain.from_iterable(found))
+    assert not any(map(os.listdir, folders))
