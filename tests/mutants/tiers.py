@@ -210,7 +210,7 @@ MUTANTS = (
         "shard/update.py",
         "if used or not self._lag:",
         "if not self._lag:",
-        (f"{LATE}test_right_after_a_step[drops_and_accumulates-Memory.HOST]",),
+        (f"{LATE}test_right_after_a_step[keeps-Memory.HOST]",),
     ),
     Mutant(
         "a checkpoint of a delayed plan goes on with parameters that the update has changed",

@@ -200,10 +200,23 @@ def loads_its_states(session: Session, optimizer: torch.optim.Optimizer) -> None
     optimizer.zero_grad()
 
 
+def keeps(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """More gradients come to those that the update reads, which were clipped."""
+
+
 @pytest.mark.parametrize("memory", [Memory.HOST, pytest.param(Memory.NVME, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "what",
-    [drops, drops_and_accumulates, shows_parameters, shows_states, loads_its_states, evaluates, looks_at_gradients],
+    [
+        drops,
+        keeps,
+        drops_and_accumulates,
+        shows_parameters,
+        shows_states,
+        loads_its_states,
+        evaluates,
+        looks_at_gradients,
+    ],
     ids=lambda what: what.__name__,
 )
 @pytest.mark.usefixtures("slowly")
