@@ -1,7 +1,9 @@
 #include "host/pages.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -70,6 +72,13 @@ void Stock::put(std::byte* home, size_t halvings) {
   idle_[halvings].push_back(home);
 }
 
+void Stock::trim() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t halvings = 0; halvings < piece_sizes; ++halvings) {
+    for (std::byte* home : idle_[halvings]) madvise(home, granule_bytes >> halvings, MADV_DONTNEED);
+  }
+}
+
 Pages::Pages(std::shared_ptr<Stock> stock, size_t bytes) : stock_(std::move(stock)), bytes_(bytes) {
   if (bytes_ != 0) base_ = reserve(rounded(bytes_));
 }
@@ -101,6 +110,18 @@ void Pages::release() {
     stock_->put(home, halvings);
     pieces_.pop_back();
   }
+}
+
+void vacate(std::byte* begin, size_t bytes) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t before = std::min(bytes, -reinterpret_cast<uintptr_t>(begin) % page);
+  const size_t whole = (bytes - before) / page * page;
+  std::byte* first = begin + before;
+  std::memset(begin, 0, before);
+  std::memset(first + whole, 0, bytes - before - whole);
+  // Of shared memory a hole: others have it mapped, too.
+  if (whole == 0 || madvise(first, whole, MADV_REMOVE) == 0) return;
+  if (madvise(first, whole, MADV_DONTNEED) != 0) std::memset(first, 0, whole);
 }
 
 }  // namespace npuzero::host

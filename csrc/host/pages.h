@@ -36,6 +36,8 @@ class Stock {
   // The home of an idle piece of granule_bytes >> halvings.
   std::byte* take(size_t halvings);
   void put(std::byte* home, size_t halvings);
+  // Give the memory of idle pieces back to the system; they stay.
+  void trim();
 
  private:
   mutable std::mutex mutex_;
@@ -67,5 +69,9 @@ class Pages {
   size_t here_bytes_ = 0;      // at the base, in pieces
   std::vector<Piece> pieces_;  // whose pages are here
 };
+
+// Give the memory of a range back to the system: of its whole pages, be they this process's own or shared. The range
+// stays, and is zero.
+void vacate(std::byte* begin, size_t bytes);
 
 }  // namespace npuzero::host

@@ -38,6 +38,9 @@ class Accelerator(Device):
             int(module.memory_allocated(self.device)), int(module.max_memory_allocated(self.device)), int(total)
         )
 
+    def trim(self) -> None:
+        self.module().empty_cache()
+
     def reset_peak(self) -> bool:
         self.module().reset_peak_memory_stats(self.device)
         return True

@@ -73,6 +73,9 @@ class Cpu(Device):
         figures = _status_bytes()
         return MemoryFigures(figures["VmRSS"], figures["VmHWM"], os.sysconf("SC_PHYS_PAGES") * page_bytes)
 
+    def trim(self) -> None:
+        """Do nothing: torch keeps nothing here."""
+
     def reset_peak(self) -> bool:
         try:
             _CLEAR.write_text("5")  # proc(5): resets VmHWM

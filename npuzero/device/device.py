@@ -117,5 +117,9 @@ class Device(ABC):
         """Return the memory figures of this process."""
 
     @abstractmethod
+    def trim(self) -> None:
+        """Give back what torch's allocator keeps for tensors to come."""
+
+    @abstractmethod
     def reset_peak(self) -> bool:
         """Restart the peak figure; return False where the system does not allow it."""

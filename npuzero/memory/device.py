@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from npuzero import _native
-from npuzero.memory.space import Space, Transient
+from npuzero import device as devices
+from npuzero.memory.space import Block, Space, Transient, raw_of
 
 # Host buffers from this size on have pages of their own instead of the heap's: they leave no holes in it, go back
 # entirely when they are freed, and may lie in huge pages.
@@ -31,6 +34,37 @@ class DeviceSpace(Space):
         if self.device.type == "cpu" and numel:
             return _PagedTransient(self, numel, dtype, label)
         return _StorageTransient(self, numel, dtype, label)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield what has memory now, of all that this space has made."""
+        for (_, label), buffer in list(self._buffers.items()):
+            if buffer.numel():
+                raw, nbytes = raw_of(buffer), buffer.untyped_storage().nbytes()
+                yield Block(label, raw, partial(self._give, label, raw), partial(self._take, label, raw, nbytes))
+        for transient in list(self._transients):
+            if transient.here and transient.tensor.numel():
+                yield Block(transient.label, raw_of(transient.tensor), transient.release, transient.restore)
+
+    def _give(self, label: str, raw: Tensor) -> None:
+        """Give the memory of a buffer back: on the CPU its address stays, elsewhere its storage."""
+        if self.device.type == "cpu":
+            _native.host.vacate(raw.data_ptr(), raw.nbytes)
+        else:
+            raw.untyped_storage().resize_(0)
+        self.count(label, -raw.nbytes)
+
+    def _take(self, label: str, raw: Tensor, storage_bytes: int) -> None:
+        if self.device.type != "cpu":  # there memory comes with the first touch
+            try:
+                raw.untyped_storage().resize_(storage_bytes)
+            except RuntimeError as error:
+                raise self.out_of_space(label, raw.nbytes) from error
+        self.count(label, raw.nbytes)
+
+    def trim(self) -> None:
+        """Give back to the device, or the system, what is kept for buffers to come."""
+        self.stock.trim()
+        devices.get(self.device).trim()
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         return zeros(numel, dtype, self.device)

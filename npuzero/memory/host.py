@@ -25,7 +25,7 @@ class HostSpace(DeviceSpace):
         self._limit = limit
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self._check_room(numel * dtype.itemsize)
+        self.check_room(numel * dtype.itemsize)
         if self._pinned and numel:
             return torch.zeros(numel, dtype=dtype, pin_memory=True)
         return zeros(numel, dtype, self.device)
@@ -37,10 +37,11 @@ class HostSpace(DeviceSpace):
             whole = self._zeros(nbytes + PAGE_BYTES, torch.uint8)
             first = -whole.data_ptr() % PAGE_BYTES
             return whole[first : first + nbytes].view(dtype)
-        self._check_room(nbytes)
+        self.check_room(nbytes)
         return FileStore.aligned(nbytes).view(dtype)
 
-    def _check_room(self, nbytes: int) -> None:
+    def check_room(self, nbytes: int) -> None:
+        """Raise OutOfSpace where ``nbytes`` more are beyond the limit."""
         held = sum(self.held.values())
         if self._limit and held + nbytes > self._limit:
             raise OutOfSpace(

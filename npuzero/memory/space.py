@@ -7,10 +7,11 @@ zeros come from, and how a buffer's memory comes and goes.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,27 @@ LABELS = ("parameters", "gradients", "states", "buffers")
 
 #: Another provider of buffers: from numel and dtype to a zeroed tensor. Other ranks read a communicator's in place.
 Source = Callable[[int, torch.dtype], Tensor]
+
+
+class Block(NamedTuple):
+    """Stand for a buffer whose memory can be given back and taken again, while all views of it stay views.
+
+    Attributes:
+        label: what it is for.
+        raw: its bytes, [n] uint8; not to be read or written while the memory is gone.
+        give: gives the memory back; what is in it is lost.
+        take: takes memory again, with anything in it; OutOfSpace where there is none.
+    """
+
+    label: str
+    raw: Tensor
+    give: Callable[[], None]
+    take: Callable[[], None]
+
+
+def raw_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 class Space(ABC):
@@ -39,6 +61,9 @@ class Space(ABC):
         self.held: Counter[str] = Counter(dict.fromkeys(LABELS, 0))
         self.peak: Counter[str] = Counter(self.held)
         self.allocations = 0
+        # What lives of all that it has made: buffers by id and label, since tensors do not hash by identity.
+        self._buffers: weakref.WeakValueDictionary[tuple[int, str], Tensor] = weakref.WeakValueDictionary()
+        self._transients: weakref.WeakSet[Transient] = weakref.WeakSet()
 
     @final
     def allocate(self, numel: int, dtype: torch.dtype, label: str, source: Source | None = None) -> Tensor:
@@ -54,6 +79,7 @@ class Space(ABC):
             raise self.out_of_space(label, nbytes) from error
         self.allocations += 1
         self.count(label, nbytes)
+        self._buffers[id(buffer), label] = buffer
         return buffer
 
     @abstractmethod
@@ -100,6 +126,7 @@ class Transient(ABC):
     Attributes:
         tensor: [n]; not to be read or written while released; undefined after ``restore()``.
         here: whether it has memory. Released at first.
+        label: what it is for.
     """
 
     tensor: Tensor
@@ -107,8 +134,9 @@ class Transient(ABC):
     def __init__(self, space: Space, nbytes: int, label: str) -> None:
         self._space = space
         self._nbytes = nbytes
-        self._label = label
+        self.label = label
         self.here = False
+        space._transients.add(self)
 
     def restore(self) -> None:
         """Take memory; do nothing if there is some.
@@ -120,16 +148,16 @@ class Transient(ABC):
             try:
                 self._restore()
             except RuntimeError as error:
-                raise self._space.out_of_space(self._label, self._nbytes) from error
+                raise self._space.out_of_space(self.label, self._nbytes) from error
             self.here = True
-            self._space.count(self._label, self._nbytes)
+            self._space.count(self.label, self._nbytes)
 
     def release(self) -> None:
         """Give the memory back; do nothing if there is none."""
         if self.here:
             self._release()
             self.here = False
-            self._space.count(self._label, -self._nbytes)
+            self._space.count(self.label, -self._nbytes)
 
     @abstractmethod
     def _restore(self) -> None: ...

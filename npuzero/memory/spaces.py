@@ -42,11 +42,20 @@ class Spaces(Mapping[Memory, Space]):
         self.mover = Mover(device)
 
     @property
+    def device(self) -> DeviceSpace:
+        """Return the space of the memory where the rank computes."""
+        return cast(DeviceSpace, self._spaces[Memory.DEVICE])
+
+    @property
     def host(self) -> HostSpace:
         """Return the space of the host's memory."""
         if Memory.HOST not in self._spaces:
             self._spaces[Memory.HOST] = HostSpace(self._device, self._settings.host_bytes)
         return cast(HostSpace, self._spaces[Memory.HOST])
+
+    def close_host(self) -> None:
+        """Forget the space of the host's memory, in which nothing rests any more."""
+        del self._spaces[Memory.HOST]
 
     @property
     def disk(self) -> DiskSpace:

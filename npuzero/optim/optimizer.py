@@ -209,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if (plain := self._worker.plain_state(self, parameter))
         }
         for engine in self._engines():
+            engine.values.check_here()
             for flat in engine.flats():
                 for i, gathered in enumerate(states.gather(self._worker, engine, flat)):
                     if gathered and id(flat.parameters[i]) in numbers:
@@ -227,6 +228,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
         """
         states.check(state_dict, self.param_groups)
+        for owner in self._owners()[0]:
+            owner.values.check_here()
         groups = state_dict["param_groups"]
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")

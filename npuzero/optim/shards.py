@@ -47,7 +47,9 @@ class Shards:
         self._taken = TakenSteps()
         self._banks: weakref.WeakKeyDictionary[Engine, list[Bank]] = weakref.WeakKeyDictionary()  # of far moments
         self._begun: weakref.WeakKeyDictionary[Engine, FarLaunch] = weakref.WeakKeyDictionary()  # inside backward
-        self._lines: weakref.WeakKeyDictionary[Engine, tuple[list[Flat], Line]] = weakref.WeakKeyDictionary()
+        self._lines: weakref.WeakKeyDictionary[Engine, tuple[tuple[list[Flat], int], Line]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -194,9 +196,12 @@ class Shards:
         return FarLaunch(self._rule, self._seed, far, list(self._rule.moments))
 
     def _line(self, engine: Engine, shards: list[Flat]) -> Line:
-        """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are."""
-        last, line = self._lines.get(engine, ([], None))
-        if line is None or last != shards:
+        """Return what the update of what is near of ``shards`` writes; an engine's buffers stay where they are, but for
+        absences.
+        """
+        these = shards, engine.absence.times
+        last, line = self._lines.get(engine, (None, None))
+        if line is None or last != these:
             stored = [self._moments[flat].near for flat in shards]
             line = self._rule.line(
                 master=[flat.master for flat in shards],
@@ -205,7 +210,7 @@ class Shards:
                 remainder=[flat.remainder for flat in shards],
                 seed=self._seed,
             )
-            self._lines[engine] = shards, line
+            self._lines[engine] = these, line
         return line
 
     def _block_bytes(self, flat: Flat) -> int:

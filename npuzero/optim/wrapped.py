@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -121,6 +121,7 @@ class Wrapped(Worker):
             if engine is not None and place is not None:
                 flat, i = place
                 _check_precision(flat.plan.precision)
+                engine.absence.beside.add(self)
                 self._stand_ins[id(parameter)] = self._master_of(engine, flat)[flat.own_slots[i]].detach()
             if engine is None or place is not None:
                 members.append(self._stand_ins.get(id(parameter), parameter))
@@ -133,6 +134,11 @@ class Wrapped(Worker):
             self._aside[flat] = Aside(engine, flat)
             self._aside[flat].fetch()
         return self._aside[flat].master
+
+    def tensors_of(self, flats: Iterable[Flat]) -> list[Tensor]:
+        """Return the states of ``flats`` that torch's optimizer has made."""
+        slots = [self.slot_state(flat, i) for flat in flats for i in flat.slots]
+        return [value for state in slots for value in state.values() if isinstance(value, Tensor)]
 
     # -- states ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
@@ -75,6 +75,17 @@ class Meter:
         self._last = Report(self._spaces.peaks(), sent, self._plan, self._mesh.shape.world, moved)
         self._mesh.restored.clear()
         self._begun = False
+
+    def now(self, moved: Mapping[str, int]) -> Report:
+        """Return what this rank holds now, and nothing sent.
+
+        Args:
+            moved: bytes by link.
+        """
+        held = {memory: dict(space.held) for memory, space in self._spaces.items()}
+        return Report(
+            held, sent_by_verb({}, 0), self._plan, self._mesh.shape.world, dict.fromkeys(LINKS, 0) | dict(moved)
+        )
 
     def report(self) -> Report:
         """Return what the last step held and sent on this rank.

@@ -12,7 +12,8 @@ from npuzero.comm import Mesh, World
 from npuzero.comm.calls import collective
 from npuzero.config import Settings, environment
 from npuzero.memory import Spaces
-from npuzero.plan import AXES
+from npuzero.plan import AXES, TO_HOST, Report
+from npuzero.shard.absence import Absence
 from npuzero.shard.activations import around_forward
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
@@ -58,6 +59,7 @@ class Engine:
         far: the states that rest beyond the device.
         lag: what updates are ahead of the parameters, where the plan delays them.
         meter: bytes held and sent in a step.
+        absence: of all of it from the device, for a while.
 
     Raises:
         ConfigError: the model cannot be sharded, or the ranks disagree on it.
@@ -121,6 +123,7 @@ class Engine:
             settings.prefetch if settings.overlaps_parameters else 0,
             world.device.type,
         )
+        self.absence = Absence(self.units, self.spaces, self.values, self.update, reducer, self._restorer, self.passes)
         flats = [flat for unit in self.units for flat in unit.flats]
         around = around_forward(self.plan.activations, self.spaces, world.device, flats)
         self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters, around)
@@ -154,6 +157,10 @@ class Engine:
             if unit.guarded and inside and any(id(parameter) in own for parameter in unit.parameters()):
                 around.append(unit)
         self._hooks.watch_method(around, module, name, plain)
+
+    def report(self) -> Report:
+        """Return what the last step held and sent; while the training state is absent, what is held now."""
+        return self.meter.now({TO_HOST: self.absence.nbytes}) if self.absence.away else self.meter.report()
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -197,7 +204,8 @@ class Engine:
         self.passes.forget_backward()
         if not in_backward():
             self._hooks.forget_backward()
-        if lend and self.finite.watching is None:  # who watches may yet ask where it stopped being finite
+        # Who watches may yet ask where it stopped being finite; what is away has no memory to lend.
+        if lend and self.finite.watching is None and not self.absence.away:
             self.boundary.lend_memory()
 
     def __deepcopy__(self, memo: object) -> Engine:

@@ -95,6 +95,7 @@ class Gradients:
         Raises:
             StateError: no rank has all of it, or the ranks have not summed it yet.
         """
+        self._values.check_here()
         if self._alone:
             self._boundary.finish()
         slot = flat.layout.slots[i]

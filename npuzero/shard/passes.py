@@ -36,6 +36,9 @@ class Passes:
     Args:
         prefetch: how many units to gather ahead.
         device: type of the device, by which autocast goes.
+
+    Attributes:
+        inside: the units whose forward runs.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that act in a pass, made and wired by the engine
@@ -63,6 +66,7 @@ class Passes:
         self._device = device
         self._trace = Trace()
         self._alone = False  # within no_sync
+        self.inside: set[int] = set()
         # Backward passes of this step so far, and of the last step: R3 overlaps with the last one, if it is foreseen.
         self._count = 0
         self._expected = 0
@@ -72,6 +76,8 @@ class Passes:
     @collective("forward")
     def forward_begins(self, unit: Unit) -> None:
         fresh = not in_backward()
+        self._restorer.check_here()
+        self.inside.add(unit.index)
         if unit.index == 0 and fresh:
             self._model_begins(unit)
         self._restorer.finish(unit)
@@ -95,6 +101,7 @@ class Passes:
             self._buffers.forward_begins(model)
 
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None:
+        self.inside.discard(unit.index)
         unit.backward_expected = backward_expected
         unit.opaque = unit.opaque or keep_whole
         if unit.guarded and torch.is_autocast_enabled(self._device):
@@ -114,6 +121,7 @@ class Passes:
 
     def forward_fails(self, unit: Unit) -> None:
         """Release the unit: its forward raised, and no backward comes that would, though the program may go on."""
+        self.inside.discard(unit.index)
         whole = unit.parameter_state is ParameterState.WHOLE
         # In backward, checkpointing ends what it runs again by raising.
         if unit.guarded and whole and not in_backward():
@@ -123,6 +131,7 @@ class Passes:
 
     @collective("backward")
     def backward_reaches(self, unit: Unit) -> None:
+        self._restorer.check_here()
         if not self._reducer.open:
             self._boundary.early.keep()
         if not unit.guarded:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from npuzero import observe
 from npuzero.comm import Handle
+from npuzero.errors import StateError
 from npuzero.shard.unit import Unit
 
 
@@ -16,10 +17,12 @@ class Restorer:
 
     Attributes:
         before: while units are updated beside the program, waits for the update of one and starts its R4.
+        absent: while what rests is not where it rests, makes the error for who needs it.
     """
 
     def __init__(self) -> None:
         self.before: Callable[[Unit], None] | None = None
+        self.absent: Callable[[], StateError] | None = None
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
@@ -36,7 +39,12 @@ class Restorer:
             unit.close()
 
     def finish(self, unit: Unit) -> None:
-        """Wait until the resting parameters of ``unit`` are up to date."""
+        """Wait until the resting parameters of ``unit`` are up to date.
+
+        Raises:
+            StateError: they are absent.
+        """
+        self.check_here()
         if self.before is not None:
             self.before(unit)
         handles = self._handles.pop(unit.index, None)
@@ -46,3 +54,8 @@ class Restorer:
                     handle.wait()
             if not unit.guarded:
                 unit.reopen()
+
+    def check_here(self) -> None:
+        """Raise a StateError where the model's training state is absent."""
+        if self.absent is not None:
+            raise self.absent()

@@ -143,6 +143,7 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
         StateError: the model's parameters are sharded, or ``assign=True``.
     """
     engine = engine_of(model)
+    engine.values.check_here()
     guarded = any(unit.guarded for unit in engine.units)
     if guarded or metadata.get("assign_to_params_buffers"):
         raise StateError(

@@ -133,6 +133,7 @@ class Update:
         Raises:
             NpuZeroError: the update has failed.
         """
+        self._restorer.check_here()
         if self._restorer.before is not None:
             self._restorer.before(self._units[-1])
         self.stream.quiet()

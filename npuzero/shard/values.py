@@ -50,7 +50,11 @@ def _instead(call: str) -> str:
 
 
 class Values:
-    """Read and write the parameters of one model, unsharded or in shards; the collectives here run between steps."""
+    """Read and write the parameters of one model, unsharded or in shards; the collectives here run between steps.
+
+    Attributes:
+        opened: how many blocks of :meth:`gathered` are open.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class Values:
         self._restorer = restorer
         self._writes = writes
         self._lag = lag
+        self.opened = 0
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +173,11 @@ class Values:
             for unit in self._units:
                 stack.enter_context(self.whole(unit))
             before = {unit: digests(unit) for unit in self._units if write}
-            yield
+            self.opened += 1
+            try:
+                yield
+            finally:
+                self.opened -= 1
             for unit in self._units:
                 self._writes.look_closely(unit, before[unit]) if write else self._writes.look(unit)
         if any(self._world.exchange(self.written)):
@@ -176,6 +185,7 @@ class Values:
 
     def open(self, unit: Unit, name: str) -> None:
         """Let a guarded parameter be read where it rests unsharded; raise why not where it is sharded."""
+        self._restorer.check_here()
         if not unit.guarded:
             self._restorer.finish(unit)
             return
@@ -197,6 +207,10 @@ class Values:
         communicator = flat.rests.states.group.communicator("control")
         communicator.all_gather(whole, shard, tag="optimizer state").wait()
         return whole
+
+    def check_here(self) -> None:
+        """Raise a StateError where the model's training state is absent."""
+        self._restorer.check_here()
 
     # -- as they lie -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,89 @@
+"""The evacuation of a device: what lies in its memory goes to the host, byte for byte, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from npuzero.memory.space import Block
+from npuzero.memory.spaces import Spaces
+from npuzero.plan import Memory
+
+
+class Evacuation:
+    """Hold on the host what the device's space of one engine had; nothing uses that memory meanwhile."""
+
+    def __init__(self, spaces: Spaces) -> None:
+        self._spaces = spaces
+        self._away: list[tuple[Block, Tensor]] = []
+        self._fresh = False  # nothing rests on the host otherwise
+
+    @property
+    def nbytes(self) -> int:
+        """Return how much is on the host that belongs on the device."""
+        return sum(copy.nbytes for _, copy in self._away)
+
+    @torch.no_grad()
+    def leave(self, others: Sequence[Block] = ()) -> list[Tensor]:
+        """Bring what the device's space has made, and ``others``, to the host, and give the device's memory back.
+
+        Returns:
+            of the others the bytes on the host; what is written there comes back.
+
+        Raises:
+            OutOfSpace: the host has no room; nothing has moved.
+        """
+        device, self._fresh = self._spaces.device, Memory.HOST not in list(self._spaces)
+        blocks = [*others, *device.blocks()]
+        host, mover = self._spaces.host, self._spaces.mover
+        try:
+            host.check_room(sum(block.raw.nbytes for block in blocks))
+            for block in blocks:
+                self._away.append((block, host.allocate(block.raw.nbytes, torch.uint8, block.label)))
+        except BaseException:
+            self._forget(len(self._away))
+            raise
+        mover.follow()
+        for block, copy in self._away:
+            mover.to_host(copy, block.raw)
+        mover.quiet()
+        for block in blocks:
+            block.give()
+        device.trim()
+        return [copy for _, copy in self._away[: len(others)]]
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Bring everything back.
+
+        Raises:
+            OutOfSpace: the device has no room for all of it; what has not come back is on the host still.
+        """
+        mover = self._spaces.mover
+        while self._away:
+            block, copy = self._away[0]
+            block.take()
+            mover.follow()
+            mover.to_device(block.raw, copy).wait()
+            self._forget(1)
+
+    def _forget(self, n: int) -> None:
+        """Drop the first ``n`` copies."""
+        for block, copy in self._away[:n]:
+            self._spaces.host.count(block.label, -copy.nbytes)
+        del self._away[:n]
+        if not self._away and self._fresh:
+            self._spaces.close_host()
+
+
+def foreign_blocks(tensors: Iterable[Tensor], label: str) -> Iterator[Block]:
+    """Yield the storages of tensors that no space has made, each once, where torch can resize them."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    for storage in storages.values():
+        nbytes = storage.nbytes()
+        if nbytes and storage.resizable():
+            raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,))  # type: ignore[call-overload]
+            yield Block(label, raw, partial(storage.resize_, 0), partial(storage.resize_, nbytes))

@@ -1,0 +1,176 @@
+"""The absence of a model's training state from its device, while something else has the device's memory.
+
+Nothing of it is anywhere but in its copies on the host meanwhile; parameters are closed to reading, and what would use
+any of it raises a StateError. Storages stay, so parameters are views of their flats as ever when it is back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.comm.calls import collective, here
+from npuzero.errors import StateError
+from npuzero.memory import Evacuation, Spaces, foreign_blocks
+from npuzero.shard.flat import Flat
+from npuzero.shard.guard import in_backward
+from npuzero.shard.passes import Passes
+from npuzero.shard.reduce import Reducer
+from npuzero.shard.restore import Restorer
+from npuzero.shard.unit import Unit
+from npuzero.shard.update import Update
+from npuzero.shard.values import Values
+
+
+class Tenant(Protocol):
+    """Name who keeps tensors for a model that none of its spaces has made."""
+
+    def tensors_of(self, flats: Iterable[Flat]) -> Iterable[Tensor]:
+        """Return them."""
+
+
+class _Swapped(NamedTuple):
+    """Say that a module has ``host`` for its buffer ``name``, which is ``own``."""
+
+    module: nn.Module
+    name: str
+    own: Tensor
+    host: Tensor
+
+
+class Absence:
+    """Take the training state of one model out of its device's memory, and bring it back.
+
+    Attributes:
+        away: whether it is out.
+        times: how often it has come back; then its memory may lie elsewhere.
+        beside: who keeps more of it.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        spaces: Spaces,
+        values: Values,
+        update: Update,
+        reducer: Reducer,
+        restorer: Restorer,
+        passes: Passes,
+    ) -> None:
+        self._units = units
+        self._flats = [flat for unit in units for flat in unit.trainable]
+        self._values = values
+        self._update = update
+        self._reducer = reducer
+        self._restorer = restorer
+        self._passes = passes
+        self._evacuation = Evacuation(spaces)
+        self._device = spaces.device.device
+        self._swapped: list[_Swapped] = []
+        self._depth = 0
+        self.away = False
+        self.times = 0
+        self.beside: weakref.WeakSet[Tenant] = weakref.WeakSet()
+
+    @collective("offloaded")
+    def begin(self) -> None:
+        """Bring it to the host, once all that is under way has ended; do nothing where it is there already.
+
+        Raises:
+            StateError: parameters are in use.
+            OutOfSpace: the host has no room for it; nothing has moved.
+        """
+        if not self.away:
+            self._check_idle()
+            self._values.bring_home()
+            self._update.settle()
+            self._reducer.drain()
+            self._leave()
+        self._depth += 1
+
+    @collective("offloaded")
+    def end(self) -> None:
+        """Bring it back, where whoever began first ends.
+
+        Raises:
+            OutOfSpace: the device has no room for all of it; what has not come back is on the host still.
+        """
+        self._depth -= 1
+        if self._depth:
+            return
+        self._evacuation.come_back()
+        for module, name, own, host in self._swapped:
+            if module._buffers.get(name) is host:  # else the program has put another there
+                module._buffers[name] = own
+        self._swapped = []
+        self._restorer.absent = None
+        self.away = False
+        self.times += 1
+        for unit in self._units:
+            if not unit.guarded:
+                unit.reopen()
+
+    @property
+    def nbytes(self) -> int:
+        """Return how much is out."""
+        return self._evacuation.nbytes
+
+    def _check_idle(self) -> None:
+        inside = {
+            "a forward": self._passes.inside,
+            "a backward pass, or after one that raised": in_backward() or self._reducer.open,
+            "npuzero.gathered()": self._values.opened,
+        }
+        for what in (what for what, so in inside.items() if so):
+            raise StateError(
+                "npuzero.offloaded",
+                expected="a call between passes, when nothing uses the model's parameters",
+                got=f"one inside {what}",
+                do="Enter it after backward() or step() has returned; after an exception call zero_grad() first.",
+            )
+
+    def _leave(self) -> None:
+        buffers = list(self._buffers())
+        states = [t for tenant in self.beside for t in tenant.tensors_of(self._flats) if t.device == self._device]
+        blocks = [
+            *foreign_blocks((own for _, _, own in buffers), "buffers"),
+            *foreign_blocks(states, "states"),
+        ]
+        copies = self._evacuation.leave(blocks)
+        self.away = True
+        self._restorer.absent = _absent
+        for unit in self._units:
+            unit.close()
+        self._swap(buffers, {block.raw.untyped_storage()._cdata: c for block, c in zip(blocks, copies, strict=True)})
+
+    def _buffers(self) -> Iterable[tuple[nn.Module, str, Tensor]]:
+        """Yield the buffers of the model's modules that lie on the device."""
+        model = self._units[0].module()
+        for module in model.modules() if model is not None else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device == self._device and buffer.layout is torch.strided:
+                    yield module, name, buffer
+
+    def _swap(self, buffers: Iterable[tuple[nn.Module, str, Tensor]], copies: dict[int, Tensor]) -> None:
+        """Let modules have their buffers on the host meanwhile, where programs may read and write them."""
+        for module, name, own in buffers:
+            copy = copies.get(own.untyped_storage()._cdata)
+            if copy is not None:
+                whole = copy.view(own.dtype)
+                host = whole.as_strided(own.shape, own.stride(), own.storage_offset())
+                module._buffers[name] = host
+                self._swapped.append(_Swapped(module, name, own, host))
+
+
+def _absent() -> StateError:
+    call = here().call
+    return StateError(
+        f"{call} of a model that is offloaded" if call else "reading or writing a model that is offloaded",
+        expected="its training state on the device",
+        got="a call within npuzero.offloaded(model), which has brought that to the host's memory",
+        do="Leave the block first; inside it npuzero.report(model) and zero_grad() work.",
+    )
