@@ -39,5 +39,22 @@ class Cuda(Accelerator):
         torch.backends.cuda.matmul.allow_tf32 = matmul == "tf32"
         torch.backends.cudnn.allow_tf32 = matmul == "tf32"
 
+    def reach(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a tensor at the same address: what torch has pinned is the device's, too (unified addressing)."""
+        return torch.as_tensor(_Pinned(memory), device=self.device).view(memory.dtype)
+
     def current_stream_int(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
+
+
+class _Pinned:
+    """Show the bytes of a pinned tensor as memory of the device, by the protocol that numba and CuPy share."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 2,
+        }

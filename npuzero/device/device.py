@@ -92,6 +92,28 @@ class Device(ABC):
         """
         return
 
+    def check_reach(self) -> None:
+        """Check that kernels of the device can address the host's memory.
+
+        Raises:
+            ConfigError: they cannot, saying why.
+        """
+        return
+
+    def open_host(self, memory: torch.Tensor) -> None:
+        """Let kernels of the device address ``memory``: pinned, whole pages; until its storage is freed.
+
+        Raises:
+            ConfigError: the device refuses.
+        """
+        return
+
+    @abstractmethod
+    def reach(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the device, for its kernels, over a 1-D part of what :meth:`open_host` was told of; it is
+        the caller's to keep that alive.
+        """
+
     @abstractmethod
     def make_event(self) -> Event:
         """Return a new event, not recorded yet, without timing."""

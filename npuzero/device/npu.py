@@ -8,8 +8,10 @@ a kernel launched on the raw stream can overtake operators that torch issued bef
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +35,24 @@ _NOMINAL_GBS = {"Ascend910B1": 1600, "Ascend910B2": 1600, "Ascend910B3": 1600}
 
 # Formats whose elements lie in memory as a contiguous tensor's do; the others are tiled for the cube unit.
 _PLAIN = ("ND", "NCHW", "NHWC", "NCDHW", "NCL")
+
+
+# By which kernels address the host's memory, as torch_npu's own tensors in it do (empty_with_swapped_memory), and
+# ACL_HOST_REGISTER_MAPPED of CANN's aclrtHostRegisterType.
+_MAP, _UNMAP, _MAPPED = "aclrtHostRegister", "aclrtHostUnregister", 0
+_STORAGE, _TENSOR = "_construct_storage_from_data_pointer", "_construct_NPU_Tensor_From_Storage_And_Metadata"
+
+#: Memory of the host that the device addresses: by its begin there, its end there and its begin for the device.
+_open: dict[int, tuple[int, int]] = {}
+
+
+def _ascendcl() -> ctypes.CDLL:
+    return ctypes.CDLL("libascendcl.so")
+
+
+def _close(begin: int) -> None:
+    del _open[begin]
+    getattr(_ascendcl(), _UNMAP)(ctypes.c_void_p(begin))
 
 
 def driver_versions() -> dict[str, str | None]:
@@ -146,6 +166,50 @@ class Npu(Accelerator):
                     got=form,
                     do="Call torch_npu.npu_format_cast(tensor, torch_npu.Format.ND) first.",
                 )
+
+    def check_reach(self) -> None:
+        """Check for CANN's call that maps the host's memory, and torch_npu's that make a tensor of an address."""
+        torch_npu: Any = importlib.import_module("torch_npu")
+        lacking = [name for name in (_MAP, _UNMAP) if not hasattr(_ascendcl(), name)]
+        lacking += [name for name in (_STORAGE, _TENSOR) if not hasattr(torch_npu._C, name)]
+        if lacking:
+            raise ConfigError(
+                "settings.update_on on npu",
+                expected=f"a CANN and a torch_npu that have {', '.join((_MAP, _UNMAP, _STORAGE, _TENSOR))}",
+                got=f"none of the name {', '.join(lacking)}",
+                do="Leave update_on out: the host then updates what rests there; or take a later CANN and torch_npu.",
+            )
+
+    def open_host(self, memory: torch.Tensor) -> None:
+        begin, there = memory.data_ptr(), ctypes.c_void_p()
+        taken = ctypes.c_void_p(begin), ctypes.c_uint64(memory.nbytes)
+        result = getattr(_ascendcl(), _MAP)(*taken, _MAPPED, ctypes.byref(there))
+        if result != 0:
+            raise ConfigError(
+                "settings.update_on on npu",
+                expected=f"{memory.nbytes:,} bytes of the host's memory that {_MAP} lets the device address",
+                got=f"error {result}",
+                do="Leave update_on out: the host then updates what rests there.",
+            )
+        _open[begin] = begin + memory.nbytes, there.value or 0
+        weakref.finalize(memory.untyped_storage(), _close, begin).atexit = False
+
+    def reach(self, memory: torch.Tensor) -> torch.Tensor:
+        at = memory.data_ptr()
+        begin = next(begin for begin, (end, _) in _open.items() if begin <= at and at + memory.nbytes <= end)
+        torch_npu: Any = importlib.import_module("torch_npu")
+        facts = {
+            "data_ptr": _open[begin][1] + at - begin,
+            "nbytes": memory.nbytes,
+            "size": memory.shape,
+            "stride": memory.stride(),
+            "dtype": memory.dtype,
+            "device": self.device,
+            "storage_offset": 0,
+        }
+        storage = getattr(torch_npu._C, _STORAGE)(facts["data_ptr"], facts["device"], facts["nbytes"])
+        found: torch.Tensor = getattr(torch_npu._C, _TENSOR)(facts, storage)
+        return found
 
     def set_matmul(self, matmul: str) -> None:
         """Set HF32, the cube units' counterpart of TF32."""

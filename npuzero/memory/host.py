@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from npuzero import device as devices
 from npuzero.errors import OutOfSpace
 from npuzero.memory.device import DeviceSpace, zeros
 from npuzero.memory.file import FileStore
-from npuzero.plan import PAGE_BYTES
+from npuzero.plan import PAGE_BYTES, whole_pages
 
 
 class HostSpace(DeviceSpace):
@@ -17,15 +18,24 @@ class HostSpace(DeviceSpace):
     Args:
         beside: where the rank computes. On a CPU that is the same memory, and counted apart all the same.
         limit: bytes that may be held here; 0: as many as there are.
+        reached: kernels of the device address what lies here.
     """
 
-    def __init__(self, beside: torch.device, limit: int = 0) -> None:
+    def __init__(self, beside: torch.device, limit: int = 0, reached: bool = False) -> None:
         super().__init__(torch.device("cpu"))
+        self._beside = beside
         self._pinned = beside.type != "cpu"
         self._limit = limit
+        self._reached = reached
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.check_room(numel * dtype.itemsize)
+        if self._pinned and self._reached and numel:
+            memory = _on_pages(
+                torch.zeros(whole_pages(numel * dtype.itemsize) + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            )
+            devices.get(self._beside).open_host(memory)
+            return memory[: numel * dtype.itemsize].view(dtype)
         if self._pinned and numel:
             return torch.zeros(numel, dtype=dtype, pin_memory=True)
         return zeros(numel, dtype, self.device)
@@ -34,9 +44,7 @@ class HostSpace(DeviceSpace):
         """Return a zeroed 1-D buffer that begins on a page, however small it is; as a source of :meth:`allocate`."""
         nbytes = numel * dtype.itemsize
         if self._pinned:  # wherever the device's allocator puts it
-            whole = self._zeros(nbytes + PAGE_BYTES, torch.uint8)
-            first = -whole.data_ptr() % PAGE_BYTES
-            return whole[first : first + nbytes].view(dtype)
+            return _on_pages(self._zeros(nbytes + PAGE_BYTES, torch.uint8)).view(dtype)
         self.check_room(nbytes)
         return FileStore.aligned(nbytes).view(dtype)
 
@@ -52,3 +60,9 @@ class HostSpace(DeviceSpace):
                 nbytes=nbytes,
                 held=dict(self.held),
             )
+
+
+def _on_pages(memory: Tensor) -> Tensor:
+    """Return so much of ``memory``, a page less, as begins on a page."""
+    first = -memory.data_ptr() % PAGE_BYTES
+    return memory[first : first + memory.numel() - PAGE_BYTES]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from npuzero import device as devices
 from npuzero.device import Handle, Ready
 from npuzero.plan import TO_DEVICE, TO_HOST
 
@@ -48,6 +50,14 @@ class Mover:
         """Let copies to come wait for what the calling thread's current stream has been given so far."""
         if self._stream is not None:
             self._stream.wait_stream(self._module.current_stream())
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Have what is launched inside run where copies do, in one order with them."""
+        return nullcontext() if self._stream is None else self._module.stream(self._stream)
+
+    def reach(self, memory: Tensor) -> Tensor:
+        """Return a tensor of the device over memory of either kind."""
+        return memory if memory.device == self._device else devices.get(self._device).reach(memory)
 
     def snapshot(self, value: Tensor) -> tuple[Tensor, Handle]:
         """Copy a few numbers to the host, whatever becomes of them on the device; they do not count."""

@@ -50,7 +50,8 @@ class Spaces(Mapping[Memory, Space]):
     def host(self) -> HostSpace:
         """Return the space of the host's memory."""
         if Memory.HOST not in self._spaces:
-            self._spaces[Memory.HOST] = HostSpace(self._device, self._settings.host_bytes)
+            reached = self._settings.update_on == "device"
+            self._spaces[Memory.HOST] = HostSpace(self._device, self._settings.host_bytes, reached)
         return cast(HostSpace, self._spaces[Memory.HOST])
 
     def close_host(self) -> None:

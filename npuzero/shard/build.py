@@ -60,7 +60,7 @@ def agree(
         shape = plans.model.mesh_shape(world.size, len(world.local))
         specs = _discover(model, rule)
         own = plans.of([spec.name for spec in specs])
-        _check_memories([plans.model, *own], settings, world.device.type)
+        _check_memories([plans.model, *own], settings, world.device)
         _check_model(model, specs, world)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model)
@@ -243,17 +243,12 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
         ) from error
 
 
-def _check_memories(plans: Sequence[Plan], settings: Settings, kind: str) -> None:
+def _check_memories(plans: Sequence[Plan], settings: Settings, where: torch.device) -> None:
     """Check that what is to rest off the device can: before anything is allocated, on every rank."""
     if any(Memory.NVME in (plan.states.memory, plan.activations.memory) for plan in plans):
         check_folders([Path(folder) for folder in nvme_folders(settings)])
-    if settings.update_on == "device" and kind != "cpu" and any(plan.states.far for plan in plans):
-        raise ConfigError(
-            f"settings.update_on on {kind}",
-            expected="'auto' or 'host' (kernels of accelerators do not address the host's memory in this version)",
-            got="'device'",
-            do="Leave it out.",
-        )
+    if settings.update_on == "device" and any(plan.states.far for plan in plans):
+        device.get(where).check_reach()
 
 
 def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:

@@ -42,7 +42,7 @@ from npuzero.shard.unit import Unit
 
 
 class Staged(NamedTuple):
-    """Hold what the update of a piece reads and writes, all of it on the host.
+    """Hold what the update of a piece reads and writes, all of it where the update runs.
 
     Attributes:
         gradient: float32.
@@ -67,7 +67,9 @@ class Staged(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Hold what the device has computed for an update, as :meth:`npuzero.ops.Line.update` takes it, on the host."""
+    """Hold what the device has computed for an update, as :meth:`npuzero.ops.Line.update` takes it: copies, where the
+    update runs.
+    """
 
     scale: Tensor
     skip: Tensor | None
@@ -93,6 +95,7 @@ class _Job:
     on_device: bool
     lag: bool
     numbers: Numbers
+    skip: Tensor | None  # of the numbers, on the host
     taken: Sequence[Handle]  # of the numbers
     launch: Launch
     rank: int
@@ -161,16 +164,31 @@ class _Job:
             _with(each, {n: t for views in states for n, t in views[number[id(each.piece.flat)]].items()})
             for each in staged
         ]
-        self.launch(whole, self.numbers)
+        self._launch(whole)
         self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
         self.storing[turn] = [bank.store(k, turn) for bank in self.banks]
         for arrived in [] if self._in_place else [self.mover.to_device(_own(e.piece), e.parameter) for e in staged]:
             arrived.wait()
 
+    def _launch(self, staged: Sequence[Staged]) -> None:
+        if not self.on_device:
+            self.launch(staged, self.numbers)
+            return
+        reach = self.mover.reach
+        there = [
+            each._replace(
+                gradient=reach(each.gradient), states={name: reach(state) for name, state in each.states.items()}
+            )
+            for each in staged
+        ]
+        with self.mover.beside():
+            self.launch(there, self.numbers)
+        self.mover.quiet()
+
     def _skipped(self) -> bool:
         for handle in self.taken:
             handle.wait()
-        return self.numbers.skip is not None and self.numbers.skip.item() != 0
+        return self.skip is not None and self.skip.item() != 0
 
     def _begin(self, turn: int) -> tuple[list[Staged], list[Handle]]:
         """Begin to bring the chunk of a turn to the host, all of it that is updated."""
@@ -324,11 +342,13 @@ class Stream:
         """
         self._stage()
         self.mover.moved.clear()
+        there = Numbers(*(value if value is None else value.clone() for value in (scale, skip, dynamic)))
         self.mover.follow()
         numbers, taken = self._snapshot(scale, skip, dynamic)
         how = self._staging, self.mover, self._on_device, self._lag
         here = observe.current_rank(), torch.get_num_threads()
-        self._job = _Job(self.chunks, banks, *how, numbers, taken, launch, *here)
+        used = there if self._on_device else numbers
+        self._job = _Job(self.chunks, banks, *how, used, numbers.skip, taken, launch, *here)
         return self._job
 
     def add(self, flat: Flat) -> None:

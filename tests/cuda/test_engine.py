@@ -183,3 +183,30 @@ def test_a_world_of_one_on_torchs_process_group(nccl: torch.device) -> None:
     model(torch.ones(2, DIM, device=nccl)).sum().backward()
     optimizer.step()
     assert not any(npuzero.report(model).bytes_sent.values())
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16-8bit"])
+def test_kernels_update_what_rests_on_the_host(device: torch.device, precision: str | None) -> None:
+    """In place, at the addresses that pinned memory has for both: to the bits of an update by the host."""
+
+    def trained(update_on: str) -> list[torch.Tensor]:
+        settings = npuzero.Settings(chunk_bytes=2**20, update_on=update_on)
+        world = comm.SingleWorld(device)
+        model = npuzero.zero(model_on(device), plan="offload3", precision=precision, world=world, settings=settings)
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+        step = stepping(model, optimizer, lambda: npuzero.clip_grad_norm_(model, 1.0), next(model.parameters()).dtype)
+        for number in range(3):
+            step(number)
+        return list(npuzero.full_state_dict(model).values())
+
+    for found, expected in zip(trained("device"), trained("host"), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_training_state_leaves_the_device(device: torch.device) -> None:
+    model, step = cut(device, "zero3")
+    step(0)
+    large = torch.cuda.memory_allocated()
+    with npuzero.offloaded(model):
+        assert torch.cuda.memory_allocated() < large // 10
+    step(1)

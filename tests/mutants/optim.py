@@ -87,7 +87,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "gradients update the shards of the step before's parameters",
         "optim/shards.py",
-        "if line is None or last != shards:",
+        "if line is None or last != these:",
         "if line is None:",
         ("world/test_behaviour.py::test_loops[units unused in some steps-zero1]",),
     ),

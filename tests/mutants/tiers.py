@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "a step that the scaler skips changes what is far",
         "shard/stream.py",
-        "return self.numbers.skip is not None and self.numbers.skip.item() != 0",
+        "return self.skip is not None and self.skip.item() != 0",
         "return False",
         (ONE_RANK,),
     ),

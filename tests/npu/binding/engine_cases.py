@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import npuzero
 from npu.fake import compute
 from npuzero.comm import World
-from npuzero.plan import OFFLOADS, Plan, Precision
+from npuzero.plan import AXES, OFFLOADED, OFFLOADS, Memory, Placement, Plan, Precision
 from world.parity_ranks import STAGES, digest
-from world.toy import Recipe, build, loss_of, tokens_of
+from world.toy import Recipe, build, groups_of, loss_of, tokens_of
 from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
 
 Scenario = Callable[[Session], State]
@@ -38,7 +39,8 @@ def with_scaler(session: Session) -> State:
 
 
 #: Two micro-batches would change the order of sums between plans.
-RECIPE = partial(train, recipe=Recipe(steps=3, clip=0.5, groups=True))
+STEPS = Recipe(steps=3, clip=0.5, groups=True)
+RECIPE = partial(train, recipe=STEPS)
 MICRO_BATCHES = partial(train, recipe=Recipe(steps=2, micro_batches=3, clip=0.5, groups=True))
 IN_8_BITS = Precision(moments="int8")
 
@@ -88,14 +90,88 @@ def stages(world: World) -> dict[str, str]:
 def far(world: World) -> dict[str, str]:
     """Digests where states and gradients rest on the host, or states in files: copies go over pinned memory."""
     compute.serve()
-    folder = world.exchange(tempfile.mkdtemp(dir=Path.cwd()))[world.rank]
-    settings = npuzero.Settings(chunk_bytes=3000, nvme_paths=(folder,))
     rows = {name: Plan.preset("zero3").offloaded(name) for name in OFFLOADS}
     return {
-        f"{name}, {what}": digest(trained(world, scenario, plan=row, settings=settings))
+        f"{name}, {what}": digest(trained(world, scenario, plan=row, settings=_settings(world)))
         for name, row in rows.items()
         for what, scenario in (("plain", RECIPE), ("micro-batches", MICRO_BATCHES))
     }
+
+
+def by_device(world: World) -> dict[str, str]:
+    """Digests where the device's kernels update what rests far, at the addresses that the device has for it."""
+    compute.serve()
+    settings = _settings(world, update_on="device")
+    plans = {
+        "host": Plan.preset("zero3").offloaded("host"),
+        "nvme": Plan.preset("zero3").offloaded("nvme"),
+        "share": replace(Plan.preset("zero1"), states=Placement(AXES, Memory.HOST, share=0.6)),
+    }
+    states = {name: trained(world, RECIPE, plan=plan, settings=settings) for name, plan in plans.items()}
+    states["scaler"] = trained(world, with_scaler, plan=plans["host"], settings=settings)
+    coded = {"plan": Plan.preset("zero3", precision=IN_8_BITS).offloaded("nvme"), "settings": settings}
+    states["8 bits"] = trained(world, RECIPE, **coded)
+    return {name: digest(state) for name, state in states.items()}
+
+
+def _settings(world: World, **options: Any) -> npuzero.Settings:
+    folder = world.exchange(tempfile.mkdtemp(dir=Path.cwd()))[world.rank]
+    return npuzero.Settings(chunk_bytes=3000, nvme_paths=(folder,), **options)
+
+
+def copies(world: World) -> dict[str, list[dict[str, int]]]:
+    """Bytes of a steady step between the device and pinned memory: as the device counts them, and as foretold."""
+    compute.serve()
+    found = {}
+    for name in OFFLOADED:
+        settings = _settings(world)
+        session = NpuSession(world, plan=name, precision="bf16", settings=settings)
+        optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
+        for step in range(3):
+            for micro_batch in range(2):
+                if (step, micro_batch) == (2, 0):
+                    compute.copied.clear()
+                session.loss(step, micro_batch).backward()
+            optimizer.step()
+            npuzero.report(session.model)  # waits for the update
+            counted = dict(compute.copied)
+            optimizer.zero_grad()
+        plan = Plan.preset(name, precision="bf16")
+        foretold = npuzero.predict(build(), plan, world.size, micro_batches=2, settings=settings).bytes_moved
+        found[name] = [counted, {link: foretold[link] for link in ("device>host", "host>device")}]
+        session.state()
+    return found
+
+
+def away(world: World) -> dict[str, str]:
+    """Digests where all of the training state leaves the device in each step; nothing of it stays there."""
+    compute.serve()
+    states = {}
+    for plan in ("zero1", "zero3", "offload3"):
+        session = NpuSession(world, plan=plan)
+        optimizer = session.optimizer(torch.optim.AdamW, groups_of(session.model, STEPS), lr=1e-2)
+        norms = []
+        for step in range(STEPS.steps):
+            loss = session.loss(step)
+            loss.backward()
+            del loss
+            _leave(session)
+            norms.append(session.clip(0.5))
+            optimizer.step()
+            _leave(session)
+            optimizer.zero_grad()
+        states[plan] = {"gradient norms": torch.stack(norms).cpu()} | session.state()
+    return {name: digest(state) for name, state in states.items()}
+
+
+def _leave(session: NpuSession) -> None:
+    large = torch.npu.memory_allocated()
+    with npuzero.offloaded(session.model):
+        held = npuzero.report(session.model).held
+        left = torch.npu.memory_allocated()
+        assert not any(held[Memory.DEVICE].values())
+        assert large - left >= sum(parameter.nbytes for parameter in session.model.parameters()) // session.world
+        assert torch.npu.memory_reserved() - left < 2**21, "what torch's allocator keeps is given back, too"
 
 
 def other_states(world: World) -> dict[str, str]:

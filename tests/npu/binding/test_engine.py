@@ -14,7 +14,7 @@ from npu.binding import engine_cases
 from npu.binding.engine_cases import IN_8_BITS, MICRO_BATCHES, RECIPE, Scenario, with_scaler
 from npu.binding.ranks import run
 from npu.fake import libraries
-from npuzero.plan import OFFLOADS
+from npuzero.plan import OFFLOADED, OFFLOADS
 from world.parity_ranks import STAGES
 from world.train import assert_close
 
@@ -56,6 +56,31 @@ def test_states_off_the_device_train_to_the_bits_of_the_cpu(kernels, delay_us: s
         for what, digest in (("plain", plain), ("micro-batches", micro_batches))
     }
     assert run("engine_cases:far", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us) == [expected] * 2
+
+
+@pytest.mark.parametrize("delay_us", ["0", pytest.param("500", marks=pytest.mark.slow)])
+def test_the_device_updates_what_rests_off_it_to_the_bits_of_the_cpu(kernels, delay_us: str, tmp_path: Path):
+    """Its kernels read and write the host's memory, where that is registered, at the device's own addresses of it."""
+    plain = dict.fromkeys(("host", "nvme", "share"), on_cpu(RECIPE, "zero3")[0])
+    others = {
+        "scaler": on_cpu(with_scaler, "zero3")[0],
+        "8 bits": on_cpu(RECIPE, "zero3", precision=IN_8_BITS)[0],
+    }
+    found = run("engine_cases:by_device", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us)
+    assert found == [plain | others] * 2
+
+
+def test_copies_between_the_device_and_the_host_are_those_foretold(kernels, tmp_path: Path):
+    for found in run("engine_cases:copies", 2, tmp_path, **kernels):
+        assert found.keys() == {*OFFLOADED}
+        for counted, foretold in found.values():
+            assert counted == foretold and all(counted.values())
+
+
+@pytest.mark.parametrize("delay_us", ["0", pytest.param("500", marks=pytest.mark.slow)])
+def test_a_training_state_leaves_the_device_and_comes_back_to_the_bit(kernels, delay_us: str, tmp_path: Path):
+    expected = dict.fromkeys(("zero1", "zero3", "offload3"), on_cpu(RECIPE, "zero0")[0])
+    assert run("engine_cases:away", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us) == [expected] * 2
 
 
 @pytest.mark.slow

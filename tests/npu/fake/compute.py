@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +22,10 @@ THEIRS = (
     "empty", "resize", "set_", "record_stream", "is_pinned", "pin_memory", "copy_from",
     "has_compatible_shallow_copy_type", "is_set_to",
 )  # fmt: skip
+
+#: Bytes copied between the device and pinned memory, by link; a few numbers at once are no part of a training state.
+copied: Counter[str] = Counter()
+_NUMBERS_BYTES = 64
 
 _library: Any = None
 
@@ -83,7 +88,15 @@ def _item(tensor: torch.Tensor) -> Any:
     return host_view(tensor).item()
 
 
+def _count(target: torch.Tensor, source: torch.Tensor) -> None:
+    ways = {("cpu", "npu"): (target, "device>host"), ("npu", "cpu"): (source, "host>device")}
+    host, link = ways.get((target.device.type, source.device.type), (None, ""))
+    if host is not None and host.nbytes > _NUMBERS_BYTES and host.is_pinned():
+        copied[link] += host.nbytes
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    _count(target, source)
     if target.device.type == "cpu":
         _check_reads()
     torch.npu.current_stream().synchronize()

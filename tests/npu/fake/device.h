@@ -31,7 +31,7 @@ __attribute__((visibility("default"))) void enqueue(void* stream, std::function<
 // Whether [begin, begin + bytes) lies in one allocation of device memory.
 __attribute__((visibility("default"))) bool on_device(const void* begin, size_t bytes);
 
-// Device memory: begin and bytes of each allocation.
+// What kernels may address, device memory and registered memory of the host: begin and bytes of each allocation.
 __attribute__((visibility("default"))) std::map<uintptr_t, size_t> allocations();
 
 // Sets what aclGetRecentErrMsg tells, and returns `result`.
