@@ -26,7 +26,6 @@ from npuzero.api import (
     init,
     load_full_state_dict,
     no_sync,
-    offloaded,
     predict,
     register_forward_method,
     report,
@@ -50,6 +49,7 @@ from npuzero.errors import (
 )
 from npuzero.info import info
 from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
+from npuzero.shard.absence import offloaded
 from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
 

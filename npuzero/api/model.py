@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -284,43 +283,6 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
     """
     with engine_of(model).values.gathered(write):
         yield model
-
-
-@contextlib.contextmanager
-def offloaded(model: nn.Module) -> Iterator[None]:
-    """Have the model's training state in the host's memory inside the block, and none of it in the device's.
-
-    For a program that needs the device for something else meanwhile, such as generation between two updates of a
-    policy. All of it goes: parameters, gradients that are there, near states of every optimizer, pools, and the buffers
-    of its modules, which can be used on the host inside. torch's allocator gives the memory back, too. At the end of
-    the block all is back, to the bit. Enter it on every rank, between passes: it waits for what is under way, such as
-    the end of an update, and sends nothing itself. Inside a block for the same model it does nothing.
-
-    Inside, a pass, ``step()`` or a look at parameters, gradients or states is a StateError; :func:`report` tells what
-    is held. Parameters stay the same objects, and views of the same storages, whose addresses may be others afterwards:
-    capture graphs anew. What a program has taken views of is not to be touched inside.
-
-    Raises:
-        StateError: the model is not sharded, or its parameters are in use, in a pass or within :func:`gathered`.
-        OutOfSpace: at the beginning: the host has no room, and nothing has moved. At the end: the device has none, and
-            the model stays offloaded; ``with npuzero.offloaded(model): pass`` tries again, once there is.
-
-    Example::
-
-        with npuzero.offloaded(model):
-            print(npuzero.report(model).memory)  # nothing on the device; another model may have it
-        loss = model(x).sum()
-    """
-    engine = engine_of(model)
-    engine.absence.begin()
-    absence_of = weakref.ref(engine.absence)
-    del engine, model  # which may go before the block ends, and all memory with it
-    try:
-        yield
-    finally:
-        absence = absence_of()
-        if absence is not None:
-            absence.end()
 
 
 def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None) -> Plan:

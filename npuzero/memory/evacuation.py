@@ -43,13 +43,13 @@ class Evacuation:
             host.check_room(sum(block.raw.nbytes for block in blocks))
             for block in blocks:
                 self._away.append((block, host.allocate(block.raw.nbytes, torch.uint8, block.label)))
+            mover.follow()
+            for block, copy in self._away:
+                mover.to_host(copy, block.raw)
+            mover.quiet()
         except BaseException:
             self._forget(len(self._away))
             raise
-        mover.follow()
-        for block, copy in self._away:
-            mover.to_host(copy, block.raw)
-        mover.quiet()
         for block in blocks:
             block.give()
         device.trim()

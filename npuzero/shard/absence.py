@@ -6,8 +6,9 @@ any of it raises a StateError. Storages stay, so parameters are views of their f
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,12 +19,50 @@ from npuzero.errors import StateError
 from npuzero.memory import Evacuation, Spaces, foreign_blocks
 from npuzero.shard.flat import Flat
 from npuzero.shard.guard import in_backward
+from npuzero.shard.ownership import engine_of
 from npuzero.shard.passes import Passes
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.unit import Unit
 from npuzero.shard.update import Update
 from npuzero.shard.values import Values
+
+
+@contextlib.contextmanager
+def offloaded(model: nn.Module) -> Iterator[None]:
+    """Have the model's training state in the host's memory inside the block, and none of it in the device's.
+
+    For a program that needs the device for something else meanwhile, such as generation between two updates of a
+    policy. All of it goes: parameters, gradients that are there, near states of every optimizer, pools, and the buffers
+    of its modules, which can be used on the host inside. torch's allocator gives the memory back, too. At the end of
+    the block all is back, to the bit. Enter it on every rank, between passes: it waits for what is under way, such as
+    the end of an update, and sends nothing itself. Inside a block for the same model it does nothing.
+
+    Inside, a pass, ``step()`` or a look at parameters, gradients or states is a StateError; :func:`report` tells what
+    is held. Parameters stay the same objects, and views of the same storages, whose addresses may be others afterwards:
+    capture graphs anew. What a program has taken views of is not to be touched inside.
+
+    Raises:
+        StateError: the model is not sharded, or its parameters are in use, in a pass or within :func:`gathered`.
+        OutOfSpace: at the beginning: the host has no room, and nothing has moved. At the end: the device has none, and
+            the model stays offloaded; ``with npuzero.offloaded(model): pass`` tries again, once there is.
+
+    Example::
+
+        with npuzero.offloaded(model):
+            print(npuzero.report(model).memory)  # nothing on the device; another model may have it
+        loss = model(x).sum()
+    """
+    engine = engine_of(model)
+    engine.absence.begin()
+    absence_of = weakref.ref(engine.absence)
+    del engine, model  # which may go before the block ends, and all memory with it
+    try:
+        yield
+    finally:
+        absence = absence_of()
+        if absence is not None:
+            absence.end()
 
 
 class Tenant(Protocol):

@@ -9,6 +9,7 @@ HOME = "world/test_tiers.py::test_micro_batches_add_up_at_home"
 AFTER = "world/test_tiers_lane.py::test_right_after_a_step"
 FAILS = "world/test_tiers_lane.py::test_a_disk_that_fails_ends_training"
 STEADY = "world/test_tiers_lane.py::test_a_steady_step_allocates_nothing"
+AWAY = "world/test_offloaded.py"
 LOADED = "checkpoint/test_memories.py::test_any_memory_goes_on_from_any_other"
 BESIDE = "checkpoint/test_beside.py"
 LATE = "world/test_delayed.py::"
@@ -239,5 +240,26 @@ MUTANTS = (
         "            del handle  # an error's traceback has the frames of all who have waited, and what they hold\n",
         "",
         ("faults/test_disks.py::test_a_disk_that_fails_in_an_update[a full disk-0]",),
+    ),
+    Mutant(
+        "what leaves the device keeps its memory",
+        "memory/evacuation.py",
+        "            block.give()\n",
+        "            pass\n",
+        (f"{AWAY}::test_memory_goes_and_what_a_program_has_views_of_comes_back",),
+    ),
+    Mutant(
+        "a model is used while its training state is away",
+        "shard/restore.py",
+        "        if self.absent is not None:\n",
+        "        if False:\n",
+        (f"{AWAY}::test_what_needs_the_state_says_so[0]",),
+    ),
+    Mutant(
+        "states that torch's optimizers have made stay on the device",
+        "shard/absence.py",
+        '            *foreign_blocks(states, "states"),\n',
+        "",
+        (f"{AWAY}::test_states_of_torchs_optimizers_are_counted",),
     ),
 )

@@ -9,7 +9,6 @@
 //   * an error of work on a stream shows at the next synchronization, and stays
 // Compute entry points return errors (refused.cpp): nothing passes by doing nothing.
 #include <dlfcn.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -33,7 +32,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t total_bytes = size_t{4} << 30;  // of each device
-constexpr size_t alignment = 512, page = 4096;
+constexpr size_t alignment = 512;
 constexpr unsigned char fresh = 0xA5, freed = 0x5A;
 
 int setting(const char* name, int otherwise) {
@@ -45,22 +44,6 @@ std::mutex mutex;  // of everything below that is not a stream's own
 std::string recent;
 std::map<uintptr_t, size_t> allocated;  // device memory: begin, bytes
 std::atomic<size_t> used{0};
-
-// Pinned memory of the host, by its begin; and what of it the device addresses, by its begin on the host.
-struct Pinned {
-  size_t bytes;
-  int file;
-};
-struct Registered {
-  uintptr_t begin;
-  size_t bytes;
-};
-std::map<uintptr_t, Pinned> pinned;
-std::map<uintptr_t, Registered> registered;
-
-void* mapped_from(int file, off_t offset, size_t bytes) {
-  return mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, offset);
-}
 std::map<int, int64_t> options;
 std::atomic<int64_t> async_copies{0};
 
@@ -242,9 +225,9 @@ bool on_device(const void* begin, size_t bytes) {
 }
 
 std::map<uintptr_t, size_t> allocations() {
+  std::map<uintptr_t, size_t> all = registered();
   const std::lock_guard<std::mutex> lock(mutex);
-  std::map<uintptr_t, size_t> all = allocated;
-  for (const auto& [host, there] : registered) all[there.begin] = there.bytes;
+  all.insert(allocated.begin(), allocated.end());
   return all;
 }
 
@@ -350,51 +333,6 @@ FAKE_API int aclrtFree(void* memory) {
   used -= found->second;
   allocated.erase(found);
   std::free(memory);
-  return success;
-}
-FAKE_API int aclrtMallocHost(void** out, size_t bytes) {
-  const size_t rounded = (bytes + page - 1) / page * page;
-  const int file = memfd_create("pinned", 0);
-  void* memory =
-      file < 0 || ftruncate(file, static_cast<off_t>(rounded)) != 0 ? MAP_FAILED : mapped_from(file, 0, rounded);
-  if (memory == MAP_FAILED) return fake::fail(fake::out_of_memory, "aclrtMallocHost");
-  const std::lock_guard<std::mutex> lock(mutex);
-  pinned[reinterpret_cast<uintptr_t>(memory)] = {rounded, file};
-  *out = memory;
-  return success;
-}
-FAKE_API int aclrtFreeHost(void* memory) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = pinned.find(reinterpret_cast<uintptr_t>(memory));
-  if (found == pinned.end()) return fake::invalid_param;
-  munmap(memory, found->second.bytes);
-  close(found->second.file);
-  pinned.erase(found);
-  return success;
-}
-// type 0: mapped. The device has it at another address than the host.
-FAKE_API int aclrtHostRegister(void* memory, uint64_t bytes, int type, void** out) {
-  const auto address = reinterpret_cast<uintptr_t>(memory);
-  if (type != 0 || !out || address % page || bytes % page) {
-    return fake::fail(fake::invalid_param, "aclrtHostRegister: type, or no whole pages");
-  }
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto found = pinned.upper_bound(address);
-  if (found == pinned.begin() || address + bytes > (--found)->first + found->second.bytes) {
-    return fake::fail(fake::invalid_param, "aclrtHostRegister: memory that is not pinned");
-  }
-  if (registered.count(address)) return fake::fail(fake::invalid_param, "aclrtHostRegister: registered already");
-  *out = mapped_from(found->second.file, static_cast<off_t>(address - found->first), bytes);
-  registered[address] = {reinterpret_cast<uintptr_t>(*out), bytes};
-  return success;
-}
-FAKE_API int aclrtHostUnregister(void* memory) {
-  synchronize_all(-1);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = registered.find(reinterpret_cast<uintptr_t>(memory));
-  if (found == registered.end()) return fake::invalid_param;
-  munmap(reinterpret_cast<void*>(found->second.begin), found->second.bytes);
-  registered.erase(found);
   return success;
 }
 FAKE_API int aclrtGetMemInfo(int, size_t* free, size_t* total) {

@@ -34,6 +34,9 @@ __attribute__((visibility("default"))) bool on_device(const void* begin, size_t 
 // What kernels may address, device memory and registered memory of the host: begin and bytes of each allocation.
 __attribute__((visibility("default"))) std::map<uintptr_t, size_t> allocations();
 
+// What of the host's memory kernels may address: begin, for them, and bytes.
+__attribute__((visibility("default"))) std::map<uintptr_t, size_t> registered();
+
 // Sets what aclGetRecentErrMsg tells, and returns `result`.
 __attribute__((visibility("default"))) int fail(int result, const std::string& text);
 

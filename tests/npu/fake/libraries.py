@@ -28,7 +28,7 @@ _COMPILE = ("g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", 
 #: By name, in the order in which they are loaded: sources. The empty ones only need to be there; what torch_npu looks
 #: up in them, it finds in libascendcl.
 LIBRARIES: dict[str, tuple[str, ...]] = {
-    "libascendcl.so": ("ascendcl.cpp", "refused.cpp"),
+    "libascendcl.so": ("ascendcl.cpp", "pinned.cpp", "refused.cpp"),
     "libhccl.so": ("hccl.cpp",),
     **{f"lib{name}.so": () for name in ("acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")},
 }
