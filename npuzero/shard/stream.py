@@ -342,7 +342,7 @@ class Stream:
         """
         self._stage()
         self.mover.moved.clear()
-        there = Numbers(*(value if value is None else value.clone() for value in (scale, skip, dynamic)))
+        there = Numbers(scale.clone(), *(None if other is None else other.clone() for other in (skip, dynamic)))
         self.mover.follow()
         numbers, taken = self._snapshot(scale, skip, dynamic)
         how = self._staging, self.mover, self._on_device, self._lag
