@@ -177,7 +177,9 @@ class _Job:
         reach = self.mover.reach
         there = [
             each._replace(
-                gradient=reach(each.gradient), states={name: reach(state) for name, state in each.states.items()}
+                gradient=reach(each.gradient),
+                parameter=reach(each.parameter),
+                states={name: reach(state) for name, state in each.states.items()},
             )
             for each in staged
         ]
