@@ -44,14 +44,17 @@ FACTORS: dict[str, Any] = {
     "scaler": [False, True],
     "overlap": [True, False, "gradients"],
     "update_on": ["auto", "device"],
+    "early": [False, True],
 }
-#: What torch's optimizers ask of a model.
+#: What torch's optimizers ask of a model, and updates inside backward of a program.
 TORCHS = {
     "precision": lambda name: PRECISIONS[name].masters == PRECISIONS[name].moments == "fp32",
     "place": lambda place: place[1] is HOST,
     "share": lambda share: share == 1.0,
     "update_on": lambda where: where == "auto",
+    "early": lambda early: not early,
 }
+EARLY = {"clip": None, "scaler": False, "unused": False}
 
 
 def possible(row: Row) -> bool:
@@ -60,7 +63,7 @@ def possible(row: Row) -> bool:
         return False
     if row.get("optimizer") == "torch's AdamW":
         return all(fits(row[name]) for name, fits in TORCHS.items() if name in row)
-    return True
+    return not row.get("early") or all(row[name] == value for name, value in EARLY.items() if name in row)
 
 
 ROWS = covering(FACTORS, possible)
@@ -86,10 +89,11 @@ def plans(row: Row) -> tuple[Plan, Plan]:
 def trained(session: Session, row: Row) -> State:
     odd, even = list(session.model.parameters())[::2], list(session.model.parameters())[1::2]
     groups = [{"params": odd}, {"params": even, "weight_decay": 0.05, "betas": (0.8, 0.99)}]
+    early = {"early": row["micro_batches"]} if row["early"] else {}
     if row["optimizer"] == "Lion":
-        optimizer = lion(session, groups)
+        optimizer = lion(session, groups, **early)
     else:
-        optimizer = session.optimizer(torch.optim.AdamW, groups, fused=row["optimizer"] == "AdamW", lr=1e-2)
+        optimizer = session.optimizer(torch.optim.AdamW, groups, fused=row["optimizer"] == "AdamW", lr=1e-2, **early)
     scaler = session.scaler(init_scale=2.0**10, enabled=row["scaler"])
     for step in range(STEPS):
         overflows = row["scaler"] and step == OVERFLOW
