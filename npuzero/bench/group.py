@@ -35,6 +35,11 @@ class Group:
             with (self.folder / name).open("r+") as file:  # the kernel puts it there; what has none is a plain folder
                 file.write(str(cap if limit is None else limit))
 
+    def used(self) -> int:
+        """Return the bytes that count for the cap now: of the processes, of the kernel for them, and page cache."""
+        names = ("memory.current", "memory.usage_in_bytes")
+        return int(next(path for name in names if (path := self.folder / name).exists()).read_text())
+
     def command(self, command: list[str]) -> list[str]:
         """Return a command that joins the group, and becomes ``command``."""
         return ["sh", "-c", f'echo 0 > "{self.folder}/cgroup.procs" && exec "$@"', "sh", *command]
