@@ -94,8 +94,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the moments of a state that is dropped stay",
         "optim/shards.py",
-        "if state or flat in self._moments:",
-        "if state:",
+        "return list(self._moments.get(flat, ()))",
+        "return list(self._moments.get(flat, ()) if any(states.values()) else ())",
         ("checkpoint/test_contents.py::test_a_state_that_is_not_loaded_is_dropped",),
     ),
     Mutant(
