@@ -85,7 +85,9 @@ class HostLane(Lane):
     def close(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._steps.put(None)
-            self._thread.join(timeout_s)
+            # A finalizer may close it within one of its own steps: garbage is collected on any thread.
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while (item := self._steps.get()) is not None:

@@ -72,6 +72,7 @@ MUTANTS = (
         "        item.arrival.wait()\n",
         "",
         (f"{SHARED}::test_inputs_longer_than_the_buffers",),
+        slow=True,
     ),
     Mutant(
         "a buffer is filled again while a disk still reads it",
@@ -79,6 +80,7 @@ MUTANTS = (
         "                        ends.popleft()()\n                    ends.append",
         "                        ends.popleft()\n                    ends.append",
         (f"{SHARED}::test_inputs_longer_than_the_buffers",),
+        slow=True,
     ),
     Mutant(
         "the thread outlives its model",

@@ -27,6 +27,19 @@ def test_a_lane_keeps_order_and_errors():
     lane.close(1.0)
 
 
+def test_a_lane_may_be_closed_by_a_step_of_its_own():
+    """As finalizers do, which run on whichever thread collects garbage."""
+    lane = HostLane("closing")
+    closing, never = lane.run(lambda: lane.close(1.0)), []
+    closing.wait()
+    lane.run(lambda: never.append(1))
+    for thread in threading.enumerate():
+        if thread.name == "npuzero-closing":
+            thread.join(10.0)
+            assert not thread.is_alive()
+    assert not never
+
+
 def test_a_lane_takes_no_step_where_its_door_is_shut():
     seen = []
     lane = make_lane(torch.device("cpu"), "test", refuse)
