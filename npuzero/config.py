@@ -244,9 +244,9 @@ class Launch(_Checked):
                 )
 
 
-def strict_word(ranks: int) -> str:
-    """Return what a refusal that several ranks meet says beside on one, where nothing but strict mode refuses it."""
-    if ranks > 1:
+def strict_word(ranks: int, strict: bool = True) -> str:
+    """Return what a refusal that several ranks meet says beside on one, if only ``strict`` mode refuses it."""
+    if ranks > 1 or not strict:
         return ""
     return (
         " One rank alone could do it: strict mode refuses it here, as several ranks do; to allow it leave out "

@@ -93,7 +93,8 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
             root's floating inputs) are converted to, or a :class:`Precision`. None keeps each parameter's dtype.
         local_size: ranks in a group for presets that shard within groups; None: those that share a host; <= 0: all.
         offload: what rests off the device, whatever the stage or plan: ``"host"``: states on the host, and gradients
-            that are sharded as states are; ``"nvme"``: states in files instead. See :meth:`Plan.offloaded`.
+            that are sharded as states are; ``"nvme"``: states in files instead; ``"host+parameters"`` or
+            ``"nvme+parameters"``: parameters there, too. See :meth:`Plan.offloaded`.
         units: which modules are gathered as one: a class, a tuple of classes, or a predicate of (name, module). By
             default the children of each outermost repeated list.
         unit_plans: plans of single units by name (``"root"``, ``"blocks.3"``), where they have others than the model's:

@@ -348,7 +348,9 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     # Whoever wants more digits than the parameters have gets the masters'.
     exact = flat.trainable and dtype.itemsize > flat.dtype.itemsize
     rests = flat.rests
-    rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.resting.__getitem__)
+    rest: Rest
+    read: Callable[[slice], Tensor]
+    rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.shard.raw)
     if flat.ahead is not None and not exact:  # an update that is pending counts
         rest, read = rests.states, flat.ahead.__getitem__
     yield from _slot_pieces(engine, flat, i, rest, read)

@@ -172,7 +172,7 @@ def write(part: Part, own: slice, values: Tensor) -> None:
     if part.flat.trainable:
         part.flat.write_master(own, values)
     else:
-        part.flat.resting[own].copy_(values)
+        part.flat.shard.replace(own, values)
 
 
 def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
@@ -195,7 +195,7 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
 
 
 def _frozen_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
-    return snapshot.copied(flat.resting[own])
+    return flat.shard.later(own, snapshot, raw=True)
 
 
 def model_entries(model: nn.Module) -> list[Entry]:

@@ -39,8 +39,8 @@ presets, and what each shards over the ranks (docs/plan.md, "Presets"):
   zero1.5     states, within a host               hpz         the same, sharded within a host meanwhile
   zero2       gradients and states                hsdp, mics  all, within a host
 
-offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme: --offload host, --offload nvme; and delayed is
-offload with --lag 1.
+offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme, infinity zero3+nvme+parameters: --offload host,
+--offload nvme ...; and delayed is offload with --lag 1.
 
 Memory is of the training state and the engine's buffers; activations come on top. Traffic is what each rank sends
 in one optimizer step. The model is trained by Adam or AdamW; what its class freezes stays frozen."""

@@ -16,12 +16,14 @@ DISK, LINK = (TO_DISK, FROM_DISK), (TO_HOST, TO_DEVICE)
 # By option, what it needs of --states.
 _FURTHER = {"disk": " nvme", "lag": " with --gradients"}
 
+_ON_DISK = [name for name, parts in OFFLOADS.items() if Memory.NVME in parts.values()]
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what says where states and gradients rest, and how fast they move."""
     where = parser.add_argument_group("off the device (rows named zero3+nvme and so on come on top)")
     where.add_argument("--offload", choices=tuple(OFFLOADS), help="states there, gradients on the host: zero(offload=)")
-    where.add_argument("--states", choices=tuple(OFFLOADS), help="states there")
+    where.add_argument("--states", choices=("host", "nvme"), help="states there")
     where.add_argument("--gradients", choices=("host",), help="gradients, too, where they are sharded as states are")
     where.add_argument("--lag", type=int, choices=(0, 1), default=0, help="1: updates a step late (0)")
     where.add_argument("--link", type=rate, metavar="GB/S", help="of a rank between device and host, each way")
@@ -29,7 +31,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
-    """Return ``plan`` with parts off the device as the options say; None where they say nothing.
+    """Return ``plan`` with parts off the device as the options say; None where they say nothing, or it shards states
+    further than the parameters that they name.
 
     Raises:
         ConfigError: options that make no sense together.
@@ -40,7 +43,7 @@ def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
         )
     offload = options.offload or options.states
     homed = options.offload or options.gradients
-    for option, needed in (("gradients", offload), ("lag", homed), ("link", offload), ("disk", offload == "nvme")):
+    for option, needed in (("gradients", offload), ("lag", homed), ("link", offload), ("disk", offload in _ON_DISK)):
         if getattr(options, option) and not needed:
             raise ConfigError(
                 f"--{option}",
@@ -48,7 +51,7 @@ def place(plan: Plan, options: argparse.Namespace) -> Plan | None:
                 got="none",
                 do="Say where states rest, or leave it out.",
             )
-    if offload is None:
+    if offload is None or ("parameters" in OFFLOADS[offload] and plan.parameters.axes != plan.states.axes):
         return None
     placed = plan.offloaded(offload)
     placed = placed if homed else replace(placed, gradients=plan.gradients)

@@ -59,6 +59,14 @@ class Mover:
         """Return a tensor of the device over memory of either kind."""
         return memory if memory.device == self._device else devices.get(self._device).reach(memory)
 
+    def arrival(self) -> Handle:
+        """Return a handle by which the current stream, not the host, waits for the copies so far."""
+        if self._stream is None:
+            return Ready()
+        event = self._module.Event()
+        event.record(self._stream)
+        return _StreamArrival(event, self._module)
+
     def snapshot(self, value: Tensor) -> tuple[Tensor, Handle]:
         """Copy a few numbers to the host, whatever becomes of them on the device; they do not count."""
         taken = torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
@@ -93,3 +101,14 @@ class _Arrival(Handle):
 
     def done(self) -> bool:
         return bool(self._event.query())
+
+
+class _StreamArrival(_Arrival):
+    """Stand for copies on a stream, for which the current stream waits."""
+
+    def __init__(self, event: Any, module: Any) -> None:
+        super().__init__(event)
+        self._module = module
+
+    def wait(self) -> None:
+        self._event.wait(self._module.current_stream())

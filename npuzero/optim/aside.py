@@ -8,7 +8,8 @@ from torch import Tensor
 from npuzero.errors import ConfigError
 from npuzero.plan import Memory
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import Flat, copy_rounded
+from npuzero.shard.flat import Flat
+from npuzero.shard.spread import copy_rounded
 
 
 class Aside:
@@ -23,11 +24,12 @@ class Aside:
 
     def __init__(self, engine: Engine, flat: Flat) -> None:
         rest = flat.rests.states
-        if rest.memory is not Memory.HOST or rest.near:
+        if rest.memory is not Memory.HOST or rest.near or flat.rests.parameters.memory is Memory.NVME:
             raise ConfigError(
                 f"ZeroOptimizer over a model of plan {flat.plan.name!r}",
                 expected="states on the device, or all of them on the host: torch's optimizers have them in memory",
-                got=f"{rest.numel - rest.near} of {rest.numel} elements of each shard on {rest.memory.value}",
+                got=f"{rest.numel - rest.near} of {rest.numel} elements of each shard on {rest.memory.value}, "
+                f"parameters on {flat.rests.parameters.memory.value}",
                 do="Use npuzero.AdamW or another fused optimizer of npuzero, or let all states rest on the host.",
             )
         if flat.plan.lag:
@@ -37,12 +39,18 @@ class Aside:
                 got="lag=1",
                 do="Use npuzero.AdamW or another fused optimizer of npuzero, or the plan without lag.",
             )
+        self.master: Tensor
+        self._low: Tensor | None
         self._flat = flat
         self._mover = engine.spaces.mover
         host = engine.spaces.host
-        own = None if flat.masters == "fp32" else host.allocate(rest.numel, torch.float32, "buffers")
-        self.master: Tensor = engine.far.whole(flat) if own is None else own
-        self._low = host.allocate(rest.numel, flat.dtype, "buffers") if own is None else None
+        self._here = flat.rests.parameters.memory is Memory.HOST  # so that nothing of them need come, or go
+        if flat.masters == "fp32":
+            own = flat.own_parameters if self._here else host.allocate(rest.numel, flat.dtype, "buffers")
+            self.master, self._low = engine.far.whole(flat), own
+        else:
+            own = flat.own_parameters if self._here else host.allocate(rest.numel, torch.float32, "buffers")
+            self.master, self._low = own, None
         self._gradient: Tensor | None = None
         if flat.rests.gradients.memory is Memory.DEVICE:
             self._gradient = host.allocate(rest.numel, torch.float32, "buffers")
@@ -50,7 +58,7 @@ class Aside:
     def fetch(self) -> Tensor:
         """Bring here what is not; return the gradient."""
         self._mover.follow()
-        if self._low is None:
+        if self._low is None and not self._here:
             self._mover.to_host(self.master, self._flat.own_parameters)
         if self._gradient is not None:
             self._mover.to_host(self._gradient, self._flat.own_gradient)
@@ -61,4 +69,5 @@ class Aside:
         """Bring the updated parameters to the device."""
         if self._low is not None:
             copy_rounded(self.master, self._low)
-        self._mover.to_device(self._flat.own_parameters, self.master if self._low is None else self._low).wait()
+        if not self._here:
+            self._mover.to_device(self._flat.own_parameters, self.master if self._low is None else self._low).wait()

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from npuzero.optim.rule import Options, Range, Rule
 from npuzero.optim.segments import moved, segments, within
-from npuzero.shard.flat import Flat, copy_rounded
+from npuzero.shard.flat import Flat
+from npuzero.shard.spread import copy_rounded
 from npuzero.shard.stream import Numbers, Staged
 
 

@@ -110,7 +110,7 @@ class Shards:
         if self._counted_on_device(groups, engine, members) or _any_lr_there(groups, engine.device):
             return None
         launch = self._begun[engine] = self._launch(self._foreseen(engine, members))
-        return [*engine.far.masters, *self._banks.get(engine, ())], launch
+        return [*engine.far.updated, *self._banks.get(engine, ())], launch
 
     def _foreseen(self, engine: Engine, members: Members) -> dict[Flat, list[Range]]:
         """Return the ranges of what is far in the next step, if every parameter is used; nothing is counted."""
@@ -187,7 +187,7 @@ class Shards:
                 got="some that rest off it, and are updated by the host, which no graph can",
                 do="Call step() outside of the capture.",
             )
-        banks = [*engine.far.masters, *engine.lag.banks, *self._banks.get(engine, ())]
+        banks = [*engine.far.updated, *engine.lag.banks, *self._banks.get(engine, ())]
         engine.update.run_far(
             far, banks, self._launch(far), engine.boundary.gradient_scale, engine.boundary.skip, dynamic
         )
@@ -206,7 +206,7 @@ class Shards:
             line = self._rule.line(
                 master=[flat.master for flat in shards],
                 **{name: [moments.get(name) for moments in stored] for name in self._rule.moments},
-                low=[None if flat.low is None else flat.low[: flat.rests.states.near] for flat in shards],
+                low=[flat.low for flat in shards],
                 remainder=[flat.remainder for flat in shards],
                 seed=self._seed,
             )

@@ -44,6 +44,7 @@ from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
     PAGE_BYTES,
+    READ_SLOTS,
     RING_SLOTS,
     STATE_ALIGNMENT,
     Part,
@@ -73,6 +74,7 @@ __all__ = [
     "PAGE_BYTES",
     "PRECISIONS",
     "PRESETS",
+    "READ_SLOTS",
     "RING_SLOTS",
     "SHARD_BYTES",
     "START_ELEMENTS",

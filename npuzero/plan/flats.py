@@ -57,12 +57,15 @@ class Kind:
         return self.mesh.size(axes) > 1
 
     @cached_property
-    def cut(self) -> bool:
-        return self.many(self.plan.parameters.axes)
+    def apart(self) -> bool:
+        """Tell whether unsharded parameters lie elsewhere than what rests of them, and come and go."""
+        return self.many(self.plan.parameters.axes) or self.plan.parameters.far
 
     @cached_property
     def keeps_more(self) -> bool:
-        """Tell whether more is kept between forward and backward than rests: a copy, or all of it."""
+        """Tell whether more is kept on the device between forward and backward than rests there: a copy, or all."""
+        if self.plan.parameters.far:
+            return self.plan.after_forward.axes != self.plan.parameters.axes
         return self.mesh.size(self.plan.after_forward.axes) < self.mesh.size(self.plan.parameters.axes)
 
     @cached_property

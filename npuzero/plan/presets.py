@@ -34,8 +34,8 @@ class Plan:
 
     Raises:
         ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
-            broken, or that of memories: gradients rest on the host only where states rest off the device and are
-            sharded alike; and a lag needs both off the device wholly, and parameters on it.
+            broken, or that of memories: gradients rest on the host, and parameters off the device, only where states
+            rest off the device and are sharded alike; and a lag needs both off the device wholly, and parameters on it.
 
     Example::
 
@@ -80,6 +80,16 @@ class Plan:
                 expected="Memory.DEVICE, where states rest on the device or are sharded over other axes",
                 got=f"{self.gradients} beside {self.states}",
                 do="Keep gradients on the device, or place states off it over the same axes.",
+            )
+        if self.parameters.far and not (
+            self.states.far and self.states.share == 1 and self.states.axes == self.parameters.axes
+        ):
+            raise ConfigError(
+                f"plan {self.name!r}, parameters.memory",
+                expected="Memory.DEVICE, unless all of states rests off it, too, over the same axes: the update "
+                "reads and writes both where they rest",
+                got=f"{self.parameters} beside {self.states}",
+                do="Keep parameters on the device, or place states off it, all of them, over the same axes.",
             )
         if not isinstance(self.precision, Precision):
             raise ConfigError(
@@ -131,9 +141,11 @@ class Plan:
 
         Args:
             offload: ``"host"``: states and gradients on the host. ``"nvme"``: states in files on NVMe.
+                ``"host+parameters"``, ``"nvme+parameters"``: parameters there, too.
 
         Raises:
-            ConfigError: none of these, or a plan that says where its parts rest.
+            ConfigError: none of these, or a plan that says where its parts rest; or one that shards states further than
+                the parameters that are to go with them.
 
         Example::
 
@@ -153,12 +165,13 @@ class Plan:
                 got=f"plan {self.name!r}, which says where its parts rest",
                 do="Give either of them.",
             )
-        memory = OFFLOADS[offload]
+        memories = OFFLOADS[offload]
         alike = self.gradients.axes == self.states.axes != ()
         return replace(
             self,
+            parameters=replace(self.parameters, memory=memories.get("parameters", Memory.DEVICE)),
             gradients=replace(self.gradients, memory=Memory.HOST if alike else Memory.DEVICE),
-            states=replace(self.states, memory=memory),
+            states=replace(self.states, memory=memories["states"]),
             name=f"{self.name}+{offload}",
         )
 
@@ -226,13 +239,19 @@ _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
     "hsdp": (_L, _L, _L, _L),
     "mics": (_L, _L, _L, _L),
 }
-#: What ``offload`` takes, and where states rest then.
-OFFLOADS = {"host": Memory.HOST, "nvme": Memory.NVME}
+#: What ``offload`` takes, and what rests where then.
+OFFLOADS: dict[str, dict[str, Memory]] = {
+    "host": {"states": Memory.HOST},
+    "nvme": {"states": Memory.NVME},
+    "host+parameters": {"states": Memory.HOST, "parameters": Memory.HOST},
+    "nvme+parameters": {"states": Memory.NVME, "parameters": Memory.NVME},
+}
 # preset: a row, and what of it rests farther away
 _OFFLOADED = {
     "offload": ("zero2", "host"),
     "offload3": ("zero3", "host"),
     "infinity-states": ("zero3", "nvme"),
+    "infinity": ("zero3", "nvme+parameters"),
 }
 # preset: the one of which it delays the updates
 _DELAYED = {"delayed": "offload"}
@@ -253,13 +272,13 @@ _SPELLINGS = {
     "zero-offload": "offload",
     "zero2-offload": "offload",
     "zero3-offload": "offload3",
-    "zero-infinity": "infinity-states",
+    "zero-infinity": "infinity",
 }
 
 
 # Where each part can rest.
 _MEMORIES = {
-    "parameters": (Memory.DEVICE,),
+    "parameters": tuple(Memory),
     "after_forward": (Memory.DEVICE,),
     "gradients": (Memory.DEVICE, Memory.HOST),
     "states": tuple(Memory),

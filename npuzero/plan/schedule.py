@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from npuzero.plan.filed import Filed
 from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import (
@@ -40,7 +41,7 @@ from npuzero.plan.moves import (
 )
 from npuzero.plan.placement import Axes
 from npuzero.plan.presets import Plan
-from npuzero.plan.report import TO_DEVICE, TO_HOST
+from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_HOST
 from npuzero.plan.stream import far_update
 
 #: Numbers that each step's vote carries beside those of the parameters, a bit each, so that ranks find out where they
@@ -152,8 +153,8 @@ class _Unit:
         self.runs = runs
         self.trainable = [(kind, count) for kind, count in runs if kind.trainable]
         self.has_frozen = len(self.trainable) < len(runs)
-        self.cut = any(kind.cut for kind, _ in runs)
-        self.state = _State.SHARDED if self.cut else _State.WHOLE
+        self.apart = any(kind.apart for kind, _ in runs)
+        self.state = _State.SHARDED if self.apart else _State.WHOLE
         self.copied = False  # the copies that are kept between forward and backward are there
         self.missing = False  # the present backward has still to bring gradients
         self.gathers = self.restores = 0  # collectives under way
@@ -206,22 +207,24 @@ class _Rank:
         self._prefetch = step.prefetch if step.overlaps_parameters else 0
         self._moves: list[Move] = []
         # In the order in which forward begins them, and ends; only what is sharded is gathered ahead.
-        self._trace = [unit for unit in units if unit.cut]
+        self._trace = [unit for unit in units if unit.apart]
         self._spans = step.spans or (len(units) - 1, *range(1, len(units)))
         self._by_end = [unit for unit, begins in _walk(units, self._spans) if not begins]
-        self._ended = [unit for unit in self._by_end if unit.cut]
+        self._ended = [unit for unit in self._by_end if unit.apart]
         self._under_way: list[list[_Stage]] = []
         # Units whose update runs beside the next forward, and those behind them: R4 starts where it is awaited.
         late = step.overlaps_parameters and not plan.lag and any(unit.far for unit in units)
         first = next((i for i, unit in enumerate(units) if unit.far), 0)
         self._late = units[first:] if late else []
         self._owed: deque[_Unit] = deque()
+        self._filed = Filed([unit.runs for unit in units], step.chunk_bytes)
 
     def moves(self) -> list[Move]:
         """Return the whole step."""
         if not self._units:
             return []
         passes = self._step.micro_batches
+        self._moves += [Take(*ring) for ring in self._filed.rings]
         if self._step.overlaps_parameters:  # the last step's R4 is under way
             self._owed.extend(self._late)
             for unit in self._units[: len(self._units) - len(self._late)]:
@@ -236,6 +239,7 @@ class _Rank:
         self._moves += far_update(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
         for unit in self._units[: len(self._units) - len(self._late)]:
             self._restore(unit)
+        self._moves += [Give(*ring) for ring in self._filed.rings]
         for unit in self._units:  # zero_grad(), where they are large
             self._moves += [Give(kind.gradient, count) for kind, count in unit.trainable if not kind.homed]
         return self._moves
@@ -279,13 +283,13 @@ class _Rank:
 
     def _forward_begins(self, unit: _Unit) -> None:
         self._finish_restore(unit)
-        if unit.cut:
+        if unit.apart:
             self._finish_gather(unit)
             at = self._trace.index(unit) + 1
             self._gather_ahead(self._trace[at : at + self._prefetch])
 
     def _backward_reaches(self, unit: _Unit, first: bool) -> None:
-        if unit.cut:
+        if unit.apart:
             self._finish_gather(unit)
             before = self._ended[: self._ended.index(unit)]
             self._gather_ahead(before[::-1][: self._prefetch])
@@ -308,12 +312,17 @@ class _Rank:
     def _start_gather(self, unit: _Unit) -> None:
         if unit.state not in (_State.SHARDED, _State.HELD):
             return
-        for kind, count in unit.runs:
-            if kind.cut and not (unit.keeps(kind) and kind.keeps_all):
+        for (kind, count), filed in zip(unit.runs, self._filed.read[unit.index], strict=True):
+            if kind.apart and not (unit.keeps(kind) and kind.keeps_all):
+                self._moves.append(Take(kind.whole, count))
+                if kind.plan.parameters.far and not unit.keeps(kind):
+                    self._moves += [Copy(FROM_DISK, filed)] if filed else []
+                    self._moves.append(Copy(TO_DEVICE, kind.shard(kind.plan.parameters) * kind.dtype.itemsize, count))
                 axes = (kind.plan.after_forward if unit.keeps(kind) else kind.plan.parameters).axes
-                gather = kind.collective(Purpose.GATHER, unit.index, "all_gather", axes, kind.numel, kind.dtype)
-                self._moves += [Take(kind.whole, count), Start(gather, count)]
-                unit.gathers += count
+                if kind.many(axes):
+                    gather = kind.collective(Purpose.GATHER, unit.index, "all_gather", axes, kind.numel, kind.dtype)
+                    self._moves.append(Start(gather, count))
+                    unit.gathers += count
         unit.state = _State.GATHERING
 
     def _finish_gather(self, unit: _Unit) -> None:
@@ -325,7 +334,7 @@ class _Rank:
 
     def _release(self, unit: _Unit, after_forward: bool = False) -> None:
         """Keep what ``after_forward`` says, else what rests."""
-        if not unit.cut or unit.state is _State.SHARDED:
+        if not unit.apart or unit.state is _State.SHARDED:
             return
         if unit.state is _State.GATHERING:  # gathered ahead, and never used
             self._finish_gather(unit)
@@ -335,7 +344,7 @@ class _Rank:
                 self._moves.append(Take(kind.copy, count))
             elif copies and unit.copied:
                 self._moves.append(Give(kind.copy, count))
-            if kind.cut and not (after_forward and kind.keeps_all):
+            if kind.apart and not (after_forward and kind.keeps_more and kind.keeps_all):
                 self._moves.append(Give(kind.whole, count))
         unit.copied = after_forward
         more = after_forward and any(kind.keeps_more for kind, _ in unit.runs)

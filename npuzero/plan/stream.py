@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from npuzero.plan.filed import filed_bytes
 from npuzero.plan.flats import Kind
 from npuzero.plan.moves import Buffer, Copy, Give, Move, Repeat, Take, Update
 from npuzero.plan.placement import Memory
@@ -26,11 +27,15 @@ from npuzero.plan.tiers import (
 
 @dataclass(frozen=True)
 class _Size:
-    """Give what a chunk takes: elements, bytes by section, and those of parameters that come to the host."""
+    """Give what a chunk takes: elements, bytes by section, those of parameters that come to the host; and on NVMe the
+    extent of parameters, and what of them the update needs.
+    """
 
     numel: int
     sections: Sections
     fetched: int
+    filed: int
+    read: int
 
 
 @dataclass
@@ -47,14 +52,18 @@ class _Sizes:
         if len(pieces) == 1:
             return pieces[0]
         summed = Sections(*(sum(each) for each in zip(*(piece.sections for piece in pieces), strict=True)))
-        return _Size(sum(piece.numel for piece in pieces), summed, sum(piece.fetched for piece in pieces))
+        numel, fetched, filed = (
+            sum(each) for each in zip(*((p.numel, p.fetched, p.filed) for p in pieces), strict=True)
+        )
+        return _Size(numel, summed, fetched, filed, filed if any(piece.read for piece in pieces) else 0)
 
     def _piece(self, kind: Kind, numel: int) -> _Size:
         key = id(kind), numel
         if key not in self._known:
             taken = sections(kind.plan, kind.dtype, numel, self.moments, self.on_device)
-            fetched = 0 if kind.plan.precision.keeps_fp32_masters(kind.dtype) else taken.parameters
-            self._known[key] = _Size(numel, taken, fetched)
+            rounded = kind.plan.precision.keeps_fp32_masters(kind.dtype)
+            fetched, filed = 0 if rounded else taken.parameters, filed_bytes(kind, numel)
+            self._known[key] = _Size(numel, taken, fetched, filed, 0 if rounded else filed)
         return self._known[key]
 
 
@@ -103,10 +112,10 @@ def _chunk(size: _Size) -> Iterator[Move]:
     gradients, parameters, masters, moments = size.sections
     record = whole_pages(masters) + whole_pages(moments)
     moves = (
-        Copy(FROM_DISK, record),
+        Copy(FROM_DISK, record + size.read),
         Copy(TO_HOST, gradients + size.fetched),
         Update(size.numel),
         Copy(TO_DEVICE, parameters),
-        Copy(TO_DISK, record),
+        Copy(TO_DISK, record + size.filed),
     )
     return (move for move in moves if not isinstance(move, Copy) or move.nbytes)

@@ -19,6 +19,8 @@ from npuzero.plan.presets import Plan
 FAR_CHUNK_BYTES = 32 * 2**20
 #: Chunks that are on the host at a time: one goes, one is updated, one comes.
 RING_SLOTS = 3
+#: Units whose parameters are on their way from NVMe to the device: one leaves the host, one comes there.
+READ_SLOTS = 2
 #: Extents on a disk, and slots of a ring, are whole pages, as files that are read past the page cache want them.
 PAGE_BYTES = 4096
 #: Each state of a piece begins on a multiple of this within its extent.
@@ -75,7 +77,7 @@ class Sections(NamedTuple):
 
     Attributes:
         gradients: that rest on the device; others are read where they are.
-        parameters: which are updated, or rounded from float32 masters.
+        parameters: that rest on the device, which are updated, or rounded from float32 masters.
         masters, moments: those on NVMe; others are updated where they are.
     """
 
@@ -97,7 +99,7 @@ def sections(plan: Plan, parameter: torch.dtype, numel: int, moments: int, on_de
     in_place = on_device or plan.lag > 0  # a delayed update has parameters of its own on the host
     return Sections(
         gradients=0 if in_place or plan.gradients.far else numel * torch.float32.itemsize,
-        parameters=0 if in_place else numel * parameter.itemsize,
+        parameters=0 if in_place or plan.parameters.far else numel * parameter.itemsize,
         masters=on_disk * _rounded(numel * precision.master_bytes(parameter), STATE_ALIGNMENT),
         moments=on_disk * moments * _rounded(precision.moment_bytes(numel), STATE_ALIGNMENT),
     )

@@ -47,6 +47,10 @@ class Bank(ABC):
         """Return what ``fetch`` reads from a disk, and ``store`` writes there."""
         return 0
 
+    def reads(self, k: int, every: bool) -> bool:
+        """Tell whether the update of chunk ``k``, or of ``every`` piece of it, needs what is there."""
+        return True
+
     def settle(self) -> None:
         """Bring what was written outside of updates to where it rests; an update begins."""
         return

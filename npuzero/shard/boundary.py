@@ -183,7 +183,7 @@ class Boundary:
     def _meet_in_gathers(self) -> None:
         """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
         groups: dict[object, Group] = {}
-        for flat in (flat for unit in self._units for flat in unit.flats if flat.cut):
+        for flat in (flat for unit in self._units for flat in unit.flats if flat.rests.parameters.cut):
             groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
         for group in groups.values():
             nothing = torch.empty(0, device=self.gradient_scale.device)

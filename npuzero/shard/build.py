@@ -245,7 +245,7 @@ def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 def _check_memories(plans: Sequence[Plan], settings: Settings, where: torch.device) -> None:
     """Check that what is to rest off the device can: before anything is allocated, on every rank."""
-    if any(Memory.NVME in (plan.states.memory, plan.activations.memory) for plan in plans):
+    if any(Memory.NVME in (plan.parameters.memory, plan.states.memory, plan.activations.memory) for plan in plans):
         check_folders([Path(folder) for folder in nvme_folders(settings)])
     if settings.update_on == "device" and any(plan.states.far for plan in plans):
         device.get(where).check_reach()

@@ -24,6 +24,7 @@ from npuzero.shard.counting import CountingMesh, Meter
 from npuzero.shard.discover import UnitRule, doors
 from npuzero.shard.early import Early
 from npuzero.shard.far import Far
+from npuzero.shard.fetch import Fetcher
 from npuzero.shard.finite import Finite, Watch
 from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
@@ -91,14 +92,14 @@ class Engine:
         self.far = Far(self.units, self.spaces, settings)
         self.lag = self.far.lag
         writes = Writes(self.units, world, self.lag)
-        gatherer = Gatherer(writes)
+        gatherer = Gatherer(writes, Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done))
         self._restorer = Restorer()
         overlap = settings.overlaps_parameters
         self.update = Update(self.units, self._restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)
         self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes, self.lag)
         # So far the model is as it was: whatever any rank had against it has been raised on all of them.
         reference = EngineReference(self)
-        self.values.take_over(model, specs, origin, self.spaces, self.far.exact, lambda unit: claim(reference, unit))
+        self.values.take_over(model, specs, origin, self.spaces, self.far.spread, lambda unit: claim(reference, unit))
         self.meter.settle = self.far.stream.moved
         self.meter.reset()  # the bytes of the first values are no step's
 

@@ -50,6 +50,10 @@ class Extents:
             return Ready()
         return self._stores[int(k in self._away)].read(self._begins[k], buffer[: self.lengths[k]])
 
+    def read_part(self, k: int, begin: int, buffer: Tensor) -> Handle:
+        """Begin to read extent ``k``, as it is, from byte ``begin`` on; whole blocks."""
+        return self._stores[int(k in self._away)].read(self._begins[k] + begin, buffer)
+
     def write(self, k: int, buffer: Tensor) -> Handle:
         """Begin to write extent ``k``: to its first place, unless that is kept."""
         if not self.lengths[k]:

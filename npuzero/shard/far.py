@@ -10,12 +10,13 @@ from torch import Tensor
 
 from npuzero.config import Settings
 from npuzero.memory import Spaces
-from npuzero.plan import FAR_CHUNK_BYTES, Memory, far_block_bytes
+from npuzero.plan import FAR_CHUNK_BYTES, MOMENT_BLOCK, Memory, far_block_bytes
 from npuzero.shard.bank import Bank, Fields, HostBank
 from npuzero.shard.chunks import Piece, chunks_of
 from npuzero.shard.file_bank import FileBank
-from npuzero.shard.flat import EXACT, Flat
+from npuzero.shard.flat import EXACT, PARAMETERS, Flat
 from npuzero.shard.lag import Lag
+from npuzero.shard.parameter_file import ParameterFile
 from npuzero.shard.spread import Spread
 from npuzero.shard.stream import Stream
 from npuzero.shard.unit import Unit
@@ -26,6 +27,7 @@ class Far:
 
     Attributes:
         stream: updates them.
+        file: has the parameters that rest on disks; None: none do.
         masters: the banks of what makes masters more than parameters.
         lag: what the stream's updates are ahead of the parameters, where the plan delays them.
     """
@@ -33,16 +35,21 @@ class Far:
     def __init__(self, units: Sequence[Unit], spaces: Spaces, settings: Settings) -> None:
         flats = [flat for unit in units for flat in unit.trainable if flat.far]
         shards = [Piece(flat, flat.rests.states.near, flat.rests.states.numel) for flat in flats]
-        chunks = list(chunks_of(shards, _block_bytes, settings.chunk_bytes or FAR_CHUNK_BYTES))
+        chunk_bytes = settings.chunk_bytes or FAR_CHUNK_BYTES
+        chunks = list(chunks_of(shards, _block_bytes, chunk_bytes))
         self._spaces = spaces
         self.stream = Stream(
             units,
-            chunks,
+            tuple(chunks),
             spaces,
             overlap=settings.overlaps_parameters,
             on_device=settings.update_on == "device",
             lag=any(flat.plan.lag for flat in flats),
         )
+        filed = [flat for unit in units for flat in unit.flats if flat.rests.parameters.memory is Memory.NVME]
+        frozen = [Piece(flat, 0, flat.rests.parameters.numel) for flat in filed if not flat.trainable]
+        chunks += chunks_of(frozen, lambda flat: MOMENT_BLOCK * flat.dtype.itemsize, chunk_bytes)
+        self.file = ParameterFile(chunks, filed, self.stream.quiet, spaces) if filed else None
         self.masters = self.banks({flat: dict([EXACT[flat.masters]]) for flat in flats if flat.masters in EXACT})
         self.lag = Lag([flat for flat in flats if flat.plan.lag], self.stream, spaces)
 
@@ -55,9 +62,15 @@ class Far:
             found.append(make(self.stream.chunks, mine, self.stream.quiet, self._spaces))
         return found
 
-    def exact(self, flat: Flat, name: str) -> Spread:
-        """Return what is far of the exact masters of a flat."""
-        return next(bank for bank in self.masters if bank.has(flat)).spread(flat, name)
+    def spread(self, flat: Flat, name: str) -> Spread:
+        """Return what is far of the exact masters of a flat, or its parameters on disks."""
+        banks = [self.file] if name == PARAMETERS and self.file is not None else self.masters
+        return next(bank for bank in banks if bank.has(flat)).spread(flat, name)
+
+    @property
+    def updated(self) -> list[Bank]:
+        """Return the banks that every update reads and writes, whatever the optimizer."""
+        return self.masters if self.file is None else [self.file, *self.masters]
 
     def whole(self, flat: Flat) -> Tensor:
         """Return the float32 masters of a flat that has all of them on the host."""

@@ -32,15 +32,27 @@ class FileBank(Bank):
 
     Whoever opens a part outside of an update finds its chunk's extent in the ring from then on; what he writes there
     goes to the disk when another extent is opened, or an update begins.
+
+    Args:
+        label: the part of the training state that they are.
+        alignment: each state of a piece begins on a multiple of it, within its extent.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], fields: Fields, quiet: Callable[[], None], spaces: Spaces) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        fields: Fields,
+        quiet: Callable[[], None],
+        spaces: Spaces,
+        label: str = "states",
+        alignment: int = STATE_ALIGNMENT,
+    ) -> None:
         super().__init__(chunks, fields, quiet)
-        self._states = [_laid_out(chunk, fields) for chunk in chunks]
+        self._states = [_laid_out(chunk, fields, alignment) for chunk in chunks]
         lengths = [whole_pages(states[-1].end) if states else 0 for states in self._states]
         self._extents = Extents(spaces.disk, lengths)
         self._keeping: Keeping | None = None
-        spaces[Memory.NVME].count("states", sum(s.end - s.begin for states in self._states for s in states))
+        spaces[Memory.NVME].count(label, sum(s.end - s.begin for states in self._states for s in states))
         self._ring = Ring(spaces.host, max(lengths), min(RING_SLOTS, len(chunks)))
         self._opened: int | None = None
         self._written = False
@@ -84,13 +96,13 @@ class FileBank(Bank):
         return self._keeping.keep(k, state.begin, state.end, state.dtype)
 
 
-def _laid_out(chunk: Chunk, fields: Fields) -> list[_State]:
-    """Lay the states of a chunk's pieces side by side, each on a multiple of STATE_ALIGNMENT."""
+def _laid_out(chunk: Chunk, fields: Fields, alignment: int) -> list[_State]:
+    """Lay the states of a chunk's pieces side by side, each on a multiple of ``alignment``."""
     states: list[_State] = []
     begin = 0
     for i, piece in enumerate(chunk.pieces):
         for name, dtype in fields.get(piece.flat, {}).items():
             end = begin + stored_numel(piece.end - piece.begin, dtype) * dtype.itemsize
             states.append(_State(i, name, dtype, begin, end))
-            begin = -(-end // STATE_ALIGNMENT) * STATE_ALIGNMENT
+            begin = -(-end // alignment) * alignment
     return states

@@ -167,7 +167,7 @@ class Finite:
 
 def _bad(flat: Flat, what: str) -> list[str]:
     """Return the slots whose part in this rank's states shard is not finite: of the parameters or the gradient."""
-    own = flat.own_parameters if what == "parameters" else flat.own_gradient
+    own = flat.own.raw(slice(0, flat.rests.states.numel)) if what == "parameters" else flat.own_gradient
     if own.isfinite().all():
         return []
     return [flat.layout.slots[i].name for i in flat.slots if not own[flat.own_slots[i]].isfinite().all()]

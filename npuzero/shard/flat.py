@@ -3,18 +3,20 @@
 Names used in this package, for a flat of n elements and a plan that shards parameters, parameters after forward,
 gradients and states into P, A, G and S shards::
 
-    whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while released (if P > 1)
-    resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole where P = 1)
+    whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while released (if apart)
+    resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole unless apart)
     held        [n/A]  parameter dtype; what it keeps between forward and backward (only where 1 < A < P)
     master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
     remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
     exact       [n/S]  what makes masters more than own parameters, of either kind; may be spread over the memories
     gradient    see :mod:`npuzero.shard.gradient`
     own         [n/S]  this rank's states shard, a sub-range of all of the above
+    apart       whole and resting are not the same: P > 1, or parameters rest off the device
     ahead       [n/S]  parameter dtype, on the host; own parameters as the last update makes them, where the plan delays
                        that they reach the device: what makes them masters is of these (see :mod:`npuzero.shard.lag`)
     near        the first elements of the shard, whose states rest on the device: all of them unless the plan has some
-                far, in the memory of the host or on a disk; what is far of master and remainder is no one tensor
+                far, in the memory of the host or on a disk; what is far of master and remainder is no one tensor, and
+                nor are parameters that rest on a disk: whoever is not the update has all of them by ranges
 """
 
 from __future__ import annotations
@@ -24,10 +26,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from npuzero import ops
 from npuzero.memory import Source, Spaces, Transient, zeros
 from npuzero.ops import storage
-from npuzero.ops.storage.lazy import settled
 from npuzero.plan import Memory, Plan
 from npuzero.shard import guard
 from npuzero.shard.gradient import Gradient
@@ -39,8 +39,8 @@ from npuzero.shard.spread import Spread
 
 #: By how masters are kept, the name and dtype of what is kept beside own parameters.
 EXACT = {"fp32": ("master", torch.float32), "split": ("remainder", torch.int16)}
-#: The name of what is ahead, among the states that an update is given.
-AHEAD = "ahead"
+#: The names of own parameters among the states that an update is given: those that rest on a disk, and what is ahead.
+PARAMETERS, AHEAD = "parameters", "ahead"
 
 
 class Flat:
@@ -62,15 +62,18 @@ class Flat:
         self.rests = rests
         self.masters = "own" if layout.dtype == torch.float32 else plan.precision.masters
         self.trainable = parameters[0].requires_grad
-        self.cut = rests.parameters.cut
+        self.apart = rests.apart
         self.whole: Tensor
-        self.transient: Transient  # the memory of whole; only where cut
-        self.resting: Tensor
-        self.held: Transient | None = None  # only where after_forward is cut, and less than parameters are
+        self.transient: Transient  # the memory of whole; only where apart
+        self.resting: Tensor  # not where parameters rest on a disk
+        self.shard: Spread  # [n/P]: what rests of the parameters, wherever that is
+        self.held: Transient | None = None  # only where after_forward is cut, and more than what rests on the device
         self.exact: Spread | None = None  # only where masters are "fp32" or "split"
         self.master: Tensor  # what is near of it
         self.remainder: Tensor | None = None
-        self.own_parameters: Tensor  # [n/S]: the range of the resting parameters that this rank updates
+        # [n/S]: the range of the resting parameters that this rank updates; as a tensor not where they rest on a disk.
+        self.own: Spread
+        self.own_parameters: Tensor
         self.ahead: Tensor | None = None
         self.gradient: Gradient  # only where trainable
         # Per slot: how often torch has seen it written, when it was looked at last; and what ``p.data`` is an alias of.
@@ -122,25 +125,30 @@ class Flat:
 
         Args:
             source: provides the memory of the resting parameters, which other ranks read when they gather.
-            far: gives what rests far of a flat's exact masters.
+            far: gives what rests far of a flat's exact masters, and parameters that rest on a disk.
         """
         rests = self.rests
         resident = spaces[Memory.DEVICE]  # what lives within a step only is where it is computed with
-        self.resting = spaces[rests.parameters.memory].allocate(
-            rests.parameters.numel, self.dtype, "parameters", source
-        )
-        self.whole = self.resting
-        if self.cut:
+        if rests.parameters.memory is Memory.NVME:
+            self.shard = self.own = far(self, PARAMETERS)
+        else:
+            self.resting = spaces[rests.parameters.memory].allocate(
+                rests.parameters.numel, self.dtype, "parameters", source
+            )
+            self.whole = self.resting
+            self.own_parameters = self.resting[rests.states.within(rests.parameters)]
+            self.shard = Spread.whole(self.resting, rests.parameters.numel)
+            self.own = Spread.whole(self.own_parameters, rests.states.numel)
+        if self.apart:
             self.transient = resident.transient(self.layout.numel, self.dtype, "buffers")
             self.whole = self.transient.tensor
             kept = rests.after_forward
-            if 1 < kept.group.size < rests.parameters.group.size:
+            if rests.holds_more and kept.cut:
                 self.held = spaces[kept.memory].transient(kept.numel, self.dtype, "buffers")
-        self.own_parameters = self.resting[rests.states.within(rests.parameters)]
         if self.trainable:
             self.gradient = Gradient(self.name, self.layout, rests, self.plan.precision, spaces)
             near = rests.states.near
-            self.master = self.own_parameters[:near]
+            self.master = self.own_parameters[:near] if near else self.whole[:0]
             if self.masters in EXACT:
                 name, dtype = EXACT[self.masters]
                 setattr(self, name, resident.allocate(near, dtype, "states"))
@@ -148,7 +156,7 @@ class Flat:
                 if self.far:
                     self.exact = self.exact.extended(far(self, name))
         first_values(self)
-        if self.cut:
+        if self.apart:
             self.transient.restore()  # views can only be made of what has memory
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.grad = None
@@ -157,7 +165,7 @@ class Flat:
             parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
             guard.reopen(parameter)
         self.written()  # before this it was no concern
-        if self.cut:
+        if self.apart:
             self.transient.release()
         if self.trainable:
             self.gradient.memory.release()
@@ -170,7 +178,7 @@ class Flat:
             values: tensors of the slots' shapes, any floating dtype and device.
             share: makes the unsharded flat (float32) the same on all ranks.
         """
-        exact = zeros(self.layout.numel, torch.float32, self.resting.device)
+        exact = zeros(self.layout.numel, torch.float32, self.whole.device)
         for slot, value in zip(self.layout.slots, values, strict=True):
             exact[slot.begin : slot.end].copy_(value.reshape(-1))
         share(exact)
@@ -182,14 +190,14 @@ class Flat:
         Args:
             values: [k] of any floating dtype and device.
         """
-        exact = values.to(self.resting.device, torch.float32)
+        exact = values.to(self.whole.device, torch.float32)
 
         def shared(rest: Rest) -> tuple[Tensor, slice]:
             begin, end = overlap((start, start + exact.numel()), rest.range)
             return exact[begin - start : end - start], slice(begin - rest.begin, end - rest.begin)
 
-        here, own = shared(self.rests.parameters)
-        copy_rounded(here, self.resting[own])
+        here, shard = shared(self.rests.parameters)
+        self.shard.round_in(shard, here)
         if self.trainable:
             here, own = shared(self.rests.states)
             self.write_master(own, here)
@@ -218,19 +226,20 @@ class Flat:
         belonged to the values of before, become zero: where the plan shards parameters those of the elements that
         changed, else, since nothing tells which did, those of the slots.
         """
-        if self.cut:
-            new = self.whole[slice(*self.rests.parameters.range)]
+        written = self.whole[slice(*self.rests.parameters.range)]
+        own_written = written[self.rests.states.within(self.rests.parameters)]
+        if self.apart:
             if self.masters == "split" and self.exact is not None:
-                own = self.rests.states.within(self.rests.parameters)
+                before = self.own.raw(self._all).to(written.device)
                 # As bits: NaN equals nothing, and -0 equals 0.
-                self.exact.clear(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))
-            self.resting.copy_(new)
+                self.exact.clear(self._all, storage.bits(own_written) != storage.bits(before))
+            self.shard.replace(slice(0, written.numel()), written)
         elif self.masters == "split" and self.exact is not None:
             for i in slots:
                 self.exact.clear(self.own_slots[i])
-        if self.low is not None and self.exact is not None:
+        if self.masters == "fp32" and self.exact is not None:
             for own in (self.own_slots[i] for i in slots):
-                for low, master in self.exact.beside(own, self.low):
+                for low, master in self.exact.beside(own, own_written[own]):
                     storage.follow(master, low)
         _keep_up(self, self._all)
 
@@ -238,8 +247,8 @@ class Flat:
 
     @property
     def low(self) -> Tensor | None:
-        """Return [n/S]: own parameters, where they are rounded copies of masters that lie elsewhere."""
-        return self.own_parameters if self.masters == "fp32" else None
+        """Return what is near of own parameters, where they are rounded copies of masters that lie elsewhere."""
+        return self.own_parameters[: self.rests.states.near] if self.masters == "fp32" else None
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -254,14 +263,12 @@ class Flat:
         """Replace the masters of a range of this rank's states shard, and own parameters with them."""
         if self.masters == "split" and self.exact is not None:
             upper, remainder = storage.split(values.float())
-            self.own_parameters[own].copy_(upper)
-            for reach in self.exact.over(own, write=True):
-                reach.stored[reach.there].copy_(remainder[reach.here])
+            self.own.replace(own, upper)
+            self.exact.replace(own, remainder)
         else:
             if self.exact is not None:
-                for reach in self.exact.over(own, write=True):
-                    reach.stored[reach.there].copy_(values[reach.here])
-            copy_rounded(values, self.own_parameters[own])
+                self.exact.replace(own, values)
+            self.own.round_in(own, values)
         _keep_up(self, own)
 
     def refresh_master(self) -> None:
@@ -269,17 +276,17 @@ class Flat:
         _keep_up(self, self._all)
         if self.exact is None:
             return
-        if self.low is None:
+        if self.masters == "split":
             self.exact.clear(self._all)
         else:
-            for low, master in self.exact.beside(self._all, self.low):
+            for low, master in self.exact.beside(self._all, self.own.raw(self._all)):
                 master.copy_(low)
 
     def refresh_low(self) -> None:
         """Update own parameters from the masters, which were written."""
-        if self.low is not None and self.exact is not None:
+        if self.masters == "fp32" and self.exact is not None:
             for reach in self.exact.over(self._all):
-                copy_rounded(reach.stored[reach.there], self.low[reach.here])
+                self.own.round_in(reach.here, reach.stored[reach.there])
 
     @property
     def _all(self) -> slice:
@@ -290,7 +297,7 @@ def masters_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
     """Return, for later, what :meth:`Flat.read_master` returns now."""
     if flat.exact is not None and flat.masters == "fp32":
         return flat.exact.later(own, snapshot)
-    upper = snapshot.copied((flat.own_parameters if flat.ahead is None else flat.ahead)[own])
+    upper = flat.own.later(own, snapshot, raw=True) if flat.ahead is None else snapshot.copied(flat.ahead[own])
     remainder = None if flat.exact is None else flat.exact.later(own, snapshot, raw=True)
 
     def masters() -> Tensor:
@@ -306,11 +313,3 @@ def _keep_up(flat: Flat, own: slice) -> None:
     """Let a range of what is ahead be what own parameters are, which were written."""
     if flat.ahead is not None:
         flat.ahead[own].copy_(flat.own_parameters[own])
-
-
-def copy_rounded(values: Tensor, target: Tensor) -> None:
-    """Copy ``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
-    if target.dtype == torch.bfloat16:
-        ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")
-    else:
-        target.copy_(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from npuzero import observe
 from npuzero.comm import Handle
+from npuzero.shard.fetch import Fetcher
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 from npuzero.shard.writes import Writes
@@ -14,8 +15,9 @@ _S = ParameterState
 class Gatherer:
     """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank."""
 
-    def __init__(self, writes: Writes) -> None:
+    def __init__(self, writes: Writes, fetcher: Fetcher) -> None:
         self._writes = writes
+        self._fetcher = fetcher
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit, purpose: str = "gather") -> None:
@@ -25,13 +27,23 @@ class Gatherer:
         from_held = unit.parameter_state is _S.HELD
         unit.move(_S.GATHERING)
         handles = self._handles[unit.index] = []
-        for flat in unit.flats:
-            if flat.cut and not flat.transient.here:
-                flat.transient.restore()
-                # Where after_forward is cut as parameters are there is no second copy: the resting shard is held.
-                shard = flat.held.tensor if from_held and flat.held is not None else flat.resting
-                group = (flat.rests.after_forward if from_held else flat.rests.parameters).group
-                handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=f"{purpose} {unit.name}"))
+        flats = [flat for flat in unit.flats if flat.apart and not flat.transient.here]
+        tag = f"{purpose} {unit.name}"
+        for flat in flats:
+            flat.transient.restore()
+        if unit.plan.parameters.far and not from_held:
+            handles += self._fetcher.gather(unit, flats, tag) if flats else []
+            return
+        for flat in flats:
+            # Where after_forward is cut as parameters are there is no second copy: the resting shard is held.
+            shard = flat.held.tensor if from_held and flat.held is not None else flat.resting
+            group = (flat.rests.after_forward if from_held else flat.rests.parameters).group
+            handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=tag))
+
+    def read_ahead(self, unit: Unit) -> None:
+        """Begin to bring closer what of ``unit`` rests on disks, if its next gather reads it."""
+        if unit.parameter_state is _S.SHARDED:
+            self._fetcher.ahead(unit)
 
     def finish(self, unit: Unit, purpose: str = "gather") -> None:
         """Wait until ``unit`` is unsharded and open its parameters to reading; start the gather if nobody has."""
@@ -63,14 +75,14 @@ class Gatherer:
             self._writes.look(unit)  # what the program wrote is in the unsharded flat alone, which is about to go
         unit.close()
         for flat in unit.flats:
-            if keep_held and not unit.held_cut:
+            if keep_held and flat.rests.holds_all:
                 continue
             if flat.held is not None and keep_held:
                 flat.held.restore()
                 flat.held.tensor.copy_(flat.whole[slice(*flat.rests.after_forward.range)])
             elif flat.held is not None:
                 flat.held.release()
-            if flat.cut:
+            if flat.apart:
                 flat.transient.release()
         # Where after_forward equals the resting cut there is no second copy: the unit is simply sharded again.
         unit.move(_S.HELD if keep_held and unit.holds_more else _S.SHARDED)

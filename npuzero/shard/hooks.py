@@ -258,7 +258,7 @@ def second_derivatives(unit: Unit) -> StateError:
             if by_func
             else " for second derivatives."
         )
-        + strict_word(unit.ranks),
+        + strict_word(unit.ranks, unit.strict),
     )
 
 

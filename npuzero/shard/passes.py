@@ -63,6 +63,7 @@ class Passes:
         self._meter = meter
         self._buffers = buffers
         self._prefetch = prefetch
+        self._ahead = prefetch and prefetch + 1  # of which the last is read from where it rests, if that is slow
         self._device = device
         self._trace = Trace()
         self._alone = False  # within no_sync
@@ -87,7 +88,7 @@ class Passes:
             self._gatherer.finish(unit)
             if fresh:
                 self._trace.record(unit.index)
-                self._start_gathers(self._trace.after(unit.index, self._prefetch))
+                self._start_gathers(self._trace.after(unit.index, self._ahead))
 
     def _model_begins(self, root: Unit) -> None:
         check_unwrapped()
@@ -142,7 +143,7 @@ class Passes:
         # Again, after all its gradients have come: reentrant checkpointing, and who knows whether for the last time.
         unit.opaque = unit.opaque or (self._reducer.open and not unit.missing and bool(unit.trainable))
         self._gatherer.finish(unit)
-        self._start_gathers(self._trace.before(unit.index, self._prefetch))
+        self._start_gathers(self._trace.before(unit.index, self._ahead))
 
     @collective("backward")
     def backward_leaves(self, unit: Unit) -> None:
@@ -198,11 +199,15 @@ class Passes:
             self._alone = before
 
     def _start_gathers(self, indices: list[int]) -> None:
-        for index in indices:
+        for place, index in enumerate(indices):
             unit = self._units[index]
             # Backward has left it: gathered again, it would stay to the end for nothing.
             done = self._reducer.open and unit.trainable and not unit.missing
-            if unit.guarded and not done and (unit.backward_expected or not in_backward()):
+            if not unit.guarded or done or not (unit.backward_expected or not in_backward()):
+                continue
+            if place == self._prefetch:
+                self._gatherer.read_ahead(unit)
+            else:
                 observe.instant("prefetch", unit.name)
                 self._restorer.finish(unit)
                 self._gatherer.start(unit)

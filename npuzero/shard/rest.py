@@ -6,7 +6,7 @@ plans. What moves a part (:class:`~npuzero.shard.gather.Gatherer`, ``Reducer``, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from npuzero.comm import Communicator
 from npuzero.plan import Axes, Memory, Placement, Plan, near_numel
@@ -46,7 +46,7 @@ class Rest:
         begin, end: this rank's shard, in elements of the flat.
         near: how many elements of the shard, its first ones, rest on the device whatever the memory of the others.
         guarded: whether programs are kept from it: it is sharded, or in strict mode would be, were there ranks beside
-            this one.
+            this one; or it is parameters that rest off the device.
     """
 
     group: Group
@@ -76,6 +76,11 @@ class Rest:
     def cut(self) -> bool:
         """Return whether this rank has less than all of it."""
         return self.group.many
+
+    @property
+    def far(self) -> bool:
+        """Return whether it rests elsewhere than on the device."""
+        return self.memory is not Memory.DEVICE
 
     def within(self, outer: Rest) -> slice:
         """Return this shard as a slice of ``outer``, sharded over fewer ranks: contiguous there, by the plan's law."""
@@ -108,8 +113,9 @@ class Rests:
     @staticmethod
     def of(plan: Plan, layout: Layout, mesh: CountingMesh, strict: bool) -> Rests:
         """Return the row ``plan`` of the table, for a flat of this layout."""
+        parameters = Rest.of(plan.parameters, layout, mesh, strict)
         return Rests(
-            parameters=Rest.of(plan.parameters, layout, mesh, strict),
+            parameters=replace(parameters, guarded=parameters.guarded or plan.parameters.far),
             after_forward=Rest.of(plan.after_forward, layout, mesh, strict),
             gradients=Rest.of(plan.gradients, layout, mesh, strict),
             states=Rest.of(plan.states, layout, mesh, strict),
@@ -121,10 +127,22 @@ class Rests:
         )
 
     @property
+    def apart(self) -> bool:
+        """Return whether unsharded parameters lie elsewhere than what rests of them, and come and go."""
+        return self.parameters.cut or self.parameters.far
+
+    @property
     def holds_more(self) -> bool:
-        """Return whether more of the parameters stays between forward and backward than between steps."""
+        """Return whether more of the parameters stays on the device between forward and backward than between steps."""
         held, resting = self.after_forward, self.parameters
+        if resting.far:  # none of it stays there between steps
+            return held.group.axes != resting.group.axes
         return held.group.size < resting.group.size or (resting.guarded and not held.guarded)
+
+    @property
+    def holds_all(self) -> bool:
+        """Return whether all of the parameters stay there between forward and backward."""
+        return self.holds_more and not self.after_forward.cut
 
     @property
     def summed(self) -> Group | None:

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from npuzero import ops
 from npuzero.ops import storage
+from npuzero.ops.storage.lazy import settled
 from npuzero.shard.layout import overlap
 from npuzero.shard.snapshot import Kept, Later, Snapshot
 
@@ -107,12 +109,29 @@ class Spread:
             mine = values[reach.here].to(reach.stored.device)
             storage.write(mine, reach.stored, reach.numel, reach.there, signed=signed)
 
-    def beside(self, own: slice, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, part by part of a range, what ``other`` (of all elements) has of it, brought to where what is stored
-        lies; and that, to be read and written, where each is stored alone, not in codes.
+    def raw(self, own: slice) -> Tensor:
+        """Return a range as it is stored, where that is not in codes; maybe a copy."""
+        if self._one is not None:
+            return self._one[own]
+        parts = [reach.stored[reach.there].clone() for reach in self.over(own)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+
+    def round_in(self, own: slice, values: Tensor) -> None:
+        """Replace a range by ``values``, rounded as updates round the copies of masters."""
+        for reach in self.over(own, write=True):
+            copy_rounded(values[reach.here], reach.stored[reach.there])
+
+    def replace(self, own: slice, values: Tensor) -> None:
+        """Replace a range by ``values``, bit by bit."""
+        for reach in self.over(own, write=True):
+            reach.stored[reach.there].copy_(values[reach.here])
+
+    def beside(self, own: slice, others: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, part by part of a range, what ``others``, as many, have there, brought to where what is stored lies;
+        and that, to be read and written, where each is stored alone, not in codes.
         """
         for reach in self.over(own, write=True):
-            yield other[own][reach.here].to(reach.stored.device), reach.stored[reach.there]
+            yield others[reach.here].to(reach.stored.device), reach.stored[reach.there]
 
     def clear(self, own: slice, where: Tensor | None = None) -> None:
         """Zero a range, or those of its elements for which ``where`` is true."""
@@ -139,3 +158,11 @@ def _joined(numel: int, parts: Sequence[tuple[slice, Later]]) -> Tensor:
             found = torch.empty(numel, dtype=values.dtype, device=values.device)
         found[here].copy_(values)
     return found
+
+
+def copy_rounded(values: Tensor, target: Tensor) -> None:
+    """Copy ``values`` into the 1-D ``target``, rounded as flat_adam rounds the copies of masters."""
+    if target.dtype == torch.bfloat16:
+        ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")
+    else:
+        target.copy_(values)

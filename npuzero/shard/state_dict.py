@@ -149,11 +149,12 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
         raise StateError(
             f"load_state_dict of {type(model).__name__}",
             expected="unsharded parameters to copy into, in place",
-            got="parameters sharded over the ranks"
+            got="parameters sharded over the ranks, or off the device"
             if guarded
             else "assign=True, which would put others in their place",
             do="Use npuzero.load_full_state_dict(model, state) on every rank, or load before npuzero.zero(); "
-            "npuzero.full_state_dict is the way out." + (strict_word(engine.world.size) if guarded else ""),
+            "npuzero.full_state_dict is the way out."
+            + (strict_word(engine.world.size, any(unit.strict for unit in engine.units)) if guarded else ""),
         )
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn
 
@@ -35,9 +35,9 @@ from npuzero.device import Handle, HostLane
 from npuzero.errors import NpuZeroError, StateError
 from npuzero.memory import Mover, Ring, Spaces
 from npuzero.plan import FROM_DISK, RING_SLOTS, TO_DISK, Memory
-from npuzero.shard.bank import Bank
+from npuzero.shard.bank import Bank, Views
 from npuzero.shard.chunks import Chunk, Piece
-from npuzero.shard.flat import AHEAD, Flat
+from npuzero.shard.flat import AHEAD, PARAMETERS, Flat
 from npuzero.shard.unit import Unit
 
 
@@ -160,14 +160,11 @@ class _Job:
             return
         states = [bank.views(k, turn) for bank in self.banks]
         number = {id(piece.flat): i for i, piece in enumerate(self.chunks[k].pieces)}
-        whole = [
-            _with(each, {n: t for views in states for n, t in views[number[id(each.piece.flat)]].items()})
-            for each in staged
-        ]
+        whole = [_completed(each, [views[number[id(each.piece.flat)]] for views in states]) for each in staged]
         self._launch(whole)
         self.mover.moved[TO_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
         self.storing[turn] = [bank.store(k, turn) for bank in self.banks]
-        for arrived in [] if self._in_place else [self.mover.to_device(_own(e.piece), e.parameter) for e in staged]:
+        for arrived in [] if self._in_place else [self._to_device(each) for each in staged if not _here(each.piece)]:
             arrived.wait()
 
     def _launch(self, staged: Sequence[Staged]) -> None:
@@ -204,8 +201,10 @@ class _Job:
         else:
             staged, handles = self._stage(turn, pieces)
         if staged:
-            self.mover.moved[FROM_DISK] += sum(bank.extent_bytes(k) for bank in self.banks)
-            handles += [bank.fetch(k, turn) for bank in self.banks]
+            every = len(pieces) == len(self.chunks[k].pieces)
+            read = [bank for bank in self.banks if bank.reads(k, every)]
+            self.mover.moved[FROM_DISK] += sum(bank.extent_bytes(k) for bank in read)
+            handles += [bank.fetch(k, turn) for bank in read]
             handles += [each.piece.flat.gradient.kept.arrived for each in staged]
         return staged, handles
 
@@ -220,27 +219,45 @@ class _Job:
                 slot = _cut(self.staging[0].slot(turn), begins, 0, numel, torch.float32)
                 handles.append(self.mover.to_host(slot, gradient))
                 gradient = slot
-            parameter = _cut(self.staging[1].slot(turn), begins, 1, numel, own.dtype)
-            if piece.flat.low is None:
+            parameter = own if _here(piece) else _cut(self.staging[1].slot(turn), begins, 1, numel, own.dtype)
+            if piece.flat.masters != "fp32" and not _here(piece):
                 handles.append(self.mover.to_host(parameter, own))
             staged.append(Staged(piece, gradient, parameter, {}))
         return staged, handles
+
+    def _to_device(self, staged: Staged) -> Handle:
+        return self.mover.to_device(_own(staged.piece), staged.parameter)
 
     def _gradient(self, piece: Piece) -> Tensor:
         return self.gradients[piece.flat][piece.begin : piece.end]
 
     def _stored(self, turn: int) -> None:
-        for handle in self.storing.pop(turn, ()):
+        for handle in self.landing(turn):
             handle.wait()
+        self.storing.pop(turn, None)
+
+    def landing(self, turn: int) -> Sequence[Handle]:
+        """Return what is on its way to where it rests, of a chunk that is updated; any thread may ask, and wait."""
+        return self.storing.get(turn, ())
 
 
 def _own(piece: Piece) -> Tensor:
+    """Return own parameters of a piece; nothing where they rest on a disk, and come with the states."""
+    if piece.flat.rests.parameters.memory is Memory.NVME:
+        return torch.empty(0, dtype=piece.flat.dtype)
     return piece.flat.own_parameters[piece.begin : piece.end]
 
 
-def _with(staged: Staged, states: dict[str, Tensor]) -> Staged:
-    """Return what is staged with its states; where updates are delayed they bring parameters of their own."""
-    return staged._replace(parameter=states.pop(AHEAD, staged.parameter), states=states)
+def _here(piece: Piece) -> bool:
+    """Return whether the parameters rest where they are updated."""
+    return piece.flat.rests.parameters.far
+
+
+def _completed(staged: Staged, found: Sequence[Views]) -> Staged:
+    """Return a piece with its states, and parameters if banks have them: on a disk, or where updates are delayed."""
+    states = {name: tensor for views in found for name, tensor in views.items()}
+    parameter = states.pop(PARAMETERS, states.pop(AHEAD, staged.parameter))
+    return staged._replace(parameter=parameter, states=states)
 
 
 def _cut(slot: Tensor, begins: list[int], which: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -303,6 +320,7 @@ class Stream:
         for k, chunk in enumerate(chunks):
             for index in {self._unit_of[piece.flat] for piece in chunk.pieces}:
                 self._of[index].append(k)
+        self._filed = {unit.index for unit in units if unit.plan.parameters.memory is Memory.NVME}
         self._job: _Job | None = None  # until it was waited for to its end
         self._handles: dict[int, Handle] = {}  # by chunk; and the end
         self._lane = HostLane("update", door("an update"))
@@ -383,7 +401,10 @@ class Stream:
             sum(4 * (end - begin) for flat, begin, end in some if flat.rests.gradients.memory is Memory.DEVICE)
             for some in pieces
         )
-        parameters = max(sum((end - begin) * flat.dtype.itemsize for flat, begin, end in some) for some in pieces)
+        parameters = max(
+            sum((piece.end - piece.begin) * piece.flat.dtype.itemsize for piece in some if not _here(piece))
+            for some in pieces
+        )
         slots = min(RING_SLOTS, len(self.chunks))
         self._staging = [Ring(self._spaces.host, nbytes, slots) for nbytes in (gradients, parameters)]
 
@@ -405,7 +426,7 @@ class Stream:
 
     def done(self, unit: Unit) -> bool:
         """Tell whether :meth:`wait` would return at once."""
-        return not self.has(unit) or all(self._handles[k].done() for k in self._of[unit.index])
+        return all(handle.done() for handle in self._updates(unit))
 
     def wait(self, unit: Unit) -> None:
         """Wait until the parameters of ``unit`` are updated.
@@ -413,9 +434,16 @@ class Stream:
         Raises:
             NpuZeroError: the update has failed.
         """
-        if self.has(unit):
-            for k in self._of[unit.index]:
-                self._handles[k].wait()
+        for handle in self._updates(unit):
+            handle.wait()
+
+    def _updates(self, unit: Unit) -> Iterator[Handle]:
+        """Yield what is to be waited for until the parameters of ``unit`` are updated, one by one."""
+        for k in self._of[unit.index] if self.has(unit) else ():
+            if self._job is not None and k in self._handles:
+                yield self._handles[k]
+                if unit.index in self._filed:  # R1 reads them from there
+                    yield from self._job.landing(self._job.order.index(k))
 
     def quiet(self) -> None:
         """Wait until the update is done, and all states are where they rest.

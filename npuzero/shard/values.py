@@ -91,7 +91,7 @@ class Values:
 
         Args:
             spaces: where parameters, gradients and states rest.
-            far: gives what rests far of a flat's exact masters.
+            far: gives what rests far of a flat's exact masters, and parameters that rest on a disk.
             claim: lets the parameters of a unit know whose they are; they may be read only from then on.
         """
         device = self._world.device
@@ -102,8 +102,11 @@ class Values:
             for flat in unit.flats:
                 # The resting shard is what others read: in R1 or, where parameters rest unsharded, in R4.
                 rests = flat.rests
-                group, purpose = (rests.parameters.group, "gather") if flat.cut else (rests.restored, "restore")
-                source = group.communicator(purpose).buffer if group.many else None
+                group, purpose = (
+                    (rests.parameters.group, "gather") if rests.parameters.cut else (rests.restored, "restore")
+                )
+                shared = group.many and not rests.parameters.far
+                source = group.communicator(purpose).buffer if shared else None
                 flat.materialize(spaces, source, first_values, far)
             claim(unit)
             if unit.guarded:
@@ -191,11 +194,13 @@ class Values:
             return
         call, line = torchs()
         refuse_reader(call)
+        resting = unit.plan.parameters
+        why = f"keeps it on {resting.memory.value}" if resting.far else "shards it over the ranks"
         raise StateError(
             (call and f"{call} on ") + f"parameter {name}" + (line and f", called at {line}"),
             expected=f"to be read while unit {unit.name!r} computes",
-            got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} shards it over the ranks)",
-            do=_instead(call) + strict_word(self._world.size),
+            got=f"a read while it is {unit.parameter_state.value} (plan {unit.plan.name!r} {why})",
+            do=_instead(call) + strict_word(self._world.size, unit.strict),
         )
 
     def gather_states(self, flat: Flat, own: Tensor | None) -> Tensor:

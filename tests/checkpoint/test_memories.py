@@ -39,6 +39,8 @@ KINDS = {
     "a part": Kind(where={"memory": HOST, "share": 0.3}),
     "a part in files": Kind(where={"memory": NVME, "share": 0.3}),
     "other chunks": Kind(chunk_bytes=20000, where={"memory": NVME}),
+    "parameters in files": Kind(where={"memory": NVME, "parameters": NVME}),
+    "parameters on the host": Kind(ranks=3, where={"memory": NVME, "parameters": HOST}),
     "three ranks": Kind(ranks=3, where={"memory": NVME}),
     "three ranks' devices": Kind(ranks=3),
 }
@@ -47,6 +49,8 @@ QUICK = [
     ("bf16", "files", "three ranks"),
     ("split", "three ranks", "other chunks"),
     ("drawn", "host", "files"),
+    ("bf16", "parameters in files", "parameters on the host"),
+    ("split", "parameters on the host", "parameters in files"),
 ]
 ALL = [(precision, saved, loaded) for precision in PRECISIONS for saved in KINDS for loaded in KINDS]
 

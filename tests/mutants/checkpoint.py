@@ -298,8 +298,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the lower halves of split masters are not loaded",
         "shard/flat.py",
-        "                reach.stored[reach.there].copy_(remainder[reach.here])\n",
-        "                reach.stored[reach.there].zero_()\n",
+        "            self.exact.replace(own, remainder)\n",
+        "            self.exact.clear(own)\n",
         ("checkpoint/test_exact.py::test_split_masters_keep_their_lower_halves",),
     ),
     Mutant(

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "float32 masters are fetched with the parameters that they are rounded to",
         "plan/stream.py",
-        "fetched = 0 if kind.plan.precision.keeps_fp32_masters(kind.dtype) else taken.parameters",
-        "fetched = taken.parameters",
+        "fetched, filed = 0 if rounded else taken.parameters, filed_bytes(kind, numel)",
+        "fetched, filed = taken.parameters, filed_bytes(kind, numel)",
         (f"{TIERS}::test_what_is_moved_in_a_step[offload-1-bf16]",),
     ),
     Mutant(

@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "the next unit is gathered only once its own forward begins",
         "shard/passes.py",
-        "self._start_gathers(self._trace.after(unit.index, self._prefetch))",
+        "self._start_gathers(self._trace.after(unit.index, self._ahead))",
         "pass",
         (f"{ORDER}[True-1-zero3]",),
     ),
@@ -361,13 +361,13 @@ MUTANTS = (
     Mutant(
         "elements that a program has written keep the lower halves of their old values",
         "shard/flat.py",
-        "                self.exact.clear(self._all, storage.bits(new[own]) != storage.bits(self.own_parameters))",
+        "                self.exact.clear(self._all, storage.bits(own_written) != storage.bits(before))",
         "                pass",
         ("world/test_writes.py::test_what_is_written_outlasts_a_step_that_changes_nothing[hsdp-bf16-split-False]",),
     ),
     Mutant(
         "loaded parameters are not the rounded masters that training gives",
-        "shard/flat.py",
+        "shard/spread.py",
         'ops.cast(settled(values.to(target.device, torch.float32)), target, rounding="away")',
         "target.copy_(values)",
         ("world/test_state.py::test_loaded_parameters_are_rounded_as_an_update_rounds_them[bf16]",),

@@ -13,6 +13,7 @@ AWAY = "world/test_offloaded.py"
 LOADED = "checkpoint/test_memories.py::test_any_memory_goes_on_from_any_other"
 BESIDE = "checkpoint/test_beside.py"
 LATE = "world/test_delayed.py::"
+RESTING = "world/test_resting.py::test_programs_do_as_with_parameters_on_the_device"
 
 EARLY = "world/test_early.py::test_early_moves_no_bit"
 
@@ -113,7 +114,7 @@ MUTANTS = (
         "shard/stream.py",
         "            self._stored(turn - RING_SLOTS)\n",
         "            pass\n",
-        ("world/test_tiers_lane.py::test_a_slot_is_filled_again_when_it_is_stored",),
+        ("world/test_tiers_lane.py::test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored",),
     ),
     Mutant(
         "training writes over what a save beside it has yet to read",
@@ -261,5 +262,40 @@ MUTANTS = (
         '            *foreign_blocks(states, "states"),\n',
         "",
         (f"{AWAY}::test_states_of_torchs_optimizers_are_counted",),
+    ),
+    Mutant(
+        "parameters are read from a disk while they are on their way there",
+        "shard/stream.py",
+        "                    yield from self._job.landing(self._job.order.index(k))\n",
+        "                    pass\n",
+        ("world/test_tiers_lane.py::test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored",),
+    ),
+    Mutant(
+        "parameters that were read ahead are taken although they were written since",
+        "shard/fetch.py",
+        "if read is not None and read.versions == versions:",
+        "if read is not None:",
+        ("world/test_resting.py::test_what_was_read_ahead_and_written_since_is_read_again",),
+    ),
+    Mutant(
+        "what a program writes outside of updates does not reach the file of parameters",
+        "shard/parameter_file.py",
+        "        self.settle()\n",
+        "",
+        (f"{RESTING}[a forward that clamps-NVME]",),
+    ),
+    Mutant(
+        "a chunk's parameters that are not updated are replaced by what lay in the ring",
+        "shard/parameter_file.py",
+        "return self._read[k] or not every",
+        "return self._read[k]",
+        (f"{RESTING}[parameters that are frozen later-NVME]",),
+    ),
+    Mutant(
+        "parameters that rest off the device stay there after forward",
+        "shard/rest.py",
+        "            return held.group.axes != resting.group.axes\n",
+        "            return True\n",
+        ("world/test_tiers.py::test_report_equals_predict",),
     ),
 )

@@ -197,6 +197,15 @@ def test_the_disk_s_seconds_are_those_of_both_ways(capsys):
     assert "The first that fits in 8.00 GiB is zero3+nvme" in text
 
 
+def test_parameters_leave_the_device_where_they_are_sharded_as_states_are(capsys):
+    arguments = ["plan", "--parameters", "1B", "--world", "16", "--local", "4", "--offload", "nvme+parameters"]
+    assert main([*arguments, "--disk", "5", "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    rows = [name.partition("+")[0] for name in presets if "+" in name]
+    assert rows == ["zero0", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
+    assert presets["zero3+nvme+parameters"]["disk_seconds"] > presets["zero3-keep+nvme+parameters"]["disk_seconds"] > 0
+
+
 def test_without_offload_no_table_speaks_of_it(capsys):
     assert main(["plan", "--parameters", "7B", "--memory", "8GiB"]) == 0
     text = capsys.readouterr().out

@@ -169,6 +169,7 @@ def test_what_cannot_be_kept_is_no_plan(change):
         ("offload", "zero2", Memory.HOST, Memory.HOST),
         ("offload3", "zero3", Memory.HOST, Memory.HOST),
         ("infinity-states", "zero3", Memory.HOST, Memory.NVME),
+        ("infinity", "zero3", Memory.HOST, Memory.NVME),
     ],
 )
 def test_a_preset_of_offload_is_another_s_axes_in_other_memories(name, row, gradients, states):
@@ -176,6 +177,7 @@ def test_a_preset_of_offload_is_another_s_axes_in_other_memories(name, row, grad
     assert plan.name == name and (plan.precision, plan.local_size) == (resident.precision, 2)
     assert [part.axes for part in plan.parts.values()] == [part.axes for part in resident.parts.values()]
     memories = {part: placement.memory for part, placement in plan.parts.items() if placement.far}
+    assert memories.pop("parameters", None) is (Memory.NVME if name == "infinity" else None)
     assert memories == {"gradients": gradients, "states": states}
     assert name in OFFLOADED and name not in PRESETS
 
@@ -206,10 +208,16 @@ def test_updates_are_late_where_the_host_has_all_they_need(change):
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_gradients_leave_the_device_where_they_are_sharded_as_states_are(name, offload):
-    plan = Plan.preset(name).offloaded(offload)
-    assert plan.states.memory is OFFLOADS[offload] and plan.name == f"{name}+{offload}"
+    resident = Plan.preset(name)
+    named = OFFLOADS[offload]
+    if "parameters" in named and resident.parameters.axes != resident.states.axes:
+        with pytest.raises(ConfigError, match=r"parameters\.memory.*over the same axes"):
+            resident.offloaded(offload)
+        return
+    plan = resident.offloaded(offload)
+    found = {part: placement.memory for part, placement in plan.parts.items() if placement.far and part != "gradients"}
+    assert found == named and plan.name == f"{name}+{offload}"
     assert plan.gradients.far is (name not in ("zero0", "zero1", "zero1.5"))
-    assert not plan.parameters.far and not plan.after_forward.far
 
 
 @pytest.mark.parametrize("numel", [64, 640, 64 * 1001])
@@ -351,7 +359,7 @@ def test_a_placement_says_in_which_memory_bytes_are_counted():
     assert report.held[Memory.DEVICE]["states"] == 0 and report.memory["host"] == states + ring
 
 
-@pytest.mark.parametrize("name", (*PRESETS, *OFFLOADED, "zero1+nvme", "hsdp+host", "zero0+host"))
+@pytest.mark.parametrize("name", (*PRESETS, *OFFLOADED, "zero1+nvme", "hsdp+host", "zero0+host", "hpz+host+parameters"))
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches):
     """What is taken is given back, and what starts is awaited; repeats written out say the same as repeats."""

@@ -53,6 +53,7 @@ def counted(world: World, plan: Plan, settings: Settings) -> tuple[list[tuple[in
     ("name", "precision", "share", "settings"),
     [
         ("infinity-states", "bf16", 1.0, {"chunk_bytes": 3000}),
+        ("infinity", "bf16", 1.0, {"chunk_bytes": 3000}),
         ("zero1+nvme", "bf16-8bit", 0.6, {}),
         pytest.param("hsdp+nvme", "fp32", 1.0, {"overlap": False}, marks=pytest.mark.slow),
         pytest.param("zero3+nvme", "bf16-split", 1.0, {"verify": False, "io_threads": 1}, marks=pytest.mark.slow),

@@ -69,7 +69,7 @@ def test_zero_with_offload_follows_the_plan_that_predict_is_told() -> None:
         assert report.plan == expected.plan and report.plan.name == "zero3+host"
 
 
-QUICK = (("offload", "bf16-8bit"), ("offload3", "fp32"), ("infinity-states", "bf16"))
+QUICK = (("offload", "bf16-8bit"), ("offload3", "fp32"), ("infinity-states", "bf16"), ("infinity", "bf16-split"))
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,10 @@ def test_presets_of_offload(name: str, precision: str) -> None:
         pytest.param("hsdp+nvme", "bf16-8bit", 0.7, marks=pytest.mark.slow),
         ("zero1+nvme", "bf16-8bit", 0.5),
         pytest.param("hpz+nvme", "fp32", 0.2, marks=pytest.mark.slow),
+        pytest.param("hpz+nvme+parameters", "bf16", 1.0, marks=pytest.mark.slow),
+        ("zero3-keep+nvme+parameters", "fp32", 1.0),
+        pytest.param("hsdp+host+parameters", "bf16-split", 1.0, marks=pytest.mark.slow),
+        pytest.param("zero0+nvme+parameters", "bf16-8bit", 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float) -> None:
@@ -108,7 +112,12 @@ def test_any_row_offloaded_and_any_share(name: str, precision: str, share: float
 
 
 def test_units_may_rest_in_different_memories() -> None:
-    own = {"blocks.1": "zero1", "blocks.2": placed("zero3+nvme", "bf16"), "blocks.0": placed("offload", "bf16")}
+    own = {
+        "blocks.1": "zero1",
+        "blocks.2": placed("infinity", "bf16"),
+        "blocks.0": placed("offload", "bf16"),
+        "root": placed("hsdp+host+parameters", "bf16"),
+    }
     chosen = Settings(chunk_bytes=8192)
 
     def rank(world: World) -> npuzero.Report:

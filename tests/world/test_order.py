@@ -285,3 +285,13 @@ def test_what_rests_off_the_device_keeps_to_the_schedule(
 def test_the_schedule_follows_the_settings(plan: str, settings: dict[str, object]) -> None:
     step = steady(plan, Recipe(micro_batches=2), **settings)
     assert step.done == step.scheduled
+
+
+def test_disks_are_read_a_unit_further_ahead_than_gathers_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
+    order = happenings("infinity")[1]
+    backward = at(order, "backward", "begins")
+    read, gathered = (at(order, what, "blocks.0", backward) for what in ("read", "prefetch"))
+    assert read < at(order, "backward within", "blocks.2", backward) < gathered
+    reads = Counter(name for what, name in order if what == "read")
+    assert reads == dict.fromkeys(UNITS, 2), "once for forward and once for backward"

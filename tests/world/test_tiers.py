@@ -56,11 +56,13 @@ def placed(
     gradients: bool = False,
     share: float = 1.0,
     memory: Memory = HOST,
+    parameters: Memory = Memory.DEVICE,
 ) -> Plan:
-    """The preset with its states off the device, and its gradients on the host, where that is asked for."""
+    """The preset with its states off the device, and gradients and parameters, where that is asked for."""
     row = Plan.preset(plan, precision=precision, local_size=LOCAL_SIZE[size])
     return replace(
         row,
+        parameters=replace(row.parameters, memory=parameters),
         gradients=replace(row.gradients, memory=HOST if gradients else Memory.DEVICE),
         states=replace(row.states, memory=memory, share=share),
     )
@@ -91,6 +93,14 @@ CASES = [
     ("zero2", "bf16", 2, "no overlap", {"memory": NVME, "share": 0.6}),
     ("zero3", "bf16", 2, "by the device", {"gradients": True}),
     ("zero1", "8 bits", 2, "by the device", {"memory": NVME}),
+    ("zero0", "bf16", 1, "many chunks", {"parameters": HOST}),
+    ("zero3", "split", 3, "many chunks", {"parameters": HOST, "gradients": True}),
+    ("hpz", "fp32", 4, "no overlap", {"parameters": HOST, "gradients": True}),
+    ("zero3-keep", "8 bits", 1, "by the device", {"parameters": HOST, "memory": NVME}),
+    ("zero3", "bf16", 2, "many chunks", {"parameters": NVME, "memory": NVME, "gradients": True}),
+    ("zero3", "fp32", 3, "one chunk", {"parameters": NVME}),
+    ("zero0", "drawn", 1, "many chunks", {"parameters": NVME, "memory": NVME}),
+    ("hpz", "split", 4, "no overlap", {"parameters": NVME, "memory": NVME}),
 ]
 four = partial(train, recipe=FOUR)
 
@@ -128,6 +138,10 @@ def report_of(world: World, plan: Plan, recipe: Recipe, settings: Settings) -> R
         ("zero3", "8 bits", "many chunks", {"memory": NVME, "gradients": True}),
         ("hsdp", "bf16", "no overlap", {"memory": NVME, "share": 0.5}),
         ("zero3", "bf16", "by the device", {"memory": NVME, "gradients": True}),
+        ("hpz", "split", "many chunks", {"parameters": HOST, "gradients": True}),
+        ("zero3-keep", "bf16", "no overlap", {"parameters": HOST, "memory": NVME}),
+        ("hsdp", "bf16", "many chunks", {"parameters": NVME, "memory": NVME, "gradients": True}),
+        ("zero3", "split", "no overlap", {"parameters": NVME}),
     ],
     ids=lambda value: str(value),
 )
@@ -174,3 +188,8 @@ def by_torch(session: Session) -> State:
 @pytest.mark.parametrize(("plan", "precision", "gradients"), [("zero3", "bf16", True), ("zero1", "fp32", False)])
 def test_torchs_optimizers_update_on_the_host(plan: str, precision: str, gradients: bool) -> None:
     assert_as_resident(by_torch, plan, precision, 2, Settings(), gradients=gradients)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_torchs_optimizers_update_parameters_that_rest_there(precision: str) -> None:
+    assert_as_resident(by_torch, "zero3", precision, 2, Settings(), parameters=HOST)

@@ -29,12 +29,14 @@ from world.train import CutSession, Session, State, assert_same_bits
 STEPS = 10
 #: The step whose loss overflows, where there is a scaler; those in which a parameter has no gradient, where some have.
 OVERFLOW, WITHOUT = 4, (2, 6)
+WITH_PARAMETERS = [name for name in npuzero.PRESETS if (row := Plan.preset(name)).parameters.axes == row.states.axes]
 SHARDED_ALIKE = [name for name in npuzero.PRESETS if (row := Plan.preset(name)).gradients.axes == row.states.axes != ()]
 FACTORS: dict[str, Any] = {
     "place": list(itertools.product(npuzero.PRESETS, (HOST, NVME))),
     "precision": list(PRECISIONS),
     "size": [4, 3, 2, 1],
     "gradients": [Memory.DEVICE, HOST],
+    "parameters": [Memory.DEVICE, HOST, NVME],
     "optimizer": ["AdamW", "Lion", "torch's AdamW"],
     "chunk_bytes": [3000, 0, 20000],
     "share": [1.0, 0.6, 0.25],
@@ -51,6 +53,7 @@ TORCHS = {
     "precision": lambda name: PRECISIONS[name].masters == PRECISIONS[name].moments == "fp32",
     "place": lambda place: place[1] is HOST,
     "share": lambda share: share == 1.0,
+    "parameters": lambda memory: memory is not NVME,
     "update_on": lambda where: where == "auto",
     "early": lambda early: not early,
 }
@@ -60,6 +63,10 @@ EARLY = {"clip": None, "scaler": False, "unused": False}
 def possible(row: Row) -> bool:
     """Whether npuzero takes such a combination."""
     if row.get("gradients") is HOST and "place" in row and row["place"][0] not in SHARDED_ALIKE:
+        return False
+    if row.get("parameters", Memory.DEVICE) is not Memory.DEVICE and (
+        row.get("share", 1.0) < 1 or ("place" in row and row["place"][0] not in WITH_PARAMETERS)
+    ):
         return False
     if row.get("optimizer") == "torch's AdamW":
         return all(fits(row[name]) for name, fits in TORCHS.items() if name in row)
@@ -83,7 +90,9 @@ def plans(row: Row) -> tuple[Plan, Plan]:
     name, memory = row["place"]
     resident = Plan.preset(name, precision=PRECISIONS[row["precision"]], local_size=LOCAL_SIZE[row["size"]])
     states = replace(resident.states, memory=memory, share=row["share"])
-    return replace(resident, gradients=replace(resident.gradients, memory=row["gradients"]), states=states), resident
+    gradients = replace(resident.gradients, memory=row["gradients"])
+    parameters = replace(resident.parameters, memory=row["parameters"])
+    return replace(resident, parameters=parameters, gradients=gradients, states=states), resident
 
 
 def trained(session: Session, row: Row) -> State:

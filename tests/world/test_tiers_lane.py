@@ -27,8 +27,12 @@ from world.train import CutSession, Session, State, assert_same_bits, run_cut
 __all__ = ["folders"]  # a fixture
 
 SETTINGS = Settings(chunk_bytes=3000)
-PLACES = [("zero3", {"memory": HOST, "gradients": True}), ("zero1", {"memory": NVME})]
-ids = ["gradients and states on the host", "states in files"]
+PLACES = [
+    ("zero3", {"memory": HOST, "gradients": True}),
+    ("zero1", {"memory": NVME}),
+    ("zero3", {"memory": NVME, "parameters": NVME}),
+]
+ids = ["gradients and states on the host", "states in files", "parameters in files, too"]
 
 
 @pytest.fixture
@@ -155,17 +159,22 @@ class Late(Handle):
     def __init__(self, write: Callable[[], Handle]) -> None:
         self._write = write
         self._begun: Handle | None = None
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
-        self._begun = self._begun or self._write()
+        with self._lock:
+            self._begun = self._begun or self._write()
         self._begun.wait()
 
     def done(self) -> bool:
         return self._begun is not None and self._begun.done()
 
 
-def test_a_slot_is_filled_again_when_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME)
+@pytest.mark.parametrize("parameters", [Memory.DEVICE, NVME])
+def test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored(
+    parameters: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME, parameters=parameters)
     expected = run_cut(after(drops), 1, ToyGPT, plan=row, settings=SETTINGS)
     write = FileStore.write
     monkeypatch.setattr(FileStore, "write", lambda self, *where: Late(lambda: write(self, *where)))

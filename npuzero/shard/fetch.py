@@ -1,0 +1,124 @@
+"""What rests off the device of parameters comes there, into its place in the unsharded flat, where R1 gathers it.
+
+In two stages: from disks to the host, which begins a unit further ahead than R1 does; and from the host to the device,
+with which R1 begins. Parameters that rest on the host need the second alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from npuzero import observe
+from npuzero.comm import Handle
+from npuzero.memory import Mover, Ring, Spaces
+from npuzero.plan import FROM_DISK, READ_SLOTS
+from npuzero.shard.flat import Flat
+from npuzero.shard.parameter_file import ParameterFile
+from npuzero.shard.unit import Unit
+
+
+class _Read(NamedTuple):
+    """Hold what is read of a unit, or will be: the flats' shards as they lay on disks when it began."""
+
+    turn: int
+    versions: list[int]
+    buffers: Mapping[Flat, Tensor]
+    handles: Sequence[Handle]
+
+
+class Fetcher:
+    """Bring the resting shards of units to the device.
+
+    Args:
+        units: that may be asked for.
+        file: has what rests on disks; None: nothing does.
+        updated: tells whether the update of a unit is over.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], file: ParameterFile | None, spaces: Spaces, updated: Callable[[Unit], bool]
+    ) -> None:
+        self._file = file
+        self._updated = updated
+        self._mover: Mover = spaces.mover
+        self._reads: dict[int, _Read] = {}  # by unit
+        self._turn = 0
+        self._leaving: dict[int, list[Handle]] = {}  # by slot, copies out of it
+        if file is not None:
+            largest = max(sum(map(file.read_bytes, self._on_disk(unit))) for unit in units)
+            self._ring = Ring(spaces.host, largest, READ_SLOTS)
+
+    def ahead(self, unit: Unit) -> None:
+        """Begin to read what of a unit rests on disks, unless that is still updated."""
+        if self._on_disk(unit) and self._updated(unit):
+            self._read(unit)
+
+    def gather(self, unit: Unit, flats: Sequence[Flat], tag: str) -> list[Handle]:
+        """Begin to unshard ``flats``, all of ``unit`` that are to be; their memory is there."""
+        read = self._read(unit) if self._on_disk(unit) else None
+        for handle in read.handles if read else ():
+            handle.wait()
+        self._mover.follow()
+        found: list[Handle] = []
+        for flat in flats:
+            rest = flat.rests.parameters
+            own = flat.whole[slice(*rest.range)]
+            for begin, source in self._sources(flat, read):
+                arrived = self._mover.to_device(own[begin : begin + source.numel()], source)
+                if read is not None:
+                    self._leaving.setdefault(read.turn % READ_SLOTS, []).append(arrived)
+            with self._mover.beside():
+                group = rest.group
+                found.append(
+                    group.communicator("gather").all_gather(flat.whole, own, tag=tag)
+                    if group.many
+                    else self._mover.arrival()
+                )
+        self._reads.pop(unit.index, None)
+        return found
+
+    def _sources(self, flat: Flat, read: _Read | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield a flat's resting shard as it lies on the host: where in the shard each part begins, and the part."""
+        if read is None or self._file is None or not self._file.has(flat):
+            yield 0, flat.resting
+            return
+        for place in self._file.places(flat):
+            nbytes = (place.end - place.begin) * flat.dtype.itemsize
+            yield place.begin, read.buffers[flat][place.at : place.at + nbytes].view(flat.dtype)
+
+    def _read(self, unit: Unit) -> _Read:
+        """Read a unit's shards into a slot of the ring, unless they are there."""
+        assert self._file is not None
+        flats = self._on_disk(unit)
+        versions = [self._file.versions[flat] for flat in flats]
+        read = self._reads.get(unit.index)
+        if read is not None and read.versions == versions:
+            return read
+        observe.instant("read", unit.name)
+        turn, self._turn = self._turn, self._turn + 1
+        self._empty(turn % READ_SLOTS)
+        buffers, handles, begin = {}, [], 0
+        for flat in flats:
+            end = begin + self._file.read_bytes(flat)
+            buffers[flat] = self._ring.slot(turn)[begin:end]
+            handles += self._file.read(flat, buffers[flat])
+            begin = end
+        self._mover.moved[FROM_DISK] += begin
+        self._reads[unit.index] = read = _Read(turn, versions, buffers, handles)
+        return read
+
+    def _empty(self, slot: int) -> None:
+        """Wait until nothing comes to a slot any more that nobody has asked for, and nothing leaves it."""
+        for index, read in list(self._reads.items()):
+            if read.turn % READ_SLOTS == slot:
+                del self._reads[index]
+                for handle in read.handles:
+                    handle.wait()
+        for handle in self._leaving.pop(slot, ()):
+            handle.wait()
+
+    def _on_disk(self, unit: Unit) -> list[Flat]:
+        return [] if self._file is None else [flat for flat in unit.flats if self._file.has(flat)]

@@ -1,0 +1,100 @@
+"""Parameters that rest on disks: chunk by chunk for the update, flat by flat for who gathers them.
+
+A chunk's extent has its pieces side by side, each on pages of its own, so that those of one flat are read without the
+others. What never trains is in no chunk of the update, and has some of its own behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from npuzero.device import Handle
+from npuzero.memory import Spaces
+from npuzero.plan import PAGE_BYTES, whole_pages
+from npuzero.shard.bank import Views
+from npuzero.shard.chunks import Chunk
+from npuzero.shard.file_bank import FileBank
+from npuzero.shard.flat import PARAMETERS, Flat
+
+
+class Placed(NamedTuple):
+    """Name elements of a flat's resting shard, and the pages that have them.
+
+    Attributes:
+        begin, end: of the shard.
+        at, nbytes: of what is read of the flat, in bytes.
+        chunk, first: its extent, and from which byte of it on.
+    """
+
+    begin: int
+    end: int
+    at: int
+    nbytes: int
+    chunk: int
+    first: int
+
+
+class ParameterFile(FileBank):
+    """Hold the resting shards of ``flats`` in a store.
+
+    Attributes:
+        versions: by flat, how often anything of it was written.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], flats: Sequence[Flat], quiet: Callable[[], None], spaces: Spaces
+    ) -> None:
+        fields = {flat: {PARAMETERS: flat.dtype} for flat in flats}
+        super().__init__(chunks, fields, quiet, spaces, label="parameters", alignment=PAGE_BYTES)
+        self.versions: Counter[Flat] = Counter()
+        self._settling = threading.Lock()
+        self._read = [any(flat.masters != "fp32" for flat in self._flats_of(chunk)) for chunk in chunks]
+
+    def reads(self, k: int, every: bool) -> bool:
+        """Tell whether an update needs what is there; not where it is written anew from float32 masters."""
+        return self._read[k] or not every
+
+    def settle(self) -> None:
+        """Bring what was written outside of updates to the disk: an update begins, or the program reads beside it."""
+        with self._settling:
+            super().settle()
+
+    def store(self, k: int, turn: int) -> Handle:
+        self.versions.update(self._flats_of(self._chunks[k]))
+        return super().store(k, turn)
+
+    def opened(self, k: int, write: bool) -> list[Views]:
+        if write:
+            self.versions.update(self._flats_of(self._chunks[k]))
+        return super().opened(k, write)
+
+    def places(self, flat: Flat) -> list[Placed]:
+        """Return what is where in what is read of a flat: its pieces, side by side."""
+        found: list[Placed] = []
+        for k, i in self._places[flat]:
+            piece = self._chunks[k].pieces[i]
+            at = found[-1].at + found[-1].nbytes if found else 0
+            begin = next(state.begin for state in self._states[k] if state.piece == i)
+            nbytes = whole_pages((piece.end - piece.begin) * flat.dtype.itemsize)
+            found.append(Placed(piece.begin, piece.end, at, nbytes, k, begin))
+        return found
+
+    def read_bytes(self, flat: Flat) -> int:
+        """Return what :meth:`read` reads."""
+        return sum(place.nbytes for place in self.places(flat))
+
+    def read(self, flat: Flat, buffer: Tensor) -> list[Handle]:
+        """Begin to read the shard of ``flat``, which is updated no more, into a buffer of so many bytes."""
+        self.settle()
+        return [
+            self._extents.read_part(place.chunk, place.first, buffer[place.at : place.at + place.nbytes])
+            for place in self.places(flat)
+        ]
+
+    def _flats_of(self, chunk: Chunk) -> list[Flat]:
+        return [piece.flat for piece in chunk.pieces if self.has(piece.flat)]
