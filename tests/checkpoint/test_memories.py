@@ -49,6 +49,8 @@ QUICK = [
     ("bf16", "files", "three ranks"),
     ("split", "three ranks", "other chunks"),
     ("drawn", "host", "files"),
+    ("split", "parameters in files", "device"),
+    ("8 bits", "three ranks", "parameters in files"),
     ("bf16", "parameters in files", "parameters on the host"),
     ("split", "parameters on the host", "parameters in files"),
 ]

@@ -37,11 +37,11 @@ def growth(work: Callable[[], object]) -> int:
     return status("VmHWM") - before
 
 
-def trained(width: int, folder: Path) -> tuple[Any, Any]:
+def trained(width: int, offload: str, folder: Path) -> tuple[Any, Any]:
     """A model whose bfloat16 parameters have 12 bytes of states each on the disk."""
     settings = Settings(nvme_paths=(str(folder),), chunk_bytes=MIB)
     model: Any = npuzero.zero(
-        nn.Linear(width, width, bias=False), stage=1, precision="bf16", offload="nvme", settings=settings,
+        nn.Linear(width, width, bias=False), stage=3, precision="bf16", offload=offload, settings=settings,
         world=comm.SingleWorld(),
     )  # fmt: skip
     optimizer = npuzero.AdamW(model.parameters())
@@ -51,11 +51,16 @@ def trained(width: int, folder: Path) -> tuple[Any, Any]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("width", (2048, pytest.param(4096, marks=pytest.mark.slow)))
-def test_no_more_than_a_few_pieces_are_in_memory(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("width", "offload"),
+    [(2048, "nvme"), *(pytest.param(4096, offload, marks=pytest.mark.slow) for offload in ("nvme", "nvme+parameters"))],
+)
+def test_no_more_than_a_few_pieces_are_in_memory(
+    width: int, offload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parts, "ITEM_BYTES", ITEM)
     monkeypatch.setattr(loading, "RANGE", ITEM // 4)
-    model, optimizer = trained(width, tmp_path)
+    model, optimizer = trained(width, offload, tmp_path)
     states = 12 * width * width
     assert states >= 48 * MIB
     few = 16 * MIB  # writes are collected up to 8 MiB, and read chunk by chunk
