@@ -211,8 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts["cap_bytes"] = cap(entries, comparison.teams)
         steps = comparison.measure(f"{SUITE}/step-{kind}", f"training step, {kind}, states on a disk")
         updates = measure_updates(comparison, options, steps.checked, f"{SUITE}/update-{kind}")
-    for result in (steps, updates):
-        result.parameters |= facts
+    steps.parameters |= facts
+    updates.parameters |= steps.parameters
     record.results += [steps, updates]
     print(table(steps), as_text(updates, steps), sep="\n\n")
     if options.out is not None:
