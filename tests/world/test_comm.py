@@ -20,7 +20,7 @@ from npuzero.errors import OutOfSpace
 from world import comm_cases
 from world.comm_ranks import SLOT_BYTES, run_ranks, values
 
-THREADS = (2, 3, 4, 8)
+THREADS = (2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 
 
 @pytest.fixture
