@@ -60,7 +60,9 @@ class _Item:
 
     def __init__(self, near: _Near, home: Home, runs: list[Run], stored: Handle) -> None:
         self.near: _Near | None = near  # until it is stored
-        self._home, self.runs, self.stored = home, runs, stored
+        self._home, self.runs = home, runs
+        self.stored: Handle | None = stored  # until somebody has waited
+        self.lost = False  # it was not stored
         like = near.tensor
         self.storage = StorageWeakRef(like.untyped_storage())  # as long as it lives no other storage has this address
         self.shape, self.stride, self.dtype, self.nbytes = like.shape, like.stride(), like.dtype, like.nbytes
@@ -71,8 +73,15 @@ class _Item:
         self.arrival: Handle | None = None
 
     def settle(self) -> None:
-        """Wait until it is stored; raises what became of that."""
-        self.stored.wait()
+        """Wait until it is stored; raises what became of that, once."""
+        if self.stored is None:
+            return
+        # An error that is kept has the frames of who waited, these the loss, and its graph this item: a cycle through
+        # autograd, in which the collector does not look.
+        stored, self.stored = self.stored, None
+        self.lost = True
+        stored.wait()
+        self.lost = False
         if self.near is not None:
             self.written = self.near.tensor._version != self.near.version
             self.near = None
@@ -220,19 +229,22 @@ class Activations:
                 return
 
     def _arrived(self, item: _Item) -> Tensor:
-        item.settle()
         assert item.arrival is not None and item.here is not None
-        item.arrival.wait()
+        arrival, here = item.arrival, item.here
+        item.here = item.arrival = None  # for the reason that is in settle()
+        arrival.wait()
+        if item.lost:
+            raise _lost(item)
         if item.written:
             raise _written(item)
-        raw = item.here
+        raw = here
         if self._sharers is not None:
             raw = torch.empty(raw.numel() * self._sharers.size, dtype=torch.uint8, device=self._device)
-            self._sharers.all_gather(raw, item.here, tag="activation").wait()
+            self._sharers.all_gather(raw, here, tag="activation").wait()
         item.last_pass = torch._C._current_graph_task_id()
         item.asked += 1
-        if item.asked % item.saves == 0:  # all who saved it have it; for a graph that is retained it comes again
-            item.here = item.arrival = None
+        if item.asked % item.saves:  # another save asks for it; where none does, it comes again for a retained graph
+            item.here, item.arrival = here, arrival
         return raw[: item.nbytes].view(item.dtype).as_strided(item.shape, item.stride)
 
 
@@ -262,6 +274,15 @@ def _span(tensor: Tensor) -> int:
 def _raw(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor without gaps, in the order in which they lie."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _lost(tensor: _Item) -> StateError:
+    return StateError(
+        "backward",
+        expected="activations that were stored in forward",
+        got=f"one of shape {tuple(tensor.shape)} and dtype {tensor.dtype} whose storing failed",
+        do="See the error that was raised then, and run forward again.",
+    )
 
 
 def _written(tensor: Any) -> StateError:

@@ -59,6 +59,10 @@ class Bank(ABC):
     def fetch(self, k: int, turn: int) -> Handle:
         """Begin to bring chunk ``k`` to the host."""
 
+    def foresee(self, k: int, turn: int) -> None:
+        """Begin to bring chunk ``k``, which no update is at, to the host: it may have that turn in the next one."""
+        return
+
     @abstractmethod
     def views(self, k: int, turn: int) -> list[Views]:
         """Return the states of each piece of chunk ``k``, which is on the host."""

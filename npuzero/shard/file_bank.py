@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from npuzero.device import Handle
+from npuzero.errors import NpuZeroError
 from npuzero.memory import Ring, Spaces
 from npuzero.ops.storage import stored_numel
 from npuzero.plan import RING_SLOTS, STATE_ALIGNMENT, Memory, whole_pages
@@ -53,7 +55,9 @@ class FileBank(Bank):
         self._extents = Extents(spaces.disk, lengths)
         self._keeping: Keeping | None = None
         spaces[Memory.NVME].count(label, sum(s.end - s.begin for states in self._states for s in states))
-        self._ring = Ring(spaces.host, max(lengths), min(RING_SLOTS, len(chunks)))
+        self._slots = min(RING_SLOTS, len(chunks))
+        self._ring = Ring(spaces.host, max(lengths), self._slots)
+        self._foreseen: dict[int, tuple[int, Handle]] = {}  # by slot: a chunk that is read before its update begins
         self._opened: int | None = None
         self._written = False
 
@@ -67,7 +71,16 @@ class FileBank(Bank):
         self._extents.settle()
 
     def fetch(self, k: int, turn: int) -> Handle:
+        chunk, handle = self._foreseen.pop(turn % self._slots, (None, None))
+        if handle is not None and chunk == k:
+            return handle
+        _arrived(handle)
         return self._extents.read(k, self._ring.slot(turn))
+
+    def foresee(self, k: int, turn: int) -> None:
+        slot = turn % self._slots
+        if self._foreseen.get(slot, (None,))[0] != k:
+            self._foreseen[slot] = k, self.fetch(k, turn)
 
     def views(self, k: int, turn: int) -> list[Views]:
         slot = self._ring.slot(turn)
@@ -80,6 +93,9 @@ class FileBank(Bank):
         return self._extents.write(k, self._ring.slot(turn))
 
     def opened(self, k: int, write: bool) -> list[Views]:
+        for _, handle in self._foreseen.values():
+            _arrived(handle)
+        self._foreseen.clear()  # somebody may write, and there is one slot for who reads
         if self._opened != k:
             self.settle()
             self.fetch(k, 0).wait()
@@ -94,6 +110,13 @@ class FileBank(Bank):
             self._keeping = Keeping(self._extents)
         state = next(state for state in self._states[k] if (state.piece, state.name) == (i, name))
         return self._keeping.keep(k, state.begin, state.end, state.dtype)
+
+
+def _arrived(handle: Handle | None) -> None:
+    """Wait until nothing is written to a slot any more; what is wrong on the disk will be so when it is asked for."""
+    if handle is not None:
+        with suppress(NpuZeroError):
+            handle.wait()
 
 
 def _laid_out(chunk: Chunk, fields: Fields, alignment: int) -> list[_State]:

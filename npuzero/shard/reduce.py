@@ -55,6 +55,7 @@ class Reducer:
         self._active: list[Iterator[None]] = []
         self._turn = 0
         self._pass = Pass.SUMMED
+        self._number = 0  # of the pass
         self._last: Pass | None = None  # what the last pass of this step was, so far
         self.open = False
         self.reduced: Callable[[Gradient], None] = lambda _: None
@@ -65,6 +66,7 @@ class Reducer:
         """Start a backward pass."""
         self.abandon()
         self._pass = kind
+        self._number += 1
         self.open = True
 
     def abandon(self) -> None:
@@ -176,7 +178,7 @@ class Reducer:
                 that is the identity for R3.
             boundary: R3 is part of it.
         """
-        tag = f"reduce {gradient.name}"
+        tag, number = f"reduce {gradient.name}", self._number
         # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
             gradient.kept.bring()
@@ -204,7 +206,8 @@ class Reducer:
             gradient.add_carry()
         gradient.move(_S.READY if last else _S.ACCUMULATED)
         gradient.kept.rest()
-        self.reduced(gradient)
+        if number == self._number:  # else it is of an earlier pass, and this one may add to it
+            self.reduced(gradient)
 
     def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""

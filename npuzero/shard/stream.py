@@ -13,9 +13,11 @@ Two threads share what an update reads and writes, from ``run()`` until the chun
     rings            the lane alone; a slot is filled again when the store of the chunk that had it is done
     numbers          copies: of the scale, the skip and the rows that the device computed; lr and steps are in segments
 
-The lane runs chunks in the order in which they are queued, which is theirs unless an update begins inside backward
-(:mod:`npuzero.shard.early`): a slot of a ring goes by the turn. After one that failed none is run: what it raised is
-raised by every wait from then on, so that no step begins on states of which some are a step behind.
+Of the chunks whose gradients are there the lane takes the first of the model next, for that is what the forward pass
+will want first; so all are in their order, unless an update begins inside backward (:mod:`npuzero.shard.early`). A slot
+of a ring goes by the turn. When all is stored the first chunks come back for the next update, as many as the ring has
+room for. After a chunk that failed none is run: what it raised is raised by every wait from then on, so that no step
+begins on states of which some are a step behind.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import PriorityQueue
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -78,14 +81,13 @@ class Numbers(NamedTuple):
 
 #: Updates pieces that are on the host, all of one chunk.
 Launch = Callable[[Sequence[Staged], Numbers], None]
-_END = -1  # in the place of a chunk's number
 
 
 @dataclass
 class _Job:
     """Run one update, on the lane; it knows nothing of the stream, which may be gone before it ends.
 
-    What the program adds to it (chunks to the order, gradients of their flats) is there before their turn is queued.
+    What the program adds to it (chunks that are ready, gradients of their flats) is there before a turn is queued.
     """
 
     chunks: Sequence[Chunk]
@@ -101,15 +103,19 @@ class _Job:
     rank: int
     threads: int
     gradients: dict[Flat, Tensor] = field(default_factory=dict)  # of the flats that are updated
+    ready: PriorityQueue[int] = field(default_factory=PriorityQueue)  # chunks that have no turn yet
     order: list[int] = field(default_factory=list)  # of chunks, so far: the place of one is its turn
+    updated: set[int] = field(default_factory=set)  # chunks
+    ended: int = 0  # turns
     closed: bool = False  # no more are to come
     failed: BaseException | None = None
     # By turn: what is on its way to the host, and back.
     begun: dict[int, tuple[list[Staged], list[Handle]]] = field(default_factory=dict)
     storing: dict[int, list[Handle]] = field(default_factory=dict)
+    read: dict[int, list[Bank]] = field(default_factory=dict)  # for the first turns, one for each slot of a ring
 
     def run(self, turn: int) -> None:
-        """Update the chunk whose turn it is, once those before it are."""
+        """Update the next chunk, once those before it are."""
         if self.failed is not None:
             raise self.failed
         observe.set_rank(self.rank)
@@ -117,10 +123,10 @@ class _Job:
             self.mover.attend()
             if torch.get_num_threads() != self.threads:
                 torch.set_num_threads(self.threads)  # of this thread: kernels obey it
-            with observe.span("update chunk", str(self.order[turn])):
-                self._run(turn)
+            self._run(turn)
         except BaseException as error:
             self._fail(error)
+        self.ended = turn + 1
 
     @property
     def _in_place(self) -> bool:
@@ -128,12 +134,15 @@ class _Job:
         return self.on_device or self.lag
 
     def finish(self) -> None:
-        """Wait until everything is where it rests."""
+        """Wait until everything is where it rests; begin to bring what the next update will read first."""
         if self.failed is not None:
             raise self.failed
         try:
             for turn in list(self.storing):
                 self._stored(turn)
+            for turn, banks in self.read.items():
+                for bank in banks:
+                    bank.foresee(self.order[turn], turn)
         except BaseException as error:
             self._fail(error)
 
@@ -150,9 +159,13 @@ class _Job:
         if self._skipped():
             return
         for ahead in (turn, turn + 1):
-            if ahead < len(self.order) and ahead not in self.begun:
+            if ahead not in self.begun and not self.ready.empty():
                 self.begun[ahead] = self._begin(ahead)
-        k = self.order[turn]
+        with observe.span("update chunk", str(self.order[turn])):
+            self._update(self.order[turn], turn)
+        self.updated.add(self.order[turn])
+
+    def _update(self, k: int, turn: int) -> None:
         staged, handles = self.begun.pop(turn)
         for handle in handles:
             handle.wait()
@@ -190,10 +203,11 @@ class _Job:
         return self.skip is not None and self.skip.item() != 0
 
     def _begin(self, turn: int) -> tuple[list[Staged], list[Handle]]:
-        """Begin to bring the chunk of a turn to the host, all of it that is updated."""
+        """Choose the chunk of a turn, and begin to bring it to the host, all of it that is updated."""
         if turn >= RING_SLOTS:
             self._stored(turn - RING_SLOTS)
-        k = self.order[turn]
+        k = self.ready.get()
+        self.order.append(k)
         pieces = [piece for piece in self.chunks[k].pieces if piece.flat in self.gradients]
         if self._in_place:
             staged = [Staged(piece, self._gradient(piece), _own(piece), {}) for piece in pieces]
@@ -205,6 +219,8 @@ class _Job:
             read = [bank for bank in self.banks if bank.reads(k, every)]
             self.mover.moved[FROM_DISK] += sum(bank.extent_bytes(k) for bank in read)
             handles += [bank.fetch(k, turn) for bank in read]
+            if turn < RING_SLOTS:
+                self.read[turn] = read
             handles += [each.piece.flat.gradient.kept.arrived for each in staged]
         return staged, handles
 
@@ -232,13 +248,13 @@ class _Job:
         return self.gradients[piece.flat][piece.begin : piece.end]
 
     def _stored(self, turn: int) -> None:
-        for handle in self.landing(turn):
+        for handle in self.storing.get(turn, ()):
             handle.wait()
         self.storing.pop(turn, None)
 
-    def landing(self, turn: int) -> Sequence[Handle]:
+    def landing(self, k: int) -> Sequence[Handle]:
         """Return what is on its way to where it rests, of a chunk that is updated; any thread may ask, and wait."""
-        return self.storing.get(turn, ())
+        return self.storing.get(self.order.index(k), ()) if k in self.updated else ()
 
 
 def _own(piece: Piece) -> Tensor:
@@ -322,7 +338,8 @@ class Stream:
                 self._of[index].append(k)
         self._filed = {unit.index for unit in units if unit.plan.parameters.memory is Memory.NVME}
         self._job: _Job | None = None  # until it was waited for to its end
-        self._handles: dict[int, Handle] = {}  # by chunk; and the end
+        self._queued: set[int] = set()  # chunks
+        self._turns: list[Handle] = []  # and the end
         self._lane = HostLane("update", door("an update"))
         weakref.finalize(self, self._lane.close, 0.0)
 
@@ -347,10 +364,10 @@ class Stream:
         self.mover.follow()
         job.gradients |= {flat: flat.gradient.kept.give() for flat in flats if flat not in job.gradients}
         for k in range(len(self.chunks)):
-            if k not in self._handles:
+            if k not in self._queued:
                 self._queue(job, k)
         job.closed = True
-        self._handles[_END] = self._lane.run(job.finish)
+        self._turns.append(self._lane.run(job.finish))
         if not self._overlap:
             self.quiet()
 
@@ -378,7 +395,7 @@ class Stream:
         self.mover.follow()
         gradients[flat] = flat.own_gradient
         for k in self._of[self._unit_of[flat]]:
-            if k not in self._handles and all(piece.flat in gradients for piece in self.chunks[k].pieces):
+            if k not in self._queued and all(piece.flat in gradients for piece in self.chunks[k].pieces):
                 self._queue(self._job, k)
 
     def _snapshot(self, scale: Tensor, *others: Tensor | None) -> tuple[Numbers, list[Handle]]:
@@ -388,9 +405,10 @@ class Stream:
         return Numbers(copy, *(other for other, _ in copies)), handles
 
     def _queue(self, job: _Job, k: int) -> None:
-        turn = len(job.order)
-        job.order.append(k)
-        self._handles[k] = self._lane.run(lambda: job.run(turn))
+        turn = len(self._turns)
+        self._queued.add(k)
+        job.ready.put(k)
+        self._turns.append(self._lane.run(lambda: job.run(turn)))
 
     def _stage(self) -> None:
         """Make the rings that chunks go through, at the first update."""
@@ -439,11 +457,18 @@ class Stream:
 
     def _updates(self, unit: Unit) -> Iterator[Handle]:
         """Yield what is to be waited for until the parameters of ``unit`` are updated, one by one."""
-        for k in self._of[unit.index] if self.has(unit) else ():
-            if self._job is not None and k in self._handles:
-                yield self._handles[k]
-                if unit.index in self._filed:  # R1 reads them from there
-                    yield from self._job.landing(self._job.order.index(k))
+        job, turns = self._job, self._turns
+        if job is None or not self.has(unit):
+            return
+        for k in self._of[unit.index]:
+            if k not in self._queued:
+                continue
+            # Which turn a chunk gets is not known before it has it; in a step that is skipped none gets any.
+            for turn in range(job.ended, len(turns)):
+                if k not in job.updated:
+                    yield turns[turn]
+            if unit.index in self._filed:  # R1 reads them from there
+                yield from job.landing(k)
 
     def quiet(self) -> None:
         """Wait until the update is done, and all states are where they rest.
@@ -456,9 +481,9 @@ class Stream:
             if self.waits:
                 raise _unfinished()
             with observe.span("wait for update", ""):
-                self._handles[_END].wait()
+                self._turns[-1].wait()
             self._job = None
-            self._handles = {}
+            self._queued, self._turns = set(), []
 
     def check(self) -> None:
         """Raise what an update has failed by, if one has.

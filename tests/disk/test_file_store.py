@@ -352,7 +352,7 @@ def test_a_folder_that_is_removed(folder):
 def test_a_store_that_is_dropped_finishes(folder):
     data = filled(32 * MIB)
     handles = []
-    for _ in range(5):
+    for _ in range(2):
         store = FileStore([folder], data.numel(), threads=2)
         handles += [store.write(0, data), store.read(0, store.aligned(data.numel()))]
         del store

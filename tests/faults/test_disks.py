@@ -180,7 +180,7 @@ def test_a_damaged_state_is_found_before_anything_is_updated(folder: Path) -> No
     def rank(world: World) -> None:
         training = Training(world, folder)
         training.steps(0, 2)
-        training.session.state()
+        training.outcome()  # what was read for the next update is read again
         before = training.resting()
         training.session.loss(2).backward()
         strike("a bit that is another")

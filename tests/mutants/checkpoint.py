@@ -249,7 +249,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the device counts steps of before a load",
         "optim/shards.py",
-        "        self._taken.forget(id(flat.parameters[i]))\n",
+        "            self._taken.forget(id(flat.parameters[i]))\n",
         "",
         ("checkpoint/test_exact.py::test_steps_that_the_device_counts_are_those_of_the_checkpoint",),
     ),

@@ -51,11 +51,11 @@ def run_ranks(
     slot_bytes: int = SLOT_BYTES,
 ) -> list[Outcome]:
     """`fn(world, *args)` on `size` processes that meet in `folder`. Whatever runs after `limit_s` is killed."""
-    meeting = folder / f"meeting-{time.monotonic_ns()}"
+    meeting = f"file://{folder}/meeting-{time.monotonic_ns()}"
     children, pipes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        setup = (rank, size, str(meeting), backend, timeout_s, slot_bytes)
+        setup = (rank, size, meeting, backend, timeout_s, slot_bytes)
         child = context.Process(target=body, args=(theirs, setup, fn, args), daemon=True)
         child.start()
         theirs.close()
@@ -99,11 +99,16 @@ def _receive(pipe: Any, open_pipes: dict[Any, Outcome]) -> None:
 
 
 def body(pipe: Connection, setup: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run a rank, which meets the others where a file is, or at a store on this port."""
     rank, size, meeting, backend, timeout_s, shared_memory.SLOT_BYTES = setup
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    where: dict[str, Any] = {"init_method": meeting}
+    if isinstance(meeting, int):
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # none of these ranks keeps it
+        where = {"store": dist.TCPStore("127.0.0.1", meeting, is_master=False)}
+    dist.init_process_group("gloo", rank=rank, world_size=size, **where)
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=timeout_s))
     try:
         world = comm.process_world("cpu", timeout_s=timeout_s, backend=backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 import npuzero
-from npuzero import ConfigError, Memory, NpuZeroError, Settings, StateError, StorageError, comm
+from npuzero import ConfigError, Memory, NpuZeroError, Settings, StateError, StorageError, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.memory.file import FileStore
+from npuzero.observe import Events
+from npuzero.shard.stream import Staged
 from world.test_optimizers import optimizer_state
 from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed
 from world.toy import ToyGPT, build
@@ -94,6 +97,7 @@ CASES = {
     "a short step": (SHORT, "zero2", "split", 2, Settings(chunk_bytes=20000), {"share": 0.5}, [0, 0, 3, 3]),
     "alone": (ALONE, "zero3", "drawn", 2, SETTINGS, {"gradients": True, "share": 0.6}, [0, 3, 0]),
     "an absent gradient": (ABSENT, "zero1", "bf16", 2, SETTINGS, {"memory": NVME}, [0, 3, 2, 3]),
+    "a sum under way": (SHORT, "zero0", "bf16", 2, SETTINGS, {"gradients": True}, [0, 0, 0, 2]),
     "four ranks": (USUAL, "hsdp", "fp16", 4, Settings(), {}, [0, 1, 1, 1]),
     "by the device": (USUAL, "zero0", "8 bits", 1, Settings(chunk_bytes=3000, update_on="device"), {}, [0, 3, 3, 3]),
     "no overlap": (USUAL, "zero3", "bf16", 2, Settings(chunk_bytes=3000, overlap=False), {}, [0, 0, 0, 0]),
@@ -351,7 +355,47 @@ def test_what_a_step_holds_and_moves_is_the_same() -> None:
         assert found.bytes_sent == expected.bytes_sent
 
 
-COURSES = {"usual": USUAL, "added": ADDED, "alone": ALONE, "short": SHORT, "absent": ABSENT, "Lion": LION}
+@pytest.mark.parametrize("memory", [HOST, NVME])
+def test_what_the_next_forward_wants_first_is_updated_first(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what has come while the lane was busy: all but the chunk that it was at, and the next one."""
+    begun, over = threading.Event(), threading.Event()
+    master = Staged.master.fget
+    assert master is not None
+
+    def held(staged: Staged) -> torch.Tensor:
+        if threading.current_thread().name == "npuzero-update":
+            begun.set()
+            assert over.wait(30)
+        return master(staged)
+
+    def rank(world: World) -> None:
+        row = placed("zero3", PRECISIONS["bf16"], 1, memory=memory)
+        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2, early=True)
+        for step in range(2):
+            if step:  # the lane is at a chunk of later blocks before the first is ready
+                session.model.blocks[0].register_full_backward_pre_hook(lambda *_: None if begun.wait(30) else 1 / 0)
+            begun.clear()
+            over.clear()
+            session.loss(step).backward()
+            optimizer.step()
+            over.set()
+            optimizer.zero_grad()
+            session.state()
+
+    monkeypatch.setattr(Staged, "master", property(held))
+    with observe.recording(Events()) as sink:
+        comm.run_threads(1, rank)
+    found = [int(event.name) for event in sink.events if event.category == "update chunk"]
+    count = len(found) // 2
+    assert found[:count] == sorted(found[:count]), "all with step()"
+    order = found[count:]
+    assert count > 4 and order[0] > 0 and order[2:] == sorted(order[2:])
+
+
+#: Where the ranks meet at the boundary only, a step begins early that has as many passes as the one before.
+ALONE_AGAIN = Course(passes=(2, 2, 3, 1), alone=True)
+COURSES = {"usual": USUAL, "added": ADDED, "alone": ALONE_AGAIN, "short": SHORT, "absent": ABSENT, "Lion": LION}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def counted(world: World, plan: Plan, settings: Settings) -> tuple[list[tuple[in
         optimizer.step()
         optimizer.zero_grad()
         report = npuzero.report(session.model)  # at the end of the update
+        time.sleep(0.05)  # for what is read for the next one
         found.append(tuple(after - first for after, first in zip(counts(), before, strict=True)))
     session.state()
     return found, report.bytes_moved

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.errors import OutOfSpace, StorageError
+from npuzero.errors import OutOfSpace, StateError, StorageError
 from npuzero.memory import DeviceSpace, FileStore
 from npuzero.shard.activations import Activations
 from npuzero.shard.homes import PIECE_BYTES, FileHome, Home, SpaceHome
@@ -24,18 +27,22 @@ CPU = torch.device("cpu")
 
 
 def gradients(model: Chain, around: Activations | None = None, tokens: int = TOKENS) -> list[Tensor]:
-    x = torch.randn(tokens, DIM, generator=torch.Generator().manual_seed(0))
     model.zero_grad()
+    forward(model, around, tokens).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def forward(model: Chain, around: Activations | None = None, tokens: int = TOKENS) -> Tensor:
+    x = torch.randn(tokens, DIM, generator=torch.Generator().manual_seed(0))
     visit = around and around.visit()
     if visit:
         visit.before(model, (), {})
     try:
-        loss = model(x)
+        loss: Tensor = model(x)
     finally:
         if visit:
             visit.failed()
-    loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return loss
 
 
 def same(got: list[Tensor], want: list[Tensor]) -> bool:
@@ -108,17 +115,44 @@ def test_a_disk_that_fails_is_named_and_the_next_step_is_right(
     home, _, _ = stored(tmp_path)
     around = Activations(home, CPU)
     assert same(gradients(model, around), want)
-    plain: Callable[..., object] = getattr(FileStore, verb)
-
-    def broken(*_: object) -> object:
-        monkeypatch.setattr(FileStore, verb, plain)
-        raise StorageError("a test's disk", expected="success", got="EIO", do="Look at the disk.")
-
-    monkeypatch.setattr(FileStore, verb, broken)
+    strike(verb, monkeypatch)
     with pytest.raises(StorageError, match="EIO"):
         gradients(model, around)
     for _ in range(2):
         assert same(gradients(model, around), want)
+    gone = weakref.ref(home)
+    del home, around
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_could_not_be_stored_is_not_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    around = Activations(stored(tmp_path)[0], CPU)
+    loss = forward(build(make=Chain), around)
+    strike("read", monkeypatch)
+    with pytest.raises(StorageError, match="EIO"):
+        loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    strike("write", monkeypatch, after=Chain.kept - 1)  # the last, for which backward waits
+    loss = forward(build(make=Chain), around)
+    with pytest.raises(StorageError, match="EIO"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(StateError, match="storing failed"):
+        loss.backward(retain_graph=True)
+
+
+def strike(verb: str, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
+    """Have one call of a store's ``verb`` raise."""
+    plain: Callable[..., object] = getattr(FileStore, verb)
+    calls = itertools.count()
+
+    def broken(*args: object) -> object:
+        if next(calls) < after:
+            return plain(*args)
+        monkeypatch.setattr(FileStore, verb, plain)
+        raise StorageError("a test's disk", expected="success", got="EIO", do="Look at the disk.")
+
+    monkeypatch.setattr(FileStore, verb, broken)
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

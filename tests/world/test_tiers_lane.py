@@ -18,6 +18,7 @@ from npuzero.api.model import engine_of
 from npuzero.comm import World
 from npuzero.device import Handle
 from npuzero.memory.file import FileStore
+from npuzero.plan import RING_SLOTS
 from npuzero.shard.stream import Staged
 from world.test_optimizers import optimizer_state
 from world.test_tiers import HOST, NVME, PRECISIONS, folders, placed
@@ -180,6 +181,39 @@ def test_a_slot_is_filled_again_and_parameters_are_read_when_they_are_stored(
     monkeypatch.setattr(FileStore, "write", lambda self, *where: Late(lambda: write(self, *where)))
     for mine, other in zip(run_cut(after(drops), 1, ToyGPT, plan=row, settings=SETTINGS), expected, strict=True):
         assert_same_bits(mine, other)
+
+
+def test_what_an_update_reads_first_is_read_when_the_one_before_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the rings hold, once; again where the program has opened a state since, and may have written."""
+    reads: list[int] = []
+    read = FileStore.read
+    monkeypatch.setattr(FileStore, "read", lambda self, *where: [reads.append(where[0]), read(self, *where)][1])
+
+    def count(call: Callable[[], Any]) -> int:
+        reads.clear()
+        call()
+        return len(reads)
+
+    def rank(world: World) -> tuple[int, list[int]]:
+        row = placed("zero3", PRECISIONS["bf16"], 1, memory=NVME)
+        session = CutSession(build(), world, plan=row, settings=SETTINGS)
+        optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
+
+        def update() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            npuzero.report(session.model)
+
+        session.loss().backward()
+        update()
+        found = [count(lambda: session.loss(1).backward()), count(update), count(optimizer.state_dict)]
+        session.loss(2).backward()
+        return len(engine_of(session.model).far.stream.chunks), [*found, count(update)]
+
+    ((chunks, (backward, steady, shown, opened)),) = comm.run_threads(1, rank)
+    assert chunks > RING_SLOTS and backward == 0 and shown > 0
+    assert steady == 2 * chunks, "masters and moments, some of them for the next update"
+    assert opened == steady + RING_SLOTS, "the moments that were read for it, again"
 
 
 @pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
