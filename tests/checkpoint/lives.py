@@ -9,6 +9,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from npuzero import Settings, checkpoint
 from npuzero.comm import World
 from world import comm_ranks
@@ -42,13 +44,18 @@ def digest(training: Training) -> str:
 
 
 class Job:
-    """Ranks that are processes."""
+    """Ranks that are processes.
 
-    def __init__(self, ranks: int, folder: Path, plan: str, meeting: Path) -> None:
+    They meet at a store that outlives them, as under torchrun: torch's store in a file is none for ranks that are
+    killed. One that dies while it writes there leaves half a record, and whoever reads that waits for ever.
+    """
+
+    def __init__(self, ranks: int, folder: Path, plan: str) -> None:
         self._children, self._pipes = [], []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(ranks):
             ours, theirs = comm_ranks.context.Pipe(duplex=False)
-            setup = (rank, ranks, str(meeting), None, TIMEOUT_S, comm_ranks.SLOT_BYTES)
+            setup = (rank, ranks, self._store.port, None, TIMEOUT_S, comm_ranks.SLOT_BYTES)
             child = comm_ranks.context.Process(
                 target=comm_ranks.body, args=(theirs, setup, live, (theirs, folder, plan)), daemon=True
             )

@@ -32,8 +32,8 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
     chance = random.Random(kills)
     folder = tmp_path / "run"
     last, saved = 0, 0
-    for life in range(kills):
-        job = Job(ranks, folder, plan, tmp_path / f"meeting-{life}")
+    for _ in range(kills):
+        job = Job(ranks, folder, plan)
         try:
             assert job.resumed() == [last] * ranks
             time.sleep(chance.random() * LIFE_S)
@@ -48,4 +48,4 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
             assert len(kept) <= 3, kept
             assert len(list(folder.iterdir())) <= 5, "leftovers pile up"
     assert saved > kills / 4  # else nothing was tried
-    assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"run", "meeting"}, "states stay on the disk"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"], "states stay on the disk"
