@@ -65,9 +65,11 @@ def evaluate():
 
 options.out.mkdir(parents=True, exist_ok=True)
 for step in range(first, options.steps):
-    if step % options.eval_every == 0 and step > first and rank == 0:
-        print(f"step {step}: held-out loss {evaluate():.6f}")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, checkpoint)
+    if step % options.eval_every == 0 and step > first:
+        held_out = evaluate()
+        if rank == 0:
+            print(f"step {step}: held-out loss {held_out:.6f}")
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, checkpoint)
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (step + 1) / 10)
     total = torch.zeros((), device=device)

@@ -62,7 +62,9 @@ def evaluate():
 options.out.mkdir(parents=True, exist_ok=True)
 for step in range(first, options.steps):
     if step % options.eval_every == 0 and step > first:
-        print(f"step {step}: held-out loss {evaluate():.6f}")
+        held_out = evaluate()
+        if rank == 0:
+            print(f"step {step}: held-out loss {held_out:.6f}")
         npuzero.checkpoint.save(checkpoint, model, optimizer, step=step)
     for group in optimizer.param_groups:
         group["lr"] = lr * min(1.0, (step + 1) / 10)
