@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +30,7 @@ from torch import Tensor
 
 import npuzero
 from benchmarks.step.workload import HYPER, Workload, loss_of
-from npuzero.bench import Benchmark, Contender, Effort, Record, Result, check_equal, fingerprint, median, run
+from npuzero.bench import Benchmark, Contender, Effort, Record, Result, check_equal, fingerprint, median, run, typed
 from npuzero.plan import FROM_DISK, TO_DISK
 
 RESIDENT, FAR, EARLY = "resident", "npuzero", "npuzero, early"
@@ -185,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     npuzero.init("cpu")
-    record = Record.begin("farstep", shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record = Record.begin("farstep", typed(), fingerprint())
     sizes = Workload.of(options)
     trainings = {name: Training(sizes, name, options.folder) for name in CONTENDERS}
     check(trainings)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from npuzero.bench import Record, Result
+from npuzero.bench import Record, Result, median
 from npuzero.cli.table import table
 from npuzero.errors import ConfigError
 
@@ -109,20 +109,45 @@ def _host(result: Result) -> list[float]:
     return [values["more_s"] / allowed_s for name, values in result.values.items() if name != result.baseline]
 
 
-def _quickest(own: str, others: Sequence[str]) -> Callable[[Result], list[float]]:
-    """How many times as fast ``own`` is as the quickest of ``others``."""
+def costs(result: Result) -> dict[str, float]:
+    """Return what contenders add to the seconds of the baseline, which computes and updates nothing."""
+    base = result.seconds[result.baseline]
+    return {
+        name: median([one - other for one, other in zip(seconds, base, strict=True)])
+        for name, seconds in result.seconds.items()
+        if name != result.baseline
+    }
 
-    def values(result: Result) -> list[float]:
+
+def exact(result: Result) -> str:
+    """Return the contender with the fewest bytes of float32 masters and moments: split masters, where there are any."""
+    return "npuzero-split" if result.parameters["precision"] == "bf16" else "npuzero"
+
+
+def _on_disk(storage: str, against: str, goal: float, precisions: Sequence[str], *others: str) -> list[Figure]:
+    """Two rows beside the quickest of ``others``: what states add to a step, and updates to the end of their writes.
+
+    Args:
+        storage: as in the contender's name; empty: float32 states, whichever way npuzero has to keep them exactly.
+    """
+
+    def added(result: Result) -> list[float]:
+        found = costs(result)
+        own = f"npuzero{storage}" if storage else exact(result)
+        there = [found[name] / found[own] for name in others if name in found and own in found]
+        return [min(there)] if there else []
+
+    def alone(result: Result) -> list[float]:
+        own = f"npuzero{storage}-blocking" if storage else f"{exact(result)}-blocking"
         there = [name for name in others if name in result.seconds and own in result.seconds]
         return [min(result.speedup(own, name).median for name in there)] if there else []
 
-    return values
-
-
-def _on_disk(name: str, against: str, goal: float, precisions: Sequence[str], own: str, *others: str) -> Figure:
-    """A row of updates to the end of their writes."""
-    benchmarks = tuple(f"nvme/update-{precision}-1" for precision in precisions)
-    return Figure("disk", name, against, goal, benchmarks, _quickest(f"{own}-blocking", others))
+    kind = "bf16-8bit states" if storage else "float32 states"
+    rows = {"step": (f"what {kind} add to a step", added), "update": (f"an update alone of {kind}", alone)}
+    return [
+        Figure("disk", name, against, goal, tuple(f"nvme/{what}-{each}-1" for each in precisions), values)
+        for what, (name, values) in rows.items()
+    ]
 
 
 def _far(name: str, against: str, goal: float, benchmark: str, contender: str) -> Figure:
@@ -213,17 +238,9 @@ FIGURES = (
         _host,
         at_most=True,
     ),
-    _on_disk("an update of float32 states", _DEEPSPEED_NVME, 2.0, ("bf16", "fp32"), "npuzero", "deepspeed"),
-    _on_disk("the same in bf16-8bit", _DEEPSPEED_NVME, 5.0, ("bf16",), "npuzero-8bit", "deepspeed"),
-    _on_disk(
-        "an update of float32 states",
-        "torch fused, memory-mapped",
-        3.0,
-        ("bf16", "fp32"),
-        "npuzero",
-        "mapped",
-        "mapped-dropped",
-    ),
+    *_on_disk("", _DEEPSPEED_NVME, 2.0, ("bf16", "fp32"), "deepspeed"),
+    *_on_disk("-8bit", _DEEPSPEED_NVME, 5.0, ("bf16",), "deepspeed"),
+    *_on_disk("", "torch fused, memory-mapped", 3.0, ("bf16", "fp32"), "mapped", "mapped-dropped"),
     Figure("disk", "chunks that stream", "raw reads and writes", 0.85, ("disk/stream",), _share("raw")),
     Figure(
         "disk",

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks.step.memory import page_faults
 from benchmarks.step.work import Rank
 from benchmarks.step.workload import Workload
-from npuzero.bench import Benchmark, Effort, Record, Result, Team, check_equal, fingerprint, python_worker, run
+from npuzero.bench import Benchmark, Effort, Record, Result, Team, check_equal, fingerprint, python_worker, run, typed
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "compute only"
@@ -123,7 +122,7 @@ def main() -> None:
     parser.add_argument("--counted", type=int, default=20, help="steps that are counted")
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
     options = parser.parse_args()
-    record = Record.begin("threads", " ".join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record = Record.begin("threads", typed(), fingerprint())
     record.results.append(measure(options))
     print(table(record.results[0]))
     if options.out is not None:

@@ -1,4 +1,4 @@
-"""The picture of training with states on a disk: seconds of updates beside others', and memory over the steps.
+"""The picture of training with states on a disk: what they add to a step, beside others', and memory over the steps.
 
 python -m benchmarks.plot benchmarks/results/nvme-*.json benchmarks/results/highwater.json --out docs/nvme.png
 """
@@ -14,21 +14,22 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from npuzero.bench import Result, median
+from benchmarks.figures import costs, exact
+from npuzero.bench import Result
 from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, caption
 
-UPDATE, STEP, WATER = "nvme/update-", "nvme/step-", "highwater"
-#: Contenders by the names that their users know, of updates that end within their step.
+STEP, WATER = "nvme/step-", "highwater"
+#: Contenders by the names that their users know.
 CALLED = {
-    "npuzero-8bit-blocking": "npuzero, 8-bit states",
-    "npuzero-blocking": "npuzero",
+    "npuzero-8bit": "npuzero, 8-bit states",
+    "npuzero-split": "npuzero, split masters",
+    "npuzero": "npuzero",
     "deepspeed": "DeepSpeed, stage 3",
     "mapped": "torch, memory-mapped",
     "mapped-dropped": "torch, memory-mapped,\nblock by block",
 }
 #: How many times npuzero's seconds the others are to take.
 BEHIND = {"deepspeed": 2.0, "mapped": 3.0, "mapped-dropped": 3.0}
-OWN_NAME = "npuzero-blocking"
 _BAR_INCHES, _PANEL_INCHES, _HEAD_INCHES, _LEAST_INCHES = 0.42, 1.0, 1.3, 3.2
 
 
@@ -41,45 +42,47 @@ def plot(results: Mapping[str, Result], path: Path, source: str = "") -> None:
 
 
 def draw(results: Mapping[str, Result], source: str = "") -> Figure:
-    """Return the picture: a panel for each precision's updates, and one of memory, of those that there are."""
-    updates = [result for name, result in sorted(results.items(), reverse=True) if name.startswith(UPDATE)]
+    """Return the picture: a panel for each precision's steps, and one of memory, of those that there are."""
+    steps = [result for name, result in sorted(results.items(), reverse=True) if name.startswith(STEP)]
     water = results.get(WATER)
-    heights = [_PANEL_INCHES + _BAR_INCHES * len(shown(result)) for result in updates]
-    columns = bool(updates) + (water is not None)
+    heights = [_PANEL_INCHES + _BAR_INCHES * len(shown(result)) for result in steps]
+    columns = bool(steps) + (water is not None)
     inches = max(sum(heights), _LEAST_INCHES) + _HEAD_INCHES
     figure = plt.figure(figsize=(6.7 * columns, inches), layout="constrained")
     places = iter(figure.add_gridspec(1, columns, wspace=0.04))
-    if updates:
-        rows = next(places).subgridspec(len(updates), 1, height_ratios=heights)
-        for row, result in zip(rows, updates, strict=True):
-            _draw_updates(figure.add_subplot(row), result)
+    if steps:
+        rows = next(places).subgridspec(len(steps), 1, height_ratios=heights)
+        for row, result in zip(rows, steps, strict=True):
+            _draw_costs(figure.add_subplot(row), result)
     if water is not None:
         _draw_memory(figure.add_subplot(next(places)), water)
     handles = [Patch(color=OWN, label="npuzero"), Patch(color=OTHER, label="others")]
     handles.append(Line2D([], [], color=GOAL, linewidth=0, marker="|", markersize=12, mew=2.5, label="goal, at least"))
-    subject = "An update alone, to the end of its writes, one disk; medians of rounds."
-    caption(figure, finding(results), subject, source, handles if updates else ())
+    subject = "Seconds of a step beyond computing alone, one disk; medians of rounds."
+    caption(figure, finding(results), subject, source, handles if steps else ())
     return figure
 
 
 def shown(result: Result) -> dict[str, float]:
-    """Return the median seconds of those whose updates are drawn."""
-    return {name: median(result.seconds[name]) for name in CALLED if name in result.seconds}
+    """Return what those that are drawn add to a step."""
+    found = costs(result)
+    return {name: found[name] for name in CALLED if name in found}
 
 
 def behind(result: Result) -> dict[str, float]:
-    """Return how many times npuzero's seconds the others take, by rounds."""
-    own = OWN_NAME if OWN_NAME in result.seconds else result.baseline
-    return {name: result.slowdown(name, own).median for name in BEHIND if name in result.seconds}
+    """Return how many times what npuzero adds the others add."""
+    found = costs(result)
+    own = found.get(exact(result))
+    return {} if own is None else {name: found[name] / own for name in BEHIND if name in found}
 
 
 def finding(results: Mapping[str, Result]) -> str:
     """Return what the picture shows, in a line."""
-    times = [value for name, result in results.items() if name.startswith(UPDATE) for value in behind(result).values()]
+    times = [value for name, result in results.items() if name.startswith(STEP) for value in behind(result).values()]
     if times:
         least, most = min(times), max(times)
         span = f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
-        return f"Others update states on a disk in {span} times npuzero's time"
+        return f"States on a disk cost others {span} times as much"
     if WATER in results:
         values = results[WATER].values["npuzero"]
         return (
@@ -88,10 +91,10 @@ def finding(results: Mapping[str, Result]) -> str:
     return "Training with states on a disk"
 
 
-def _draw_updates(axes: Axes, result: Result) -> None:
+def _draw_costs(axes: Axes, result: Result) -> None:
     """Draw a bar for each contender, with its goal."""
     seconds, times = shown(result), behind(result)
-    own = seconds.get(OWN_NAME)
+    own = seconds.get(exact(result))
     for place, (name, value) in enumerate(seconds.items()):
         axes.barh(place, value, height=0.62, color=OTHER if name in BEHIND else OWN)
         note = f"{value:.2f} s" + (f", {times[name]:.1f} times" if name in times else "")
@@ -105,7 +108,7 @@ def _draw_updates(axes: Axes, result: Result) -> None:
     axes.grid(axis="x")
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("seconds · ← left is better", fontsize=10)
-    axes.set_title(f"Update, {result.parameters['precision']}")
+    axes.set_title(f"What states on a disk add to a step, {result.parameters['precision']}")
 
 
 def _draw_memory(axes: Axes, result: Result) -> None:

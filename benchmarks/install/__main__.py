@@ -23,7 +23,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from npuzero.bench import Benchmark, Contender, Effort, Record, fingerprint, run
+from npuzero.bench import Benchmark, Contender, Effort, Record, fingerprint, run, typed
 from npuzero.config import child_environment
 from npuzero.errors import BenchmarkError
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of imports")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/install.json"), metavar="FILE", help="for JSON")
     options = parser.parse_args()
-    record = Record.begin("install", shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record = Record.begin("install", typed(), fingerprint())
     with tempfile.TemporaryDirectory() as scratch:
         once = Effort(least_rounds=1, most_rounds=1, warm_up=0)
         record.results.append(run(install(Path(scratch), options.deepspeed), once))

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
 from benchmarks.step.compare import ROOT
-from npuzero.bench import Effort, Record, Result, Team, fingerprint, ops, python_worker, run
+from npuzero.bench import Effort, Record, Result, Team, fingerprint, ops, python_worker, run, typed
 from npuzero.bench import comm as collectives
 from npuzero.bench.record import benchmark_as_dict, benchmark_from_dict
 from npuzero.bench.setting import ELEMENTS, QUICK_ELEMENTS, Setting
@@ -123,7 +123,7 @@ def main() -> None:
         made = DEEPSPEED.ensure(options.pip)
     except NotInstalled as error:
         python, reason = sys.executable, str(error)
-    record = Record.begin(SUITE, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint(), quick=options.quick)
+    record = Record.begin(SUITE, typed(), fingerprint(), quick=options.quick)
     for result in results(python, options.quick):
         result.name = f"{SUITE}/{result.name}"
         result.parameters["environment"] = made

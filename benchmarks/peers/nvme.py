@@ -26,7 +26,6 @@ import json
 import math
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -36,7 +35,7 @@ from typing import Any
 from benchmarks.peers import offloaded
 from benchmarks.peers.environments import DEEPSPEED, NotInstalled
 from benchmarks.step.compare import COMPUTE, Comparison, Entry, add_options, table
-from npuzero.bench import Benchmark, Contender, Effort, Record, Result, Team, fingerprint, median, run
+from npuzero.bench import Benchmark, Contender, Effort, Record, Result, Team, fingerprint, median, run, typed
 from npuzero.bench.group import Group, group
 from npuzero.cli.table import table as tabular
 from npuzero.errors import BenchmarkError
@@ -192,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(options.contenders) - set(known)
     if unknown:
         parser.error(f"no such contenders: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    if options.precision == "fp32":  # 8-bit moments are a precision of bf16
-        options.contenders = [name for name in options.contenders if "8bit" not in name]
+    if options.precision == "fp32":  # the others are precisions of bf16
+        options.contenders = [name for name in options.contenders if "8bit" not in name and "split" not in name]
     if options.ranks > 1:  # each rank would train for itself
         options.contenders = [name for name in options.contenders if name not in MAPPED]
 
@@ -202,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = json.dumps(tuned(options), indent=1)
         options.out.write_text(found + "\n") if options.out is not None else print(found)
         return
-    record = Record.begin(SUITE, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record = Record.begin(SUITE, typed(), fingerprint())
     with ExitStack() as stack:
         entries, missing, facts = take_part(options, stack)
         comparison = Comparison(entries, options, missing)

@@ -161,6 +161,8 @@ class MappedAdamW:
 CONTENDERS: dict[str, Callable[[], Build]] = {
     "npuzero": npuzero_nvme,
     "npuzero-blocking": partial(npuzero_nvme, overlap=False),
+    "npuzero-split": partial(npuzero_nvme, "-split"),
+    "npuzero-split-blocking": partial(npuzero_nvme, "-split", overlap=False),
     "npuzero-8bit": partial(npuzero_nvme, "-8bit"),
     "npuzero-8bit-blocking": partial(npuzero_nvme, "-8bit", overlap=False),
     "deepspeed": deepspeed_nvme,

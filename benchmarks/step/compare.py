@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 import npuzero
 from benchmarks.step.workload import Workload
 from npuzero import observe
-from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run
+from npuzero.bench import Benchmark, Effort, Record, Result, Team, fingerprint, python_worker, run, typed
 from npuzero.bench.group import Group
 from npuzero.comm import World
 from npuzero.errors import BenchmarkError
@@ -246,7 +245,7 @@ def compare(
     comparison = Comparison(entries, options, missing or {})
     workload = comparison.workload
     name = f"{suite}/{workload.precision}-batch{workload.batch}"
-    record = Record.begin(suite, shlex.join(["python", *sys.orig_argv[1:]]), fingerprint())
+    record = Record.begin(suite, typed(), fingerprint())
     with ExitStack() as stack:
         comparison.start(stack)
         result = comparison.measure(name, f"training step, {workload.precision}, batch {workload.batch} a rank")

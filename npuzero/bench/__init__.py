@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from npuzero.bench.harness import Benchmark, Contender, Effort, Result, check_close, check_equal, local, run
 from npuzero.bench.machine import fingerprint
-from npuzero.bench.record import SCHEMA, Record
+from npuzero.bench.record import SCHEMA, Record, typed
 from npuzero.bench.spread import Summary, median, per_round, summarize
 from npuzero.bench.team import Team, python_worker
 
@@ -29,4 +29,5 @@ __all__ = [
     "python_worker",
     "run",
     "summarize",
+    "typed",
 ]

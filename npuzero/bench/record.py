@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +19,14 @@ from npuzero.config import check_keys, read_json
 from npuzero.errors import ConfigError, StorageError
 
 SCHEMA = 1
+
+
+def typed(arguments: Sequence[str] | None = None) -> str:
+    """Return the command that runs this process (or has ``arguments`` behind ``python``), for a record: where a path is
+    absolute, it is one of this machine, and PATH stands for it.
+    """
+    given = sys.orig_argv[1:] if arguments is None else arguments
+    return shlex.join(["python", *(re.sub(r"(?:^|(?<==))/.*", "PATH", argument) for argument in given)])
 
 
 @dataclass

@@ -97,6 +97,7 @@ def test_a_run_leaves_a_record_and_says_what_is_missing(tmp_path, capsys):
     assert {"forward", "backward", "update"} <= {event["name"] for event in events}
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_no_figure_is_taken_of_one_that_learns_something_else(monkeypatch):
     monkeypatch.setitem(comparing.BANDS, "bf16", 1e-9)

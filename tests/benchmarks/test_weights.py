@@ -10,6 +10,7 @@ import pytest
 from examples.test_gpt_train import launch
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_peaks_beyond_the_shard(tmp_path: Path) -> None:
     """Export and import take less than a tensor and a constant; initialisation some units, and never the model."""

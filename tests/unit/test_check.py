@@ -135,6 +135,7 @@ def test_versions_of_driver_and_firmware(tmp_path: Path, monkeypatch: pytest.Mon
     assert npu.driver_versions() == {"driver": "25.2.0", "firmware": "7.5"}
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_wrong_result_is_told_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

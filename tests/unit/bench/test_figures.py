@@ -14,7 +14,7 @@ from npuzero.plan import PRECISIONS, PRESETS
 
 #: Benchmarks of scripts of their own.
 OTHERS = (
-    r"step/(bf16|fp32)-batch[14]|host/(8|32)|nvme/update-(bf16|fp32)-1|disk/stream|farstep/(whole|forward)"
+    r"step/(bf16|fp32)-batch[14]|host/(8|32)|nvme/(step|update)-(bf16|fp32)-1|disk/stream|farstep/(whole|forward)"
     r"|activations|highwater"
 )
 RESULTS = figures.ROOT / "benchmarks" / "results"

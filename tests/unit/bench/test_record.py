@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
-from npuzero.bench import Contender, Effort, Record, fingerprint, run
+from npuzero.bench import Contender, Effort, Record, fingerprint, run, typed
 from npuzero.bench.harness import Benchmark
 from npuzero.errors import ConfigError, StorageError
 
@@ -76,3 +77,10 @@ def test_a_record_that_cannot_be_written_leaves_no_part_of_it(tmp_path):
 def test_an_unknown_result_is_named():
     with pytest.raises(ConfigError, match=r"expected one of x/y; got 'z'"):
         record().result("z")
+
+
+def test_the_command_of_a_record_names_no_path_of_its_machine():
+    given = ["-m", "benchmarks.disk", "--folder", "/mnt/disk 0", "--out=/tmp/x.json", "--pip=", "runs/a.json", "a/b"]
+    expected = "python -m benchmarks.disk --folder PATH --out=PATH --pip= runs/a.json a/b"
+    assert typed(given) == expected
+    assert typed().startswith("python ") and not re.search(r"(^|[ =])/", typed())

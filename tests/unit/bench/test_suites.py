@@ -50,6 +50,7 @@ def test_a_wrong_result_is_found_out_and_nothing_is_written(tmp_path, capsys, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_collectives_are_measured_on_two_and_four_ranks(tmp_path, capsys):
     wanted = ["barrier", "all_to_all/int8", "reduce_scatter/bf16", "update/bf16"]
