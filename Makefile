@@ -12,8 +12,8 @@ RESULTS ?= runs/bench
 
 VENV := .venv
 PY ?= $(VENV)/bin/python
-# Two files of tests at a time: most tests wait for other ranks half of their time.
-PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
+# Three files of tests at a time on two cores: most tests wait for other ranks half of their time.
+PYTEST := $(PY) -m pytest -q -n 3 --dist loadfile
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')

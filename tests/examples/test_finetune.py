@@ -48,7 +48,7 @@ def on_ranks(usual: int) -> pytest.MarkDecorator:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fine_tuning(ranks: int, pretrained: Path, tmp_path: Path) -> None:
     fine_tune(ranks, pretrained, tmp_path)
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (pretrained, tmp_path))

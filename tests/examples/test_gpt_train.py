@@ -61,6 +61,7 @@ def check_complete(result: dict[str, Any]) -> None:
     assert result["bytes_sent"]["measured"] == result["bytes_sent"]["predicted"]
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_stages_train_alike_to_the_bit(tmp_path: Path) -> None:
     results = [train(tmp_path / preset, "--preset", preset) for preset in ("zero1", "zero3")]
@@ -76,6 +77,7 @@ def test_stages_train_alike_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_trains_in_bfloat16_in_two_levels(tmp_path: Path) -> None:
     result = train(tmp_path, "--preset", "hsdp", "--local-size", "2", "--precision", "bf16", ranks=4)
