@@ -239,6 +239,7 @@ void bind_comm(py::module_& m) {
           py::arg("operation").none(false))
       .def("abort", &abort_as<Communicator, &Communicator::abort>, py::arg("kind"), py::arg("origin"),
            py::arg("expected"), py::arg("got"), py::arg("remedy"))
+      .def_property_readonly("looks", &Communicator::looks)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>());
 
   py::enum_<Verb> verbs(comm, "Verb");

@@ -60,6 +60,7 @@ class Communicator {
   void close();                    // operations that are not done fail; idempotent; nothing in a forked child
   bool inherited() const { return group_.region->inherited(); }
   int size() const { return group_.size; }
+  uint64_t looks() const { return peers_.looks.load(std::memory_order_relaxed); }
 
  private:
   void check_process() const;

@@ -103,6 +103,7 @@ void Peers::await(Counter kind, int peer, uint64_t target) {
   const std::atomic<uint64_t>& counter = counter_of(kind, peer);
   if (counter.load(std::memory_order_acquire) >= target) return;
   if (worth_looking(peer)) {
+    looks.fetch_add(1, std::memory_order_relaxed);
     for (const auto end = Clock::now() + patience; Clock::now() < end;) {
       for (int i = 0; i < 16; ++i) pause();  // a pause takes 10 to 150 cycles: so the clock says when it is enough
       if (group_.crowded) sched_yield();     // to the rank that is waited for, perhaps
