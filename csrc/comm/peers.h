@@ -45,7 +45,7 @@ class Peers {
 
   // Set by the communicator's other threads.
   std::atomic<bool> closing{false};
-  std::atomic<int> waiters{0};  // threads that do nothing but wait for an operation
+  std::atomic<int> waiters{0};     // threads that do nothing but wait for an operation
   std::atomic<uint64_t> looks{0};  // waits that began by looking again
   // Asked some times a second by the thread that waits, where an operation runs on it; it breaks the group.
   const std::function<bool()>* interrupted = nullptr;
