@@ -120,6 +120,7 @@ def test_a_disk_without_room_for_a_second_place_is_told_at_once(
 ) -> None:
     def rank(world: World) -> None:
         run = Run(world, on_disk("bf16", 2)).steps(0, 1)
+        world.exchange(None)  # the disk is full for all ranks, which are threads
         with monkeypatch.context() as patched:
             if world.rank == 0:
                 full = os.statvfs_result((4096, 4096, 9, 1, 1, 9, 9, 9, 0, 255))
@@ -127,7 +128,7 @@ def test_a_disk_without_room_for_a_second_place_is_told_at_once(
             world.exchange(None)
             with pytest.raises(OutOfSpace, match="expected room for"):
                 run.save(tmp_path / "run", 1, asynchronous=True)
-        world.exchange(None)  # the disk is full for all ranks, which are threads
+        world.exchange(None)
         assert not list((tmp_path / "run").glob("*"))
         run.steps(1, 2).save(tmp_path / "run", 2, asynchronous=True).wait()
         assert checkpoint.latest(tmp_path / "run") == tmp_path / "run" / "step-00000002"
