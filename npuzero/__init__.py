@@ -32,6 +32,7 @@ from npuzero.api import (
     zero,
 )
 from npuzero.checkpoint.weights import Weights
+from npuzero.comm import Mesh
 from npuzero.config import Settings
 from npuzero.errors import (
     BenchmarkError,
@@ -48,7 +49,8 @@ from npuzero.errors import (
     StorageError,
 )
 from npuzero.info import info
-from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, Memory, Placement, Plan, Precision, Report
+from npuzero.parallel.mesh import mesh
+from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, Memory, MeshShape, Placement, Plan, Precision, Report
 from npuzero.shard.absence import offloaded
 from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
@@ -73,6 +75,8 @@ __all__ = [
     "Lion",
     "LossScaler",
     "Memory",
+    "Mesh",
+    "MeshShape",
     "NonFiniteError",
     "NpuZeroError",
     "OutOfSpace",
@@ -96,6 +100,7 @@ __all__ = [
     "info",
     "init",
     "load_full_state_dict",
+    "mesh",
     "no_sync",
     "offloaded",
     "predict",

@@ -12,10 +12,11 @@ from torch import nn
 
 from npuzero import comm
 from npuzero.checkpoint.weights import Weights, stored
-from npuzero.comm import World
+from npuzero.comm import Mesh, World
 from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe, public_name
 from npuzero.errors import ConfigError, did_you_mean, keywords
-from npuzero.plan import Plan, PrecisionLike, Report
+from npuzero.parallel.mesh import given
+from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
@@ -77,6 +78,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
     initialize: Callable[[nn.Module], object] | None = None,
     buffers: str | None = None,
     world: World | None = None,
+    mesh: Mesh | None = None,
     settings: Settings | None = None,
 ) -> Model:
     """Shard ``model`` over the ranks, in place, and return it.
@@ -108,6 +110,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
             batches, as the next forward begins: ``"broadcast"``: rank 0's count, as DDP has it; ``"average"``: floating
             buffers are averaged, others are rank 0's; None: each rank keeps its own.
         world: the ranks; None: those of :func:`init`, which is called if nobody has.
+        mesh: the same ranks along named axes, where they are more than data ranks: see :func:`npuzero.mesh`.
         settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
 
     Raises:
@@ -123,8 +126,9 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     """
     _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
-    world = comm.current_world() if world is None else world
-    _check_kind("npuzero.zero(): world", world, World, "Leave it out, or pass what npuzero.init() returned.")
+    if world is None and mesh is None:
+        world = comm.current_world()
+    ranks = given(world, mesh)
     settings = _settings(settings)
     if buffers is not None:
         Rule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
@@ -134,7 +138,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
         plans = Plans.named(_plan(stage, plan, precision, local_size), unit_plans, offload)
-        engine = Engine(model, plans, world, settings, units, origin, buffers)
+        engine = Engine(model, plans, ranks, settings, units, origin, buffers)
     attach(engine, model)
     return model
 
@@ -143,7 +147,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
 def predict(  # noqa: PLR0913 - the facts of a step, a name each
     model: nn.Module,
     plan: PlanLike,
-    world: int | World,
+    world: int | World | Mesh | MeshShape,
     *,
     local_size: int | None = None,
     offload: str | None = None,
@@ -160,7 +164,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     Args:
         model: may be on ``meta``; nothing is computed.
         plan: a Plan, a preset's name, or a stage.
-        world: number of ranks, or the world that :func:`init` gave.
+        world: number of ranks, or the world that :func:`init` gave; or a mesh, or the sizes of its axes.
         local_size, offload, precision, units, unit_plans, settings: as for :func:`zero`.
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         clip: whether :func:`clip_grad_norm_` is called once a step.
@@ -179,7 +183,10 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         do = "Give the number of backward passes a step."
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     chosen = _plan(None, plan, precision, local_size)
-    shape = chosen.mesh_shape(world.size, len(world.local)) if isinstance(world, World) else chosen.mesh_shape(world)
+    if isinstance(world, World):
+        shape = chosen.mesh_shape(world.size, len(world.local))
+    else:
+        shape = chosen.mesh_shape(world.shape if isinstance(world, Mesh) else world)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
     return _predict(model, Plans.named(chosen, unit_plans, offload), shape, units, _settings(settings), **facts)
 

@@ -135,7 +135,7 @@ class Part:
     def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
         """Return the range of the flat that ``rank`` writes."""
         axes = self.rest.group.axes
-        return self.flat.layout.shard(shape.index(axes + axes_beyond(axes), rank), shape.world)
+        return self.flat.layout.shard(shape.index(axes + axes_beyond(axes), rank), shape.data)
 
     def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
         """Yield what ``rank`` writes of it, in order."""

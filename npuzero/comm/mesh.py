@@ -1,49 +1,82 @@
-"""The mesh: the ranks of a world as node x local, and the groups that follow from it."""
+"""The mesh: the ranks of a world along named axes, and the groups that follow from it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product
 
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.world import World
-from npuzero.errors import ConfigError
-from npuzero.plan import AXES, LOCAL, NODE, Axes, MeshShape
+from npuzero.errors import ConfigError, did_you_mean
+from npuzero.plan import AXES, DATA, PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape
 
 
 class Mesh:
-    """Arrange the ranks of a world as node x local: rank = node * local_size + local.
+    """Arrange the ranks of a world along axes.
+
+    Outermost first: ``pipe`` (stages of a pipeline), the data axes ``pod``, ``node`` and ``local``, and ``tensor``, of
+    which ranks are neighbours. ``sequence`` is a view of neighbours along the data axes, which share sequences.
 
     Args:
         local_size: ranks in the ``local`` axis; None: those that share this host, which must be equally many and
-            consecutive on every host.
+            consecutive on every host; over tensor ranks, as many of such groups.
+        pipe, pod, tensor: sizes of these axes.
+        sequence: ranks that share a sequence; a divisor of the data ranks.
+
+    Attributes:
+        shape: the sizes.
+        local_size: as given.
 
     Raises:
-        ConfigError: the size does not divide the world.
+        ConfigError: the sizes do not divide the world.
+
+    Example::
+
+        mesh = npuzero.Mesh(world)  # data ranks alone, as npuzero.zero() arranges them
+        print(mesh.ranks(("node", "local")))
     """
 
-    def __init__(self, world: World, local_size: int | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        local_size: int | None = None,
+        *,
+        pipe: int = 1,
+        pod: int = 1,
+        sequence: int = 1,
+        tensor: int = 1,
+    ) -> None:
         self.world = world
-        local = _ranks_per_host(world) if local_size is None else local_size
-        if local < 1 or world.size % local:
-            raise ConfigError(
-                "mesh: local_size",
-                expected=f"a positive divisor of the {world.size} ranks",
-                got=str(local),
-                do="Choose groups of equal size.",
-            )
-        self.shape = MeshShape(node=world.size // local, local=local)
+        self.local_size = local_size
+        given = {PIPE: pipe, POD: pod, TENSOR: tensor, SEQUENCE: sequence}
+        rest = world.size
+        for axis in (PIPE, TENSOR, POD):
+            rest = _divided(axis, given[axis], rest, world)
+        local = _ranks_per_host(world, tensor, rest) if local_size is None else local_size
+        node = _divided("local_size", local, rest, world)
+        _divided(SEQUENCE, sequence, rest * pod, world)
+        self.shape = MeshShape(node=node, local=local, **given)
+
+    @staticmethod
+    def of(world: World, shape: MeshShape) -> Mesh:
+        """Return the mesh of these sizes."""
+        return Mesh(world, shape.local, pipe=shape.pipe, pod=shape.pod, sequence=shape.sequence, tensor=shape.tensor)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={self.size((axis,))}" for axis in (*AXES, SEQUENCE))
+        return f"Mesh({sizes})"
 
     def ranks(self, axes: Axes) -> tuple[int, ...]:
         """Return the ranks of this rank's group along ``axes``, in shard order: the first axis outermost."""
         self._check(axes)
-        here = {NODE: self.world.rank // self.shape.local, LOCAL: self.world.rank % self.shape.local}
-        sizes = {NODE: self.shape.node, LOCAL: self.shape.local}
-        group = []
-        for place in product(*(range(sizes[axis]) for axis in axes)):
-            there = {**here, **dict(zip(axes, place, strict=True))}
-            group.append(there[NODE] * self.shape.local + there[LOCAL])
-        return tuple(group)
+        if SEQUENCE in axes:  # neighbours along the data axes
+            data, share = self.ranks(DATA), self.shape.sequence
+            begin = data.index(self.world.rank) // share * share
+            return data[begin : begin + share]
+        here = self.shape.place(self.world.rank)
+        places = product(*(range(self.shape.size((axis,))) for axis in axes))
+        return tuple(self.shape.rank({**here, **dict(zip(axes, place, strict=True))}) for place in places)
 
     def index(self, axes: Axes) -> int:
         """Return this rank's place in ``ranks(axes)``."""
@@ -68,13 +101,33 @@ class Mesh:
         return self.world.part(self.ranks(axes))
 
     def _check(self, axes: Sequence[str]) -> None:
-        if len(set(axes)) != len(axes) or not set(axes) <= set(AXES):
+        alone = tuple(axes) == (SEQUENCE,)  # a view, not one of the axes that multiply
+        if not alone and (len(set(axes)) != len(axes) or not set(axes) <= set(AXES)):
+            stranger = next((axis for axis in axes if axis not in AXES), None)
             raise ConfigError(
-                "mesh: axes", expected=f"different axes among {AXES}", got=repr(tuple(axes)), do="Name each axis once."
+                "mesh: axes",
+                expected=f"different axes among {AXES}, or {(SEQUENCE,)}",
+                got=repr(tuple(axes)),
+                do=did_you_mean(stranger, (*AXES, SEQUENCE), "Name each axis once."),
             )
 
 
-def _ranks_per_host(world: World) -> int:
+def _divided(axis: str, size: int, ranks: int, world: World) -> int:
+    """Return how many groups of ``size`` there are in ``ranks``, of a world's, that other axes have left."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or ranks % size:
+        fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        whose = f"{ranks} ranks" if ranks == world.size else f"{ranks} ranks that the other axes leave of {world.size}"
+        raise ConfigError(
+            f"mesh: {axis}",
+            expected=f"a positive divisor of the {whose}: {', '.join(map(str, fit))}",
+            got=repr(size),
+            do="Choose groups of equal size.",
+        )
+    return ranks // size
+
+
+def _ranks_per_host(world: World, tensor: int, data: int) -> int:
+    """Return how many of a host's ranks have data of their own; ``data``: how many have in each pod and stage."""
     local = world.local
     size = len(local)
     regular = local == tuple(range(local[0], local[0] + size)) and local[0] % size == 0 and world.size % size == 0
@@ -85,4 +138,4 @@ def _ranks_per_host(world: World) -> int:
             got=f"ranks {local} of {world.size} on the host of rank {world.rank}",
             do="Place the ranks evenly, or give local_size.",
         )
-    return size
+    return math.gcd(max(1, size // tensor), data)

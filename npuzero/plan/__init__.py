@@ -23,7 +23,23 @@ This package is pure data and arithmetic: it knows no process group, no module a
 from npuzero.plan.flats import FlatSize
 from npuzero.plan.mesh import SHARD_BYTES, MeshShape, ring_bytes
 from npuzero.plan.moves import flattened
-from npuzero.plan.placement import AXES, LOCAL, NODE, Axes, Memory, Placement, axes_between, axes_beyond
+from npuzero.plan.placement import (
+    AXES,
+    DATA,
+    LOCAL,
+    NODE,
+    PIPE,
+    POD,
+    SEQUENCE,
+    STAGE,
+    TENSOR,
+    Axes,
+    Memory,
+    Placement,
+    axes_between,
+    axes_beyond,
+    axes_over,
+)
 from npuzero.plan.precision import (
     DTYPES,
     MASTERS,
@@ -39,6 +55,7 @@ from npuzero.plan.precision import (
 )
 from npuzero.plan.predict import predict_bytes
 from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, Plan
+from npuzero.plan.relations import Relation, Relations, axes_with, usual
 from npuzero.plan.report import FROM_DISK, LINKS, TO_DEVICE, TO_DISK, TO_HOST, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 from npuzero.plan.tiers import (
@@ -58,6 +75,7 @@ from npuzero.plan.tiers import (
 
 __all__ = [
     "AXES",
+    "DATA",
     "DIGEST_BITS",
     "DTYPES",
     "FAR_CHUNK_BYTES",
@@ -72,14 +90,19 @@ __all__ = [
     "OFFLOADED",
     "OFFLOADS",
     "PAGE_BYTES",
+    "PIPE",
+    "POD",
     "PRECISIONS",
     "PRESETS",
     "READ_SLOTS",
     "RING_SLOTS",
+    "SEQUENCE",
     "SHARD_BYTES",
+    "STAGE",
     "START_ELEMENTS",
     "STATE_ALIGNMENT",
     "SUMS",
+    "TENSOR",
     "TO_DEVICE",
     "TO_DISK",
     "TO_HOST",
@@ -93,11 +116,15 @@ __all__ = [
     "Plan",
     "Precision",
     "PrecisionLike",
+    "Relation",
+    "Relations",
     "Report",
     "Sections",
     "Step",
     "axes_between",
     "axes_beyond",
+    "axes_over",
+    "axes_with",
     "divide",
     "far_block_bytes",
     "flattened",
@@ -108,5 +135,6 @@ __all__ = [
     "sections",
     "sent_by_verb",
     "steady_step",
+    "usual",
     "whole_pages",
 ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from npuzero.plan.placement import LOCAL, NODE, Axes
+from npuzero.plan.placement import AXES, DATA, SEQUENCE, Axes
 
 #: Shards start and end on multiples of this, since misaligned collectives are many times slower (pytorch#195450).
 SHARD_BYTES = 512
@@ -12,31 +13,71 @@ SHARD_BYTES = 512
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Give the sizes of the data axes. ``world`` ranks = ``node`` groups of ``local`` consecutive ranks."""
+    """Give the sizes of the axes of a mesh; they multiply to ``world``.
+
+    Attributes:
+        node, local: groups of ranks with data of their own, and the ranks in each, which are near each other.
+        pod: groups of such groups; nothing is sharded over them unless a plan says so.
+        tensor: neighbouring ranks that divide the layers of one model.
+        pipe: stages of a pipeline.
+        sequence: neighbouring ranks of the data axes that divide sequences; a divisor of their number.
+
+    Example::
+
+        shape = npuzero.MeshShape(node=4, local=8, tensor=2)  # 64 ranks, 32 of them with data of their own
+        report = npuzero.predict(net, "zero3", shape)
+    """
 
     node: int
     local: int
+    pod: int = 1
+    tensor: int = 1
+    pipe: int = 1
+    sequence: int = 1
 
     @property
     def world(self) -> int:
-        return self.node * self.local
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def data(self) -> int:
+        """Return the number of ranks with data of their own."""
+        return self.pod * self.node * self.local
 
     def size(self, axes: Axes) -> int:
         """Return the number of ranks that something sharded over ``axes`` is divided among."""
         size = 1
         for axis in axes:
-            size *= self.node if axis == NODE else self.local
+            size *= getattr(self, axis)
         return size
 
     def index(self, axes: Axes, rank: int) -> int:
         """Return which shard of something sharded over ``axes`` is global rank ``rank``'s:
         the first axis is outermost.
         """
-        place = {NODE: rank // self.local, LOCAL: rank % self.local}
+        place = self.place(rank)
         index = 0
         for axis in axes:
-            index = index * (self.node if axis == NODE else self.local) + place[axis]
+            index = index * getattr(self, axis) + place[axis]
         return index
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank along each axis."""
+        place: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        data = 0
+        for axis in DATA:
+            data = data * getattr(self, axis) + place[axis]
+        place[SEQUENCE] = data % self.sequence
+        return place
+
+    def rank(self, place: dict[str, int]) -> int:
+        """Return the rank at ``place``, an index for each of :data:`AXES`."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + place[axis]
+        return rank
 
 
 def ring_bytes(verb: str, nbytes: int, size: int) -> int:

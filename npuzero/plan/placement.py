@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from npuzero.errors import keywords
 
-NODE, LOCAL = "node", "local"
-#: The data axes of a mesh in rank order: global rank = node * local_size + local.
-AXES = (NODE, LOCAL)
+PIPE, POD, NODE, LOCAL, TENSOR = "pipe", "pod", "node", "local", "tensor"
+#: The axes of a mesh in rank order, outermost first: neighbours along the last one have neighbouring ranks.
+AXES = (PIPE, POD, NODE, LOCAL, TENSOR)
+#: Those along which ranks compute with data of their own.
+DATA = (POD, NODE, LOCAL)
+#: Those whose ranks train the same modules.
+STAGE = (POD, NODE, LOCAL, TENSOR)
+#: A view of neighbouring ranks of the data axes, which share sequences; nothing is sharded over it.
+SEQUENCE = "sequence"
 
 Axes = tuple[str, ...]
 
@@ -65,6 +72,15 @@ def axes_between(deep: Axes, shallow: Axes) -> Axes:
     return deep[len(shallow) :]
 
 
-def axes_beyond(states: Axes, averaged: Axes = AXES) -> Axes:
-    """Return D - states: the axes over which gradients are averaged and states replicated, in mesh order."""
-    return tuple(axis for axis in averaged if axis not in states)
+def axes_over(owners: Iterable[Axes]) -> Axes:
+    """Return the axes that one sum over unique elements of several flats runs over, whose ``owners`` these are.
+
+    Where they have the same it is theirs; else all, and of ranks that own the same elements one counts.
+    """
+    first, *others = dict.fromkeys(owners)
+    return AXES if others else first
+
+
+def axes_beyond(states: Axes, reduced: Axes = DATA) -> Axes:
+    """Return D - states: the axes over which gradients are summed and states replicated, in mesh order."""
+    return tuple(axis for axis in reduced if axis not in states)

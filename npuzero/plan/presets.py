@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan.mesh import MeshShape
-from npuzero.plan.placement import AXES, LOCAL, NODE, WHOLE, Axes, Memory, Placement, axes_between, axes_beyond
+from npuzero.plan.placement import (
+    DATA,
+    LOCAL,
+    NODE,
+    STAGE,
+    TENSOR,
+    WHOLE,
+    Axes,
+    Memory,
+    Placement,
+    axes_between,
+    axes_beyond,
+)
 from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_precision
+from npuzero.plan.relations import Relation, Relations, axes_with
 
 
 @keywords(held="after_forward", reshard_after_forward="after_forward")
@@ -27,10 +41,13 @@ class Plan:
             (InternEvo's ``zero1.size``). Must divide the world.
         name: the preset it came from, for people to read.
         activations: where what torch's activation checkpointing keeps rests between forward and backward; its axes are
-            ``()``, for each rank of the data axes has activations of its own. What that comes to depends on the batch:
-            predictions know nothing of it, and reports do.
+            ``()``, or ``("tensor",)``: of what tensor ranks hold alike each keeps a part (ZeRO-R's P_a; under the mode
+            "mtp", for other modes divide it themselves). What that comes to depends on the batch: predictions know
+            nothing of it, and reports do.
         lag: 1: what an update makes of the parameters is seen from the next step on: it runs beside the forward and
             backward between the two (ZeRO-Offload's delayed parameter update). 0: at once, as in torch.
+        relations: what ranks have of the parameters along axes where that is not the usual. npuzero says it of each
+            flat, by :meth:`related`; in a model's plan it stays empty.
 
     Raises:
         ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
@@ -53,6 +70,7 @@ class Plan:
     name: str = "custom"
     activations: Placement = WHOLE
     lag: int = 0
+    relations: Relations = ()
 
     def __post_init__(self) -> None:
         parts = self.parts
@@ -180,10 +198,37 @@ class Plan:
         """Return the placements by name, those sharded over the fewest axes first."""
         return {part: getattr(self, part) for part in ("after_forward", "parameters", "gradients", "states")}
 
+    def related(self, relations: Relations) -> Plan:
+        """Return the plan of those parameters that have these relations: what is cut along an axis has no shards there.
+
+        The same object each time, for it is compared often.
+        """
+        return _related(self, relations) if relations else self
+
     @property
     def averaged(self) -> Axes:
-        """Return D: the axes whose ranks see different data, so that gradients are the mean over them."""
-        return AXES
+        """Return the axes whose ranks see different data, so that gradients are the mean over them."""
+        return axes_with(self.relations, Relation.AVERAGED)
+
+    @property
+    def reduced(self) -> Axes:
+        """Return D: the axes over which gradients are summed, those of the mean among them."""
+        return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED)
+
+    @property
+    def divided(self) -> Axes:
+        """Return the axes along which ranks that train the same modules have different elements of the parameters."""
+        return tuple(axis for axis in axes_with(self.relations, Relation.CUT) if axis in STAGE)
+
+    @property
+    def alike(self) -> Axes:
+        """Return the axes along which they have the same elements."""
+        return tuple(axis for axis in STAGE if axis not in self.divided)
+
+    @property
+    def owners(self) -> Axes:
+        """Return the axes whose ranks have different elements of the states: shards, and what is cut."""
+        return self.states.axes + axes_with(self.relations, Relation.CUT)
 
     @property
     def deeper(self) -> Axes:
@@ -193,19 +238,27 @@ class Plan:
     @property
     def beyond(self) -> Axes:
         """Return D - states: the axes of D that do not shard states, over which R3 sums."""
-        return axes_beyond(self.states.axes, self.averaged)
+        return axes_beyond(self.states.axes, self.reduced)
 
     @property
     def restored(self) -> Axes:
         """Return states - parameters: the axes that shard states but not parameters, over which R4 gathers."""
         return axes_between(self.states.axes, self.parameters.axes)
 
-    def mesh_shape(self, world: int, host_size: int | None = None) -> MeshShape:
+    def mesh_shape(self, world: int | MeshShape, host_size: int | None = None) -> MeshShape:
         """Return the sizes of the axes for ``world`` ranks, ``host_size`` of which share a host (None: all of them).
+
+        Args:
+            world: their number; or a mesh's sizes, which are kept but for the plan's ``local_size``.
 
         Raises:
             ConfigError: the world is not divisible by the group size.
         """
+        if isinstance(world, MeshShape):
+            if self.local_size is None:
+                return world
+            groups = self.mesh_shape(world.node * world.local)
+            return replace(world, node=groups.node, local=groups.local)
         if not _is_int(world) or world < 1:
             raise ConfigError(
                 "world", expected="a positive number of ranks", got=repr(world), do="Give the world size."
@@ -224,7 +277,7 @@ class Plan:
         return MeshShape(world // local, local)
 
 
-_D: Axes = AXES
+_D: Axes = (NODE, LOCAL)
 _HPZ: Axes = (LOCAL, NODE)
 _L: Axes = (LOCAL,)
 # preset: axes of parameters, after_forward, gradients, states
@@ -290,25 +343,33 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _axes_meant(axes: Axes) -> str:
-    stranger = next((axis for axis in axes if axis not in AXES), None)
-    return did_you_mean(stranger, AXES, "Name each axis once, outermost first.")
+@functools.lru_cache(maxsize=1024)
+def _related(plan: Plan, relations: Relations) -> Plan:
+    cut = axes_with(relations, Relation.CUT)
+
+    def uncut(placement: Placement) -> Placement:
+        return replace(placement, axes=tuple(axis for axis in placement.axes if axis not in cut))
+
+    return replace(
+        plan,
+        parameters=uncut(plan.parameters),
+        after_forward=uncut(plan.after_forward),
+        gradients=uncut(plan.gradients),
+        states=uncut(plan.states),
+        relations=relations,
+    )
 
 
 def _check_placement(plan: str, part: str, placement: Placement) -> None:
-    if len(set(placement.axes)) != len(placement.axes) or not set(placement.axes) <= set(AXES):
+    # Ranks of the data axes compute with batches of their own, and hold other activations.
+    legal = (TENSOR,) if part == "activations" else DATA
+    if len(set(placement.axes)) != len(placement.axes) or not set(placement.axes) <= set(legal):
+        stranger = next((axis for axis in placement.axes if axis not in legal), None)
         raise ConfigError(
             f"plan {plan!r}, {part}.axes",
-            expected=f"distinct axes among {AXES}",
+            expected=f"distinct axes among {legal}",
             got=repr(placement.axes),
-            do=_axes_meant(placement.axes),
-        )
-    if part == "activations" and placement.axes:
-        raise ConfigError(
-            f"plan {plan!r}, activations.axes",
-            expected="(): the ranks of the data axes compute with batches of their own, and hold other activations",
-            got=repr(placement.axes),
-            do="Write Placement(memory=...).",
+            do=did_you_mean(stranger, legal, "Name each axis once, outermost first; () is unsharded."),
         )
     if placement.memory not in _MEMORIES[part]:
         raise ConfigError(

@@ -39,7 +39,7 @@ from npuzero.plan.moves import (
     Take,
     Wait,
 )
-from npuzero.plan.placement import Axes
+from npuzero.plan.placement import STAGE, Axes, axes_over
 from npuzero.plan.presets import Plan
 from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_HOST
 from npuzero.plan.stream import far_update
@@ -434,14 +434,13 @@ class _Rank:
         for unit in (unit for unit, begins in _walk(self._by_end[::-1], self._spans) if not begins):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
             self._moves += [Launch(unit.index)] * alone
-        states = dict.fromkeys(kind.plan.states.axes for unit in self._units for kind, _ in unit.trainable)
+        owners = dict.fromkeys(kind.plan.owners for unit in self._units for kind, _ in unit.trainable)
         if self._step.trainable_parameters:
             # Beside the parameters: whether a program dropped gradients, or wrote into parameters, and the digest.
             votes = self._step.trainable_parameters + 2 + DIGEST_BITS
-            self._control(Purpose.VOTE, self._plan.averaged, 4 * votes)
-        if self._step.clip:
-            for axes in states:
-                self._control(Purpose.NORM, axes, 2 * torch.float64.itemsize)
+            self._control(Purpose.VOTE, STAGE, 4 * votes)
+        if self._step.clip and owners:
+            self._control(Purpose.NORM, axes_over(owners), 2 * torch.float64.itemsize)
 
     def _control(self, purpose: Purpose, axes: Axes, nbytes: int) -> None:
         if self._mesh.size(axes) > 1:

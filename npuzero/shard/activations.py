@@ -34,13 +34,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from npuzero.comm import Communicator
 from npuzero.device import Handle
-from npuzero.errors import StateError
+from npuzero.errors import ConfigError, StateError
 from npuzero.memory import Run, Spaces
 from npuzero.plan import Memory, Placement
+from npuzero.shard.counting import CountingMesh
 from npuzero.shard.entrance import Visit
 from npuzero.shard.flat import Flat
 from npuzero.shard.guard import in_backward
-from npuzero.shard.homes import Home, home_on_disk, home_on_host
+from npuzero.shard.homes import Home, home_on_device, home_on_disk, home_on_host
+from npuzero.shard.rest import Group
 
 #: Tensors of fewer bytes stay on the device.
 SMALL_BYTES = 2**16
@@ -122,6 +124,7 @@ class Activations:
         self._home = home
         self._device = device
         self._sharers = sharers
+        self._compared = False  # what the sharers hold is the same
         self._resident: set[int] = set()  # storages that stay
         self._items: weakref.WeakValueDictionary[tuple[Any, ...], _Item] = weakref.WeakValueDictionary()
         self._under_way: deque[_Item] = deque()
@@ -186,6 +189,9 @@ class Activations:
         """Return what this rank keeps of a tensor's bytes."""
         if self._sharers is None:
             return raw
+        if not self._compared:
+            _compare(raw, self._sharers)
+            self._compared = True
         nbytes = self._part_bytes(raw.numel())
         part = raw[self._sharers.rank * nbytes :][:nbytes]
         return part if part.numel() == nbytes else torch.cat((part, part.new_zeros(nbytes - part.numel())))
@@ -248,12 +254,18 @@ class Activations:
         return raw[: item.nbytes].view(item.dtype).as_strided(item.shape, item.stride)
 
 
-def around_forward(placement: Placement, spaces: Spaces, device: torch.device, flats: Iterable[Flat]) -> Visit | None:
+_HOMES = {Memory.DEVICE: home_on_device, Memory.HOST: home_on_host, Memory.NVME: home_on_disk}
+
+
+def around_forward(
+    placement: Placement, spaces: Spaces, device: torch.device, flats: Iterable[Flat], mesh: CountingMesh
+) -> Visit | None:
     """Return what stands around the forward of a model whose activations rest where ``placement`` says."""
-    if not placement.far:
+    sharers = Group(mesh, placement.axes)
+    if not placement.far and not sharers.many:
         return None
-    make_home = home_on_disk if placement.memory is Memory.NVME else home_on_host
-    activations = Activations(make_home(spaces, device), device)
+    home = _HOMES[placement.memory](spaces, device)
+    activations = Activations(home, device, sharers.communicator("activations") if sharers.many else None)
     activations.leave(flat.whole for flat in flats)
     return activations.visit()
 
@@ -274,6 +286,20 @@ def _span(tensor: Tensor) -> int:
 def _raw(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor without gaps, in the order in which they lie."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _compare(raw: Tensor, sharers: Communicator) -> None:
+    """Raise a ConfigError, on all of them, where sharers hold different bytes: a part of each would make nothing."""
+    digest = raw.to(torch.float64).mul(torch.arange(1, raw.numel() + 1, device=raw.device)).sum()
+    said = torch.empty(sharers.size, dtype=torch.float64, device=raw.device)
+    sharers.all_gather(said, digest.view(1), tag="activations").wait()
+    if not said.eq(said[0]).all():
+        raise ConfigError(
+            "plan: activations.axes",
+            expected="ranks of the tensor axis that hold the same activations between blocks, as under mode='mtp'",
+            got="different ones: other modes divide them over these ranks already",
+            do="Leave the axes out: activations=Placement(memory=...).",
+        )
 
 
 def _lost(tensor: _Item) -> StateError:

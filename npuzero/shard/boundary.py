@@ -19,7 +19,7 @@ from torch import Tensor
 
 from npuzero.comm import World
 from npuzero.errors import StateError
-from npuzero.plan import DIGEST_BITS
+from npuzero.plan import DIGEST_BITS, STAGE
 from npuzero.shard.accord import Accord
 from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
@@ -78,7 +78,7 @@ class Boundary:
         self._values = values
         self._census = census
         self.accord = Accord(self._flats, world)
-        self.sums = Sums(self._flats, world.device)
+        self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
         self._stage = Stage.OPEN
@@ -194,7 +194,7 @@ class Boundary:
 
         Where ranks follow different rules, or any has written into parameters, all compare.
         """
-        if self._mesh.shape.world == 1 or not present:
+        if not present or self._mesh.size(STAGE) == 1:
             return present
         flags = [flag for flat in self._flats for flag in present[flat]]
         ballot = [*flags, self._dropped, self._values.written, *self.accord.ballot(present)]

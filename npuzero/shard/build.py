@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from npuzero import device
-from npuzero.comm import World
+from npuzero.comm import Mesh, World
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.memory import check_folders
-from npuzero.plan import FlatSize, Memory, MeshShape, Plan, Precision, Report, Step, predict_bytes
+from npuzero.plan import STAGE, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Layout
 from npuzero.shard.origin import Origin
 from npuzero.shard.plans import Plans
+from npuzero.shard.relations import as_key, relations_of
 from npuzero.shard.rest import Rests
 from npuzero.shard.unit import Unit
 
@@ -37,7 +38,7 @@ def agree(
     plans: Plans,
     settings: Settings,
     rule: UnitRule,
-    world: World,
+    ranks: World | Mesh,
     origin: Origin,
     buffers: str | None = None,
 ) -> tuple[list[UnitSpec], list[Plan], MeshShape]:
@@ -50,6 +51,7 @@ def agree(
         CheckpointError: the weights it is to have do not fit.
         StateError: the model is sharded already.
     """
+    world = train_together(ranks)
     specs: list[UnitSpec] = []
     own: list[Plan] = []
     shape = MeshShape(1, 1)
@@ -57,7 +59,7 @@ def agree(
     problem: NpuZeroError | None = None
     try:
         device.get(world.device).set_matmul(plans.model.precision.matmul)
-        shape = plans.model.mesh_shape(world.size, len(world.local))
+        shape = _shape(plans.model, ranks)
         specs = _discover(model, rule)
         own = plans.of([spec.name for spec in specs])
         _check_memories([plans.model, *own], settings, world.device)
@@ -76,9 +78,30 @@ def agree(
         **_fields("settings", settings.common),
         "weights": weights,
         "buffers": repr(buffers),
+        "mesh": repr(shape),
     }
     _check_agreement([] if problem else _describe(model, specs), same, world, problem)
     return specs, own, shape
+
+
+def train_together(ranks: World | Mesh) -> World:
+    """Return those ranks that train the same modules: a stage of a pipeline knows nothing of other stages' modules."""
+    return ranks.part(STAGE) if isinstance(ranks, Mesh) else ranks
+
+
+def _shape(plan: Plan, ranks: World | Mesh) -> MeshShape:
+    """Return the sizes of the axes that ``plan`` is followed on; a mesh and a plan may both name ``local_size``."""
+    if isinstance(ranks, World):
+        return plan.mesh_shape(ranks.size, len(ranks.local))
+    shape = plan.mesh_shape(ranks.shape)
+    if ranks.local_size is not None and shape.local != ranks.shape.local:
+        raise ConfigError(
+            f"plan {plan.name!r}: local_size",
+            expected=f"{ranks.local_size}, as the mesh has it, or None",
+            got=str(plan.local_size),
+            do="Give it in one place.",
+        )
+    return shape
 
 
 def _fields(path: str, record: object) -> dict[str, str]:
@@ -97,10 +120,10 @@ def build_units(
     for i, (spec, plan) in enumerate(zip(specs, plans, strict=True)):
         named = dict(spec.parameters)
         flats: list[Flat] = []
-        for layout, _ in layouts_of(_facts(spec), plan.precision, mesh.shape.world, settings.bucket_bytes):
+        for layout, _, own in layouts_of(_facts(spec), plan, mesh.shape, settings.bucket_bytes):
             parameters = [named[slot.name] for slot in layout.slots]
-            rests = Rests.of(plan, layout, mesh, strict)
-            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, plan, rests))
+            rests = Rests.of(own, layout, mesh, strict)
+            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, own, rests))
         units.append(Unit(spec, i, flats, plan))
     return units
 
@@ -152,6 +175,7 @@ class ParameterFacts:
     shape: torch.Size
     dtype: torch.dtype = torch.float32
     trainable: bool = True
+    relations: Relations = ()
 
 
 def predict_units(
@@ -176,10 +200,10 @@ def predict_units(
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
     for i, (unit, its) in enumerate(zip(units, own or [plan] * len(units), strict=True)):
-        key = its, *((parameter.shape, parameter.dtype, parameter.trainable) for parameter in unit)
+        key = its, *((each.shape, each.dtype, each.trainable, each.relations) for each in unit)
         if key not in alike:
-            laid_out = layouts_of(unit, its.precision, shape.world, settings.bucket_bytes)
-            alike[key] = [(layout.numel, layout.dtype, trainable, its) for layout, trainable in laid_out]
+            laid_out = layouts_of(unit, its, shape, settings.bucket_bytes)
+            alike[key] = [(layout.numel, layout.dtype, trainable, own) for layout, trainable, own in laid_out]
         sizes += [FlatSize(i, *flat) for flat in alike[key]]
     step = Step(
         trainable_parameters=sum(parameter.trainable for unit in units for parameter in unit),
@@ -197,19 +221,20 @@ def predict_units(
 
 
 def layouts_of(
-    parameters: Sequence[ParameterFacts], precision: Precision, world: int, bucket_bytes: int
-) -> Iterator[tuple[Layout, bool]]:
-    """Lay out the flats of one unit: its parameters grouped by dtype and by whether they train, in buckets.
+    parameters: Sequence[ParameterFacts], plan: Plan, mesh: MeshShape, bucket_bytes: int
+) -> Iterator[tuple[Layout, bool, Plan]]:
+    """Lay out the flats of one unit: its parameters grouped by dtype, whether they train, and relations; in buckets.
 
     A flat takes parameters up to ``bucket_bytes``; one that is larger has a flat to itself.
 
     Yields:
-        layout, and whether its parameters train.
+        layout, whether its parameters train, and the plan as they follow it.
     """
-    groups: dict[tuple[torch.dtype, bool], list[list[ParameterFacts]]] = {}
-    filled: dict[tuple[torch.dtype, bool], int] = {}
+    precision = plan.precision
+    groups: dict[tuple[torch.dtype, bool, Relations], list[list[ParameterFacts]]] = {}
+    filled: dict[tuple[torch.dtype, bool, Relations], int] = {}
     for parameter in parameters:
-        key = (precision.parameter_of(parameter.dtype), parameter.trainable)
+        key = (precision.parameter_of(parameter.dtype), parameter.trainable, parameter.relations)
         nbytes = parameter.shape.numel() * key[0].itemsize
         buckets = groups.setdefault(key, [])
         if not buckets or filled[key] + nbytes > bucket_bytes:
@@ -217,14 +242,16 @@ def layouts_of(
             filled[key] = 0
         buckets[-1].append(parameter)
         filled[key] += nbytes
-    for (kind, trainable), buckets in groups.items():
+    for (kind, trainable, relations), buckets in groups.items():
+        own = plan.related(relations)
+        ranks = mesh.size(own.reduced)
         for bucket in buckets:
             named = ((p.name, p.shape) for p in bucket)
-            yield Layout.of(named, world, kind, precision.wire_of(kind), precision.start_elements), trainable
+            yield Layout.of(named, ranks, kind, precision.wire_of(kind), precision.start_elements), trainable, own
 
 
 def _facts(spec: UnitSpec) -> list[ParameterFacts]:
-    return [ParameterFacts(name, p.shape, p.dtype, p.requires_grad) for name, p in spec.parameters]
+    return [ParameterFacts(name, p.shape, p.dtype, p.requires_grad, as_key(p)) for name, p in spec.parameters]
 
 
 def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
@@ -324,11 +351,15 @@ def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
 def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
     """Return what all ranks must agree on, in order: names, and what is known of each."""
     parameters = [
-        (name, f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}")
+        (name, f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}{_related(p)}")
         for spec in specs
         for name, p in spec.parameters
     ]
     return parameters + [(name, f"buffer {name}, {list(b.shape)} {b.dtype}") for name, b in model.named_buffers()]
+
+
+def _related(parameter: nn.Parameter) -> str:
+    return "".join(f", {relation.value} along {axis}" for axis, relation in relations_of(parameter).items())
 
 
 def _check_agreement(

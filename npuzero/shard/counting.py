@@ -9,7 +9,7 @@ from dataclasses import replace
 from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
-from npuzero.plan import AXES, LINKS, Axes, Plan, Report, sent_by_verb
+from npuzero.plan import LINKS, STAGE, Axes, Plan, Report, sent_by_verb
 
 
 class CountingMesh:
@@ -36,9 +36,11 @@ class CountingMesh:
         return self._made[key]
 
     def host(self) -> Communicator:
-        """Return the communicator of all ranks over tensors on the host: the control channel if that is there."""
+        """Return the communicator of ranks that train the same modules, over tensors on the host: the control channel,
+        if that is there.
+        """
         on_host = self._mesh.world.device.type == "cpu"
-        return self.communicator(AXES, "control" if on_host else HOST_CHANNEL)
+        return self.communicator(STAGE, "control" if on_host else HOST_CHANNEL)
 
 
 class Meter:

@@ -17,7 +17,7 @@ from npuzero.shard.absence import Absence
 from npuzero.shard.activations import around_forward
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
-from npuzero.shard.build import agree, build_units
+from npuzero.shard.build import agree, build_units, train_together
 from npuzero.shard.census import Census
 from npuzero.shard.conversion import watch_conversions
 from npuzero.shard.counting import CountingMesh, Meter
@@ -72,17 +72,18 @@ class Engine:
         self,
         model: nn.Module,
         plans: Plans,
-        world: World,
+        ranks: World | Mesh,
         settings: Settings,
         rule: UnitRule,
         origin: Origin,
         buffers: str | None = None,
     ) -> None:
+        world = train_together(ranks)
         self.plan, self.world, self.settings = plans.model, world, settings
         strict = world.size == 1 and (settings.strict or environment().strict == "1")
         self.alone = world.size == 1 and not strict
-        specs, own, shape = agree(model, plans, settings, rule, world, origin, buffers)
-        self.mesh = CountingMesh(Mesh(world, shape.local))
+        specs, own, shape = agree(model, plans, settings, rule, ranks, origin, buffers)
+        self.mesh = CountingMesh(Mesh.of(ranks.world if isinstance(ranks, Mesh) else world, shape))
         self.spaces = Spaces(world.device, settings)
         self.meter = Meter(self.plan, self.mesh, self.spaces)
         self.units = build_units(specs, own, settings, self.mesh, strict)
@@ -126,7 +127,7 @@ class Engine:
         )
         self.absence = Absence(self.units, self.spaces, self.values, self.update, reducer, self._restorer, self.passes)
         flats = [flat for unit in self.units for flat in unit.flats]
-        around = around_forward(self.plan.activations, self.spaces, world.device, flats)
+        around = around_forward(self.plan.activations, self.spaces, world.device, flats, self.mesh)
         self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters, around)
         watch_conversions(model)
         refuse_wrappers()

@@ -15,7 +15,7 @@ from npuzero import device as devices
 from npuzero.device import Handle, HostLane, Lane, make_lane
 from npuzero.errors import NpuZeroError
 from npuzero.memory import FileStore, Mover, PagePool, Run, Space, Spaces
-from npuzero.plan import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, whole_pages
+from npuzero.plan import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST, Memory, whole_pages
 
 #: What reports count this memory under.
 LABEL = "activations"
@@ -189,6 +189,11 @@ class FileHome:
                         end()
 
         return self._lane.run(step)
+
+
+def home_on_device(spaces: Spaces, device: torch.device) -> Home:
+    """Return a home on the device itself, for parts of what ranks hold alike."""
+    return SpaceHome(spaces[Memory.DEVICE], device, spaces.mover.moved)
 
 
 def home_on_host(spaces: Spaces, device: torch.device) -> Home:

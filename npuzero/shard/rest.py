@@ -96,7 +96,10 @@ class Rests:
         deeper: states - gradients (the axes that shard states but not gradients), over which R3 scatters R2's result.
         beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
         restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
-        averaged: D, the ranks whose gradients are averaged.
+        averaged: the ranks whose gradients are averaged.
+        owners: the ranks that have different elements of the states.
+        divided: those that have different elements of the unsharded parameters.
+        alike: those that have the same; the first one's values count.
         lag: as the plan has it.
     """
 
@@ -108,6 +111,9 @@ class Rests:
     beyond: Group
     restored: Group
     averaged: Group
+    owners: Group
+    divided: Group
+    alike: Group
     lag: int
 
     @staticmethod
@@ -123,6 +129,9 @@ class Rests:
             beyond=Group(mesh, plan.beyond),
             restored=Group(mesh, plan.restored),
             averaged=Group(mesh, plan.averaged),
+            owners=Group(mesh, plan.owners),
+            divided=Group(mesh, plan.divided),
+            alike=Group(mesh, plan.alike),
             lag=plan.lag,
         )
 

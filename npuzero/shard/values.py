@@ -15,7 +15,7 @@ from npuzero.comm.calls import collective, torchs
 from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
-from npuzero.plan import AXES
+from npuzero.plan import STAGE
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.discover import UnitSpec
 from npuzero.shard.flat import Flat
@@ -116,7 +116,7 @@ class Values:
     def _first_values(self, origin: Origin, flat: Flat) -> None:
         """Read stored slots where they rest, in pieces; take rank 0's values for the others."""
         if not any(origin.has(slot.name) for slot in flat.layout.slots):
-            flat.fill([parameter.detach() for parameter in flat.parameters], self._from_rank_0)
+            flat.fill([parameter.detach() for parameter in flat.parameters], partial(_from_first, flat))
             return
         for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
             if origin.has(slot.name):
@@ -126,7 +126,7 @@ class Values:
                     flat.put(start, origin.read(slot.name, start - slot.begin, stop - slot.begin))
             else:
                 exact = parameter.detach().reshape(-1).to(torch.float32, copy=True)
-                self._from_rank_0(exact)
+                _from_first(flat, exact)
                 flat.put(slot.begin, exact)
 
     def load(self, values: Mapping[int, Tensor]) -> None:
@@ -135,17 +135,14 @@ class Values:
         self._lag.drop()
         for unit in self._units:
             for flat in unit.flats:
-                flat.fill([values[id(p)] for p in flat.parameters], self._from_rank_0)
+                flat.fill([values[id(p)] for p in flat.parameters], partial(_from_first, flat))
 
     def share(self, buffers: Iterable[Tensor]) -> None:
         """Set buffers, of any dtype, to what they are on rank 0. Collective."""
         for buffer in buffers:
             raw = buffer.detach().clone().reshape(-1).view(torch.uint8)
-            self._from_rank_0(raw)
+            self._mesh.communicator(STAGE, "control").broadcast(raw, root=0, tag="buffers").wait()
             buffer.copy_(raw.view(buffer.dtype).view(buffer.shape))
-
-    def _from_rank_0(self, whole: Tensor) -> None:
-        self._mesh.communicator(AXES, "control").broadcast(whole, root=0, tag="weights").wait()
 
     # -- out -------------------------------------------------------------------------------------------------------
 
@@ -268,3 +265,8 @@ class Values:
             self._restorer.finish(unit)
         self._mesh.restored.clear()  # these are no step's
         self._mesh.restored.update(counted)
+
+
+def _from_first(flat: Flat, whole: Tensor) -> None:
+    """Make unsharded values of ``flat`` what they are on the first rank that has the same elements. Collective."""
+    flat.rests.alike.communicator("control").broadcast(whole, root=0, tag="weights").wait()

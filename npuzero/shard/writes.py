@@ -54,7 +54,7 @@ class Writes:
         """Carry whatever has changed in ``unit`` since it had the digests ``before``, whoever changed it."""
         for flat in unit.flats:
             flat.written()
-            slots = [i for i in flat.slots if before[flat.layout.slots[i].name] != _digest(flat, i)]
+            slots = [i for i in flat.slots if before[_named(flat, i)] != _digest(flat, i)]
             if slots:
                 self._take(unit, flat, slots)
 
@@ -88,7 +88,7 @@ class Writes:
 
 
 def _check(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
-    for name in claims[0][-1]:
+    for name in dict.fromkeys(name for rank in claims for name in rank[-1]):
         if len({tuple(claim[name]) for rank in claims for claim in rank if name in claim}) > 1:
             only = "" if len(writers) == len(claims) else f", by ranks {writers} alone"
             raise StateError(
@@ -108,7 +108,13 @@ def digests(unit: Unit) -> Digests:
 
 
 def _digests(flat: Flat, slots: Sequence[int]) -> Digests:
-    return {flat.layout.slots[i].name: _digest(flat, i) for i in slots}
+    return {_named(flat, i): _digest(flat, i) for i in slots}
+
+
+def _named(flat: Flat, i: int) -> str:
+    """Return the name of slot ``i``, and which part of it this rank has: of another part a rank says nothing."""
+    name, parts = flat.layout.slots[i].name, flat.rests.divided
+    return f"{name} (part {parts.index} along {', '.join(parts.axes)})" if parts.many else name
 
 
 @torch.no_grad()

@@ -35,9 +35,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the axes of the mesh are the wrong way round",
-        "comm/mesh.py",
-        "there[NODE] * self.shape.local + there[LOCAL]",
-        "there[LOCAL] * self.shape.node + there[NODE]",
+        "plan/mesh.py",
+        "for axis in AXES:\n            rank = rank",
+        "for axis in reversed(AXES):\n            rank = rank",
         ("unit/comm/test_communicator.py::test_mesh_is_rank_arithmetic",),
     ),
     Mutant(

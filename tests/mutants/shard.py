@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         "buffers are each rank's own",
         "shard/values.py",
-        "            self._from_rank_0(raw)\n",
+        '            self._mesh.communicator(STAGE, "control").broadcast(raw, root=0, tag="buffers").wait()\n',
         "",
         ("world/test_state.py::test_all_ranks_start_from_rank_0[zero3]",),
     ),

@@ -13,7 +13,7 @@ import torch
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import (
-    AXES,
+    DATA,
     MASTERS,
     MOMENT_BLOCK,
     MOMENTS,
@@ -44,6 +44,8 @@ from npuzero.plan.moves import Give, Start, Take, Wait
 from npuzero.plan.predict import collectives, peak_bytes
 from npuzero.shard.build import ParameterFacts, predict_units
 
+#: Over which all ranks of a usual mesh are.
+AXES = ("node", "local")
 CUTS = ((), ("node",), ("local",), ("node", "local"), ("local", "node"))
 
 
@@ -233,16 +235,16 @@ def test_differences_of_cuts():
     assert axes_between(AXES, ()) == AXES
     assert axes_between(AXES, ("node",)) == ("local",)
     assert axes_between(AXES, AXES) == ()
-    assert axes_beyond(()) == AXES
-    assert axes_beyond(("local",)) == ("node",)
-    assert axes_beyond(AXES[::-1]) == ()
+    assert axes_beyond(()) == DATA == ("pod", *AXES)
+    assert axes_beyond(("local",)) == ("pod", "node")
+    assert axes_beyond(DATA[::-1]) == ()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_axes_of_the_rules_follow_from_the_placements(name):
     plan = Plan.preset(name)
     assert plan.parameters.axes + plan.restored == plan.states.axes == plan.gradients.axes + plan.deeper
-    assert sorted(plan.states.axes + plan.beyond) == sorted(plan.averaged) == sorted(AXES)
+    assert sorted(plan.states.axes + plan.beyond) == sorted(plan.averaged) == sorted(DATA)
 
 
 def test_a_report_adds_up_by_state_and_by_memory():

@@ -207,7 +207,7 @@ def test_a_rank_alone_has_one_part() -> None:
     with pytest.raises(ContractError, match="different ranks below 1"):
         world.part((0, 1))
     with pytest.raises(ConfigError, match="different axes"):
-        Mesh(world).part(("pipe",))
+        Mesh(world).part(("gpu",))
 
 
 def test_a_part_ends_with_the_world_and_alone() -> None:

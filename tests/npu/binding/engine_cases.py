@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import npuzero
 from npu.fake import compute
 from npuzero.comm import World
-from npuzero.plan import AXES, OFFLOADED, OFFLOADS, Memory, Placement, Plan, Precision
+from npuzero.plan import LOCAL, NODE, OFFLOADED, OFFLOADS, Memory, Placement, Plan, Precision
 from world.parity_ranks import STAGES, digest
 from world.toy import Recipe, build, groups_of, loss_of, tokens_of
 from world.train import CutSession, Session, State, assert_same_bits, run_cut, train
@@ -105,7 +105,7 @@ def by_device(world: World) -> dict[str, str]:
     plans = {
         "host": Plan.preset("zero3").offloaded("host"),
         "nvme": Plan.preset("zero3").offloaded("nvme"),
-        "share": replace(Plan.preset("zero1"), states=Placement(AXES, Memory.HOST, share=0.6)),
+        "share": replace(Plan.preset("zero1"), states=Placement((NODE, LOCAL), Memory.HOST, share=0.6)),
     }
     states = {name: trained(world, RECIPE, plan=plan, settings=settings) for name, plan in plans.items()}
     states["scaler"] = trained(world, with_scaler, plan=plans["host"], settings=settings)

@@ -1,0 +1,285 @@
+"""Collectives that autograd differentiates: pure functions of a tensor over a communicator.
+
+They come in pairs of conjugates: the backward of each is the other's forward, so derivatives of any order are right.
+
+    ===========  ======================  ======================  ============================================
+    function     forward                 backward                from, to (the ranks of the group hold)
+    ===========  ======================  ======================  ============================================
+    ``copy``     nothing                 all_reduce              the same, the same of which each uses a part
+    ``total``    all_reduce              nothing                 parts of a sum, the sum
+    ``gather``   all_gather              reduce_scatter          slices, the whole of which each uses a part
+    ``scatter``  reduce_scatter          all_gather              parts of a sum, slices of the sum
+    ``collect``  all_gather              this rank's slice       slices, the whole that all use alike
+    ``split``    this rank's slice       all_gather              the same, slices
+    ``swap``     all_to_all              all_to_all              slices of one dimension, slices of another
+    ===========  ======================  ======================  ============================================
+
+Megatron-LM's f and g are ``copy`` and ``total`` (Shoeybi et al. 2019, section 3), its sequence-parallel g and g-bar
+``gather`` and ``scatter`` (Korthikanti et al. 2022, section 4.2.2); ``swap`` is DeepSpeed-Ulysses' all-to-all (Jacobs
+et al. 2023, section 3.1).
+
+Invariants:
+    * all ranks of the group call the same functions in the same order, also in backward, on equal shapes and dtypes;
+    * sums run as the communicator's: in the order of ranks, bf16 and f16 added in f32 and rounded once; what is the
+      same on all ranks is so to the bit;
+    * results (but that of ``copy``, a view) are contiguous and may be written into; nothing is saved for backward;
+      a group of one rank returns ``x`` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from npuzero.comm import Communicator
+from npuzero.comm.checks import WIRES
+from npuzero.errors import ContractError
+
+_Map = Callable[[Tensor], Tensor]
+
+
+class _Conjugate(torch.autograd.Function):
+    """Apply a linear map over all ranks' tensors, and its conjugate to gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: _Map, back: _Map) -> Tensor:
+        ctx.pair = back, there
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _linear(grad, *ctx.pair), None, None
+
+
+def _linear(x: Tensor, there: _Map, back: _Map) -> Tensor:
+    return cast(Tensor, _Conjugate.apply(x, there, back))  # type: ignore[no-untyped-call]
+
+
+def copy(x: Tensor, group: Communicator) -> Tensor:
+    """Return ``x``, which all ranks hold alike; its gradient is the sum of the ranks' gradients.
+
+    Stands before what each rank computes a part of, such as Linears whose outputs are sharded. Megatron-LM's f.
+
+    Args:
+        x: [...], float; the same on all ranks.
+    """
+    return x if group.size == 1 else _linear(x, _same, partial(_sum, group=group))
+
+
+def total(x: Tensor, group: Communicator) -> Tensor:
+    """Return the sum of the ranks' ``x``; its gradient, the same on all ranks, is that of each.
+
+    Stands behind what each rank has computed a part of, such as Linears whose inputs are sharded. Megatron-LM's g.
+
+    Args:
+        x: [...], float; a part of the sum on each rank.
+    """
+    return x if group.size == 1 else _linear(x, partial(_sum, group=group), _same)
+
+
+def gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    """Return the ranks' ``x`` concatenated along ``dim``; each gets its slice of the sum of the ranks' gradients.
+
+    Stands before what each rank computes a part of, where outside of it a sequence is sharded.
+
+    Args:
+        x: [..., n, ...], float; a slice on each rank.
+
+    Returns:
+        Tensor[..., n * ranks, ...] in the order of the group.
+
+    Raises:
+        ContractError: ``x`` has no dimension ``dim``.
+    """
+    return _over(x, group, "gather", dim, _gather, _scatter)
+
+
+def scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    """Return this rank's slice along ``dim`` of the sum of the ranks' ``x``; gradients of slices are concatenated.
+
+    Stands behind what each rank has computed a part of, where outside of it a sequence is sharded.
+
+    Args:
+        x: [..., n, ...], float; a part of the sum on each rank.
+
+    Returns:
+        Tensor[..., n / ranks, ...].
+
+    Raises:
+        ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
+    """
+    return _over(x, group, "scatter", dim, _scatter, _gather, divides=True)
+
+
+def collect(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    """Return the ranks' ``x`` concatenated along ``dim``, for all ranks to use alike.
+
+    The gradient is then the same on all ranks, and each takes its slice: nothing is sent.
+
+    Args:
+        x: [..., n, ...], float; a slice on each rank.
+
+    Returns:
+        Tensor[..., n * ranks, ...] in the order of the group.
+
+    Raises:
+        ContractError: ``x`` has no dimension ``dim``.
+    """
+    return _over(x, group, "collect", dim, _gather, _slice)
+
+
+def split(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    """Return this rank's slice along ``dim`` of ``x``, which all ranks hold alike; gradients are concatenated.
+
+    Args:
+        x: [..., n, ...], float; the same on all ranks.
+
+    Returns:
+        Tensor[..., n / ranks, ...].
+
+    Raises:
+        ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
+    """
+    return _over(x, group, "split", dim, _slice, _gather, divides=True)
+
+
+def swap(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Tensor:
+    """Return ``x`` sharded along ``split_dim``, which was sharded along ``gather_dim``; gradients travel back.
+
+    Stands before attention, from slices of the sequence to slices of the heads, and the other way round behind it.
+
+    Args:
+        x: [..., n, ..., m, ...], float: n along ``split_dim`` and m along ``gather_dim``, in either order.
+
+    Returns:
+        Tensor[..., n / ranks, ..., m * ranks, ...].
+
+    Raises:
+        ContractError: ``x`` lacks a dimension, both are one, or the group does not divide ``split_dim``.
+    """
+    splits, gathers = _dimension(x, "swap: split_dim", split_dim), _dimension(x, "swap: gather_dim", gather_dim)
+    if splits == gathers:
+        raise ContractError(
+            "swap",
+            expected="split_dim and gather_dim that differ",
+            got=f"{split_dim} and {gather_dim} of {tuple(x.shape)}",
+            do="Split one dimension, and gather another.",
+        )
+    _check_divides(x, group, "swap: split_dim", splits)
+    if group.size == 1:
+        return x
+    there = partial(_swap, group=group, splits=splits, gathers=gathers)
+    return _linear(x, there, partial(_swap, group=group, splits=gathers, gathers=splits))
+
+
+def _over(
+    x: Tensor,
+    group: Communicator,
+    name: str,
+    dim: int,
+    there: Callable[..., Tensor],
+    back: Callable[..., Tensor],
+    *,
+    divides: bool = False,
+) -> Tensor:
+    """Check ``dim``, and apply a pair of maps along it."""
+    dim = _dimension(x, f"{name}: dim", dim)
+    if divides:
+        _check_divides(x, group, f"{name}: dim", dim)
+    return (
+        x if group.size == 1 else _linear(x, partial(there, group=group, dim=dim), partial(back, group=group, dim=dim))
+    )
+
+
+# -- the maps ----------------------------------------------------------------------------------------------------------
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Communicator) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(result.view(-1)).wait()
+    return result
+
+
+def _slice(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    part = x.shape[dim] // group.size  # copied: a view would keep all of x
+    return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    parts = x.new_empty(group.size, *x.shape)
+    group.all_gather(parts.view(-1), x.contiguous().view(-1)).wait()
+    return _join(parts, dim)
+
+
+def _scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    if x.dtype not in WIRES:  # float64, which reduce_scatter does not send
+        return _slice(_sum(x, group), group, dim)
+    parts = _divide(x, group, dim)
+    result = parts.new_empty(parts.shape[1:])
+    group.reduce_scatter(result.view(-1), parts.view(-1)).wait()
+    return result
+
+
+def _swap(x: Tensor, group: Communicator, splits: int, gathers: int) -> Tensor:
+    parts = _divide(x, group, splits)
+    received = torch.empty_like(parts)
+    group.all_to_all(received.view(-1), parts.view(-1)).wait()
+    return _join(received, gathers)
+
+
+def _divide(x: Tensor, group: Communicator, dim: int) -> Tensor:
+    """Return the slices along ``dim``, one after the other: Tensor[ranks, ..., n / ranks, ...]."""
+    sizes = (group.size, x.shape[dim] // group.size)
+    parts: Tensor = x.unflatten(dim, sizes).movedim(dim, 0).contiguous()
+    return parts
+
+
+def _join(parts: Tensor, dim: int) -> Tensor:
+    """Return the inverse of ``_divide``; without a copy where all dimensions before ``dim`` are 1."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1).data  # no view, for autograd: a program may write into it
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _dimension(x: Tensor, subject: str, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ContractError(
+            subject,
+            expected=f"a dimension of {tuple(x.shape)}, {-x.dim()} to {x.dim() - 1}" if x.dim() else "a dimension",
+            got=f"{dim} of shape {tuple(x.shape)}",
+            do="Name the dimension that is sharded.",
+        )
+    return dim % x.dim()
+
+
+def _check_divides(x: Tensor, group: Communicator, subject: str, dim: int) -> None:
+    size = x.shape[dim]
+    if size % group.size:
+        raise ContractError(
+            subject,
+            expected=f"a size that the {group.size} ranks of {group.name!r} divide",
+            got=f"{size}, dimension {dim} of {tuple(x.shape)}",
+            do=f"Use {_words(divisors(size))} ranks, or pad to {-(-size // group.size) * group.size}.",
+            size=size,
+            ranks=group.size,
+            divisors=divisors(size),
+        )
+
+
+def divisors(size: int) -> list[int]:
+    """Return the positive divisors of ``size`` in ascending order."""
+    low = [each for each in range(1, int(size**0.5) + 1) if size % each == 0]
+    return sorted({*low, *(size // each for each in low)})
+
+
+def _words(numbers: list[int]) -> str:
+    return " or ".join(filter(None, (", ".join(map(str, numbers[:-1])), str(numbers[-1]))))

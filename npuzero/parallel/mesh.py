@@ -1,0 +1,72 @@
+"""The mesh of ranks, as programs make it and give it."""
+
+from __future__ import annotations
+
+from npuzero import comm
+from npuzero.comm import Mesh, World
+from npuzero.config import describe, public_name
+from npuzero.errors import ConfigError, keywords
+
+
+@keywords(tp="tensor", tensor_parallel="tensor", pp="pipe", pipeline="pipe", dp="data", sp="sequence", cp="sequence")
+def mesh(
+    *,
+    data: int | None = None,
+    sequence: int = 1,
+    tensor: int = 1,
+    pipe: int = 1,
+    pod: int = 1,
+    local_size: int | None = None,
+    world: World | None = None,
+) -> Mesh:
+    """Arrange the ranks along named axes; every rank calls it. The sizes multiply to the world.
+
+    Ranks of the ``tensor`` axis are neighbours (0 and 1, 2 and 3, ...), those of ``pipe`` are farthest apart.
+
+    Args:
+        data: ranks with data of their own; None: as many as the others leave.
+        sequence: of these, how many neighbours share each sequence.
+        tensor: ranks that divide the layers of one model (tensor parallelism).
+        pipe: stages of a pipeline.
+        pod: groups of data ranks over which nothing is sharded, unless a plan says so.
+        local_size: data ranks in the ``local`` axis of plans that shard within groups; None: those that share a host.
+        world: the ranks; None: those of :func:`npuzero.init`.
+
+    Raises:
+        ConfigError: sizes that do not multiply to the world.
+
+    Example::
+
+        mesh = npuzero.mesh(tensor=1)
+        print(mesh.size(("node", "local")), "ranks with data of their own")
+    """
+    world = comm.current_world() if world is None else world
+    made = Mesh(world, local_size, pipe=pipe, pod=pod, sequence=sequence, tensor=tensor)
+    if data is not None and data != made.shape.data:
+        raise ConfigError(
+            "npuzero.mesh()",
+            expected=f"sizes that multiply to the world of {world.size}: data={made.shape.data}, or None",
+            got=f"pipe={pipe}, data={data}, tensor={tensor}",
+            do="Correct one of the sizes, or start as many ranks.",
+        )
+    return made
+
+
+def given(world: object, mesh: object) -> World | Mesh:
+    """Return the ranks that a program trains on, of which it gave a world, a mesh, or a mesh and its world.
+
+    Raises:
+        ConfigError: neither is what it should be, or they are not of one another.
+    """
+    ranks, kind, name = (world, World, "world") if mesh is None else (mesh, Mesh, "mesh")
+    if not isinstance(ranks, kind):
+        do = (
+            "Leave it out, or pass what npuzero.init() returned."
+            if mesh is None
+            else "Pass what npuzero.mesh() returned."
+        )
+        raise ConfigError(f"npuzero.zero(): {name}", expected=f"a {public_name(kind)}", got=describe(ranks), do=do)
+    if isinstance(ranks, Mesh) and world not in (None, ranks.world):
+        do = "Give the mesh alone."
+        raise ConfigError("npuzero.zero()", expected="the world of the mesh", got=f"{world} and {mesh}", do=do)
+    return ranks

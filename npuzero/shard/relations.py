@@ -1,0 +1,35 @@
+"""What is said of a parameter: what the ranks along an axis of the mesh have of it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from npuzero.errors import ConfigError, did_you_mean
+from npuzero.plan import AXES, Relation, Relations, usual
+
+_SAID = "_npuzero_relations"
+
+
+def relate_parameter(parameter: nn.Parameter, axis: str, relation: Relation) -> None:
+    """Say what ranks along ``axis`` have of ``parameter``; before :func:`npuzero.zero`, and alike on all ranks.
+
+    Raises:
+        ConfigError: there is no such axis.
+    """
+    if axis not in AXES:
+        raise ConfigError(
+            "relation", expected=f"an axis of {AXES}", got=repr(axis), do=did_you_mean(axis, AXES, "Name an axis.")
+        )
+    said = {**relations_of(parameter), axis: relation}
+    setattr(parameter, _SAID, {axis: said[axis] for axis in AXES if axis in said and said[axis] is not usual(axis)})
+
+
+def relations_of(parameter: nn.Parameter) -> dict[str, Relation]:
+    """Return what has been said of ``parameter`` that is not the usual, by axis, in mesh order."""
+    said: dict[str, Relation] = getattr(parameter, _SAID, {})
+    return said
+
+
+def as_key(parameter: nn.Parameter) -> Relations:
+    """Return the same, to compare by."""
+    return tuple(relations_of(parameter).items())
