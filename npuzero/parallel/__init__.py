@@ -1,8 +1,11 @@
 """Parallel axes beside ZeRO's own: functions over a communicator that cut a model's computation over ranks.
 
-``functions`` has the collectives that autograd differentiates, each its partner's conjugate.
+``functions`` has the collectives that autograd differentiates, each its partner's conjugate; ``vocabulary`` an
+embedding and a cross entropy over a sharded vocabulary; ``ClassHead`` a softmax over more classes than a device holds.
 """
 
+from npuzero.parallel.class_head import ClassHead
+from npuzero.parallel.margins import ArcFace, CosFace
 from npuzero.parallel.relate import relate
 
-__all__ = ["relate"]
+__all__ = ["ArcFace", "ClassHead", "CosFace", "relate"]
