@@ -12,7 +12,7 @@ from npuzero.checkpoint.parts import MODEL
 from npuzero.checkpoint.public import resolved
 from npuzero.checkpoint.source import Source, Wanted
 from npuzero.errors import CheckpointError
-from npuzero.shard.values import PIECE
+from npuzero.shard.cuts import PIECE
 
 
 def export_checkpoint(folder: Path, path: Path, dtype: torch.dtype | None, file_bytes: int = FILE_BYTES) -> list[Facts]:

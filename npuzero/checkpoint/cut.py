@@ -173,8 +173,8 @@ def _zeros(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -> tuple[l
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     tensors, numbers = [], []
     for flat in engine.flats():
-        slots = zip(flat.layout.slots, flat.parameters, strict=True)
-        own = [Piece.of(slot, tiles) for slot, parameter in slots if id(parameter) in members]
+        pieces = zip(parts.pieces_of(flat, tiles), flat.parameters, strict=True)
+        own = [piece for piece, parameter in pieces if id(parameter) in members]
         for name in (*optimizer.state_names(), *([LAGGING] if engine.lag else [])):
             paths = [(OPTIMIZER, "state", piece.whole.name, name) for piece in own]
             if name == "step":
@@ -198,7 +198,7 @@ def _load_states(
     begin, end = flat.rests.states.range
     buffers: dict[str, Tensor] = {}
     slots: parts.SlotStates = []
-    for piece in (Piece.of(slot, tiles) for slot in flat.layout.slots):
+    for piece in parts.pieces_of(flat, tiles):
         state: dict[str, float | None] = {}
         own = loaded.get(piece.whole.name, {})
         for name, value in own.items():

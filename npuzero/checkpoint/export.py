@@ -11,19 +11,22 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
+from npuzero.checkpoint.parts import check_known
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
 from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, StorageError, keywords
 from npuzero.memory import zeros
 from npuzero.ops.storage.lazy import settled
-from npuzero.plan import DTYPES
+from npuzero.plan import DTYPES, axes_beyond
+from npuzero.shard.cuts import PIECE, joined, whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra
 from npuzero.shard.flat import Flat
@@ -31,7 +34,6 @@ from npuzero.shard.layout import overlap
 from npuzero.shard.ownership import engine_of
 from npuzero.shard.rest import Rest
 from npuzero.shard.tiles import TiledTensor
-from npuzero.shard.values import PIECE
 
 #: Largest size of a file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
@@ -244,6 +246,7 @@ def export(
     if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
         do = "Give a size in bytes, such as 5 * 10**9."
         raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
+    check_known(engine, "npuzero.export")
     target, wanted = Path(path), _dtype(dtype)
     tensors = _exported(model, rename or (lambda name: name))
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
@@ -251,7 +254,7 @@ def export(
     facts: list[Facts] = []
     for name, tensor in tensors:
         kind = wanted if wanted is not None and id(_members(tensor)[0]) in slots else tensor.dtype
-        facts.append((name, kind, tuple(tensor.shape)))
+        facts.append((name, kind, tuple(whole_shape(tensor))))
     problem: Exception | None = None
     with Writer(target, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
         for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
@@ -353,26 +356,31 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     rest, read = (rests.states, flat.read_master) if exact else (rests.parameters, flat.shard.raw)
     if flat.ahead is not None and not exact:  # an update that is pending counts
         rest, read = rests.states, flat.ahead.__getitem__
-    yield from _slot_pieces(engine, flat, i, rest, read)
+    slot, portion = flat.layout.slots[i], flat.portions[i]
+    if engine.mesh.index(axes_beyond(rest.group.axes, flat.plan.alike)):
+        return  # the first of those that have the same are those that rank 0 is among
+    unsharded = partial(_unsharded, flat, rest, read)
+    if portion is None:
+        for start in range(slot.begin, slot.end, PIECE):
+            yield unsharded(start, min(start + PIECE, slot.end))
+    else:
+        kind = read(slice(0, 0)).dtype
+        part = joined(portion, engine.mesh, kind, lambda begin, end: unsharded(slot.begin + begin, slot.begin + end))
+        yield from (values for _, values in part)
 
 
-def _slot_pieces(engine: Engine, flat: Flat, i: int, rest: Rest, read: Callable[[slice], Tensor]) -> Iterator[Tensor]:
-    """Yield slot ``i`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
-    communicator = rest.group.communicator("control")
-    if engine.world.ranks[0] not in communicator.ranks:  # these have the same as the ranks that rank 0 is among
-        return
-    slot, count, first = flat.layout.slots[i], rest.group.size, rest.begin
-    for start in range(slot.begin, slot.end, PIECE):
-        stop = min(start + PIECE, slot.end)
-        piece = zeros(stop - start, read(slice(0, 0)).dtype, engine.device)
-        length = flat.layout.numel // count
-        for owner in range(start // length, (stop - 1) // length + 1):
-            begin, end = overlap((start, stop), flat.layout.shard(owner, count))
-            sent = piece[begin - start : end - start]
-            if owner == communicator.rank:
-                sent.copy_(read(slice(begin - first, end - first)))
-            communicator.broadcast(sent, root=owner, tag=f"export {slot.name}").wait()
-        yield piece
+def _unsharded(flat: Flat, rest: Rest, read: Callable[[slice], Tensor], start: int, stop: int) -> Tensor:
+    """Return elements ``[start, stop)`` of ``flat``, of which each rank reads its shard of ``rest``. Collective."""
+    communicator, count = rest.group.communicator("control"), rest.group.size
+    piece = zeros(stop - start, read(slice(0, 0)).dtype, communicator.device)
+    length = flat.layout.numel // count
+    for owner in range(start // length, (stop - 1) // length + 1):
+        begin, end = overlap((start, stop), flat.layout.shard(owner, count))
+        sent = piece[begin - start : end - start]
+        if owner == communicator.rank:
+            sent.copy_(read(slice(begin - rest.begin, end - rest.begin)))
+        communicator.broadcast(sent, root=owner, tag="export").wait()
+    return piece
 
 
 def _agree(engine: Engine, problem: Exception | None) -> None:

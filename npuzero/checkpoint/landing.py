@@ -12,10 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuzero.checkpoint.boxes import Box
-from npuzero.checkpoint.parts import ITEM_BYTES, Piece
+from npuzero.checkpoint.parts import ITEM_BYTES, Piece, Site
 from npuzero.checkpoint.source import Wanted
-from npuzero.shard.layout import overlap
 
 #: Elements of a range: whole blocks of moments, and as many as an item has.
 RANGE = ITEM_BYTES // 4
@@ -48,10 +46,8 @@ class Landing:
         """Return what is to be read; where nothing is, zeros are written."""
         found: list[Wanted] = []
         for key, piece in stored:
-            first, last = overlap((piece.slot.begin, piece.slot.end), (self._begin, self._end))
-            for box in piece.boxes(first, last):
-                found.append(Wanted(key, box, partial(self._part, first, box), self._landed))
-                first += box.numel
+            for site in piece.sites_in(self._begin, self._end):
+                found.append(Wanted(key, site.box, partial(self._part, site), self._landed))
         self._left = len(found)
         if not found:
             self._all()
@@ -66,9 +62,9 @@ class Landing:
             self._memory, self._values = memory, memory[:nbytes].view(self._dtype).zero_()
         return self._values
 
-    def _part(self, first: int, box: Box) -> Tensor:
-        begin = first - self._begin
-        return self._all()[begin : begin + box.numel].view(box.sizes)
+    def _part(self, site: Site) -> Tensor:
+        begin, end = site.range
+        return site.of(self._all()[begin - self._begin : end - self._begin])
 
     def _landed(self) -> None:
         self._left -= 1

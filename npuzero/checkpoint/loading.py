@@ -207,7 +207,7 @@ class Loader:
     def _load_states(self, flat: Flat) -> None:
         slots: parts.SlotStates = []
         stored: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for piece in (Piece.of(slot, self._tiles) for slot in flat.layout.slots):
+        for piece in parts.pieces_of(flat, self._tiles):
             state: dict[str, float | None] = {}
             whole = piece.whole
             for name, key in self._names.states.get(whole.name, {}).items():
@@ -288,14 +288,16 @@ def _lacks(source: Source, name: str) -> CheckpointError:
 
 def own_states(source: Source, name: str, rank: int, world: int) -> list[Any]:
     """Return what ranks saved of ``name`` for themselves: this one's, where there were as many or all are alike;
-    else all.
+    else all. Of positions in the data count those of ranks that read data of their own: ``rank`` of ``world`` such.
 
     Raises:
         CheckpointError: there are none.
     """
     facts: dict[str, Any] = {"world": world, "alike": []} if source.manifest is None else source.manifest.content
-    saved = int(facts["world"])
-    numbers = [rank] if saved == world else [0] if name in facts["alike"] else list(range(saved))
+    saved = range(int(facts["world"]))
+    if name == "data":
+        saved = facts.get("readers", saved)
+    numbers = [saved[rank]] if len(saved) == world else [0] if name in facts["alike"] else list(saved)
     keys = [f"{name}.{number}" for number in numbers]
     if any(key not in source.tensors for key in keys):
         raise _lacks(source, name)

@@ -6,8 +6,9 @@ writes one N-th of every flat, whatever the plan, and where everything goes foll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from npuzero.checkpoint.boxes import Box, boxes_of
 from npuzero.errors import ConfigError
-from npuzero.plan import MeshShape, axes_beyond
+from npuzero.plan import MeshShape, Portion, axes_beyond
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat, masters_later
 from npuzero.shard.layout import Slot, overlap
@@ -69,30 +70,94 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Site:
+    """Say where a box of a tensor lies in a flat: in a range of elements, viewed in some sizes.
+
+    Attributes:
+        box: of the tensor.
+        begin: the range's first element.
+        sizes: in which it is viewed.
+        within: what of that view is the box; ``()``: all of it.
+    """
+
+    box: Box
+    begin: int
+    sizes: tuple[int, ...]
+    within: tuple[slice, ...] = ()
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.begin, self.begin + math.prod(self.sizes)
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the box's elements among those of the range, in its sizes; a view."""
+        return values.view(self.sizes)[self.within]
+
+
+@dataclass(frozen=True)
 class Piece:
-    """Describe what a slot of a flat has of a tensor: all of it, or the rows of a tile."""
+    """Describe what a slot of a flat has of a tensor: all of it, the rows of a tile, or this rank's part of it.
+
+    Attributes:
+        whole: the tensor; where it is tiled, the rows that the slot has.
+        portion: where the tensor is cut, what this rank has of it.
+    """
 
     slot: Slot
     whole: Rows
+    portion: Portion | None = None
 
-    @staticmethod
-    def of(slot: Slot, tiles: Mapping[str, Rows]) -> Piece:
-        """Return what ``slot`` has; ``tiles``: see :func:`npuzero.shard.tiles.rows_of`."""
-        return Piece(slot, tiles.get(slot.name) or Rows(slot.name, slot.shape, 0))
+    def of_rank(self, rank: int, shape: MeshShape) -> Piece:
+        """Return what the slot has on another rank."""
+        if self.portion is None:
+            return self
+        return replace(self, portion=self.portion.of(shape.index(self.portion.cut.axes, rank)))
 
-    def boxes(self, begin: int, end: int, limit: int | None = None) -> list[Box]:
-        """Return the elements ``[begin, end)`` of the flat, all of them the slot's, as boxes of the tensor."""
-        found = boxes_of(self.slot.shape, begin - self.slot.begin, end - self.slot.begin, limit)
-        return [box.after(self.whole.first) for box in found]
+    def sites(self, begin: int, end: int, limit: int | None = None) -> Iterator[Site]:
+        """Yield where boxes of the tensor lie that have the elements ``[begin, end)`` of the flat, all the slot's."""
+        for box in boxes_of(self.slot.shape, begin - self.slot.begin, end - self.slot.begin, limit):
+            if self.portion is None:
+                yield Site(box.after(self.whole.first), begin, box.sizes)
+            else:
+                yield from _sites(box, begin, self.portion)
+            begin += box.numel
+
+    def sites_in(self, begin: int, end: int) -> Iterator[Site]:
+        """Yield those in a range of the flat, whosever it is."""
+        yield from self.sites(*overlap((self.slot.begin, self.slot.end), (begin, end)))
 
     def own_boxes(self, begin: int, shard: Tensor) -> list[tuple[Box, Tensor]]:
         """Return its boxes in a shard of its flat that begins at ``begin``, each with its elements."""
-        first, last = overlap((self.slot.begin, self.slot.end), (begin, begin + shard.numel()))
-        found = []
-        for box in self.boxes(first, last):
-            found.append((box, shard[first - begin : first - begin + box.numel].view(box.sizes)))
-            first += box.numel
-        return found
+        sites = self.sites_in(begin, begin + shard.numel())
+        return [(site.box, site.of(shard[slice(*(at - begin for at in site.range))])) for site in sites]
+
+
+def _sites(box: Box, begin: int, portion: Portion) -> Iterator[Site]:
+    """Yield where boxes of a cut tensor lie that are ``box`` of one part of it, whose elements begin at ``begin``."""
+    dim = portion.cut.dim
+    first, last = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    inner = math.prod(box.sizes[dim + 1 :])
+    had = 0  # of the part, along the dimension
+    for start, stop in portion.pieces:
+        a, b = overlap((first, last), (had, had + stop - start))
+        if a < b:
+            offsets = (*box.offsets[:dim], start + a - had, *box.offsets[dim + 1 :])
+            sizes = (*box.sizes[:dim], b - a, *box.sizes[dim + 1 :])
+            found = Box(offsets, sizes)
+            if math.prod(box.sizes[:dim]) == 1:  # a range by itself
+                yield Site(found, begin + (a - first) * inner, sizes)
+            else:
+                yield Site(found, begin, box.sizes, (*(slice(None) for _ in range(dim)), slice(a - first, b - first)))
+        had += stop - start
+
+
+def pieces_of(flat: Flat, tiles: Mapping[str, Rows]) -> list[Piece]:
+    """Return what each slot of ``flat`` has; ``tiles``: see :func:`npuzero.shard.tiles.rows_of`."""
+    found = []
+    for slot, portion in zip(flat.layout.slots, flat.portions, strict=True):
+        shape = slot.shape if portion is None else portion.whole
+        found.append(Piece(slot, tiles.get(slot.name) or Rows(slot.name, shape, 0), portion))
+    return found
 
 
 @dataclass(frozen=True)
@@ -134,28 +199,31 @@ class Part:
 
     def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
         """Return the range of the flat that ``rank`` writes."""
-        axes = self.rest.group.axes
-        return self.flat.layout.shard(shape.index(axes + axes_beyond(axes), rank), shape.data)
+        plan, axes = self.flat.plan, self.rest.group.axes
+        if shape.index(axes_beyond(plan.reduced, plan.alike), rank):
+            return 0, 0  # of those that repeat it the first one does
+        axes += axes_beyond(axes, plan.reduced)
+        return self.flat.layout.shard(shape.index(axes, rank), shape.size(axes))
 
     def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
         """Yield what ``rank`` writes of it, in order."""
         written = self.written_by(rank, shape)
         for cut in self.cuts:
             begin, end = overlap((cut.slot.begin, cut.slot.end), written)
-            start = begin
-            limit = ITEM_BYTES // cut.dtype.itemsize
-            for box in cut.piece.boxes(begin, end, limit):
-                yield Item(cut, box, start)
-                start += box.numel
+            for site in cut.piece.of_rank(rank, shape).sites(begin, end, ITEM_BYTES // cut.dtype.itemsize):
+                yield Item(cut, site)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Describe a box of a sharded tensor: the elements from ``begin`` of its flat."""
+    """Describe a box of a sharded tensor, and where it lies in its flat."""
 
     cut: Cut
-    box: Box
-    begin: int
+    site: Site
+
+    @property
+    def box(self) -> Box:
+        return self.site.box
 
     @property
     def nbytes(self) -> int:
@@ -177,6 +245,7 @@ def write(part: Part, own: slice, values: Tensor) -> None:
 
 def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
     """Return the parameters of ``model``: trainable ones as float32 masters, frozen ones as they are."""
+    check_known(engine, "checkpoint")
     tiles = rows_of(model)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -185,13 +254,30 @@ def model_parts(model: nn.Module, engine: Engine) -> list[Part]:
     for flat in (flat for unit in engine.units for flat in unit.flats):
         dtype = torch.float32 if flat.trainable else flat.dtype
         cuts = tuple(
-            Cut(tuple((MODEL, name) for name in names[id(parameter)]), Piece.of(slot, tiles), dtype)
-            for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
+            Cut(tuple((MODEL, name) for name in names[id(parameter)]), piece, dtype)
+            for piece, parameter in zip(pieces_of(flat, tiles), flat.parameters, strict=True)
         )
         rests = flat.rests
         rest = rests.states if flat.trainable else rests.parameters
         parts.append(Part(flat, rest, cuts, partial(masters_later if flat.trainable else _frozen_later, flat)))
     return parts
+
+
+def check_known(engine: Engine, subject: str) -> None:
+    """Check that of what ranks have different elements it is known which.
+
+    Raises:
+        ConfigError: of some parameter nobody has said it.
+    """
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        for slot, portion in zip(flat.layout.slots, flat.portions, strict=True):
+            if portion is None and flat.rests.divided.many:
+                raise ConfigError(
+                    f"{subject}: parameter {slot.name}, cut along {'+'.join(flat.plan.divided)}",
+                    expected="a part of a tensor that was cut as the model was sharded",
+                    got="one that each rank has built for itself",
+                    do="Build it whole on every rank, and let npuzero.zero() cut it.",
+                )
 
 
 def _frozen_later(flat: Flat, own: slice, snapshot: Snapshot) -> Later:
@@ -211,7 +297,7 @@ def optimizer_parts(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -
     entries: dict[Path, Entry] = {}  # by path: the tiles of a tensor have their numbers, such as the step, in common
     for flat in engine.flats():
         slots = optimizer.cut_state(flat)
-        pieces = [Piece.of(slot, tiles) for slot in flat.layout.slots]
+        pieces = pieces_of(flat, tiles)
         for name in sorted({name for state in slots for name, number in state.items() if number is None}):
             cuts = tuple(
                 Cut(((OPTIMIZER, "state", piece.whole.name, name),), piece, torch.float32)

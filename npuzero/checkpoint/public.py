@@ -22,6 +22,7 @@ from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
 from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, keywords
+from npuzero.plan import DATA
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
 
@@ -66,7 +67,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
         optimizer: an npuzero optimizer over its parameters.
         step: optimizer steps taken.
         scheduler, scaler: their state is rank 0's.
-        data: the position in the data, one for each rank.
+        data: the position in the data, one for each rank with data of its own.
         rng: whether to keep the random number generators, each rank's own.
         extra: whatever else, rank 0's.
         keep_last: remove all complete checkpoints but the last so many, once this one is complete; None keeps all.
@@ -167,7 +168,7 @@ def load(
             if kept is not None:
                 kept.load_state_dict(loading.shared_state(source, name))
         if data is not None:
-            loading.restore_data(source, data, world.rank, world.size)
+            loading.restore_data(source, data, engine.mesh.index(DATA), engine.mesh.size(DATA))
         if rng and source.manifest is not None and "rng.0" in source.tensors:
             loading.restore_rng(source, world.rank, world.size, world.device)
         extra, taken = (source.read_object(k) if k in source.tensors else None for k in ("extra", "step"))

@@ -36,7 +36,7 @@ from npuzero.checkpoint.metadata import Draft
 from npuzero.checkpoint.parts import MODEL, Entry, Item, Part
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, NpuZeroError
-from npuzero.plan import MeshShape
+from npuzero.plan import TENSOR, MeshShape
 from npuzero.shard.engine import Engine
 from npuzero.shard.snapshot import NOW, Later, Snapshot
 
@@ -195,8 +195,8 @@ class Saver:
         """Yield what this rank writes, and how to have its elements."""
         for part in parts:
             for item in part.items(self._world.rank, self._shape):
-                begin = item.begin - part.rest.begin
-                yield item, part.later(slice(begin, begin + item.box.numel), snapshot)
+                own = slice(*(at - part.rest.begin for at in item.site.range))
+                yield item, part.later(own, snapshot)
 
 
 def saver_of(engine: Engine) -> Saver:
@@ -342,7 +342,7 @@ class Place:
         count = signature = 0
         with DataFile(self.path / data_name(rank)) as file:
             for item, later in items:
-                file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(later().cpu()))
+                file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(item.site.of(later().cpu()).contiguous()))
                 count, signature = count + 1, _signed(item, signature)
             places: dict[bytes, tuple[int, int]] = {}
             for entry, raw in shared:
@@ -380,7 +380,8 @@ class Place:
         listed[METADATA] = write(self.path / METADATA, draft.dump())
         own = [{tuple(report.objects[i][1:]) for report in reports} for i in range(len(job.own))]
         alike = [kind for kind, found in zip(job.own, own, strict=True) if len(found) == 1]
-        facts = {"step": job.step, "world": shape.world, "alike": alike, **job.facts}
+        readers = [rank for rank in range(len(reports)) if not shape.index((TENSOR,), rank)]  # tensor ranks read alike
+        facts = {"step": job.step, "world": len(reports), "readers": readers, "alike": alike, **job.facts}
         write_manifest(self.path, facts, listed)
         # Before the folder gets the name that says: all of it is there.
         _read_back(self.path, listed)

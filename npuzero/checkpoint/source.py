@@ -31,7 +31,7 @@ class Wanted:
     """Describe a box of a tensor, and where its elements go.
 
     Attributes:
-        target: asked for when the first of them have been read; contiguous, of the box's sizes, any dtype.
+        target: asked for when the first of them have been read; of the box's sizes, any dtype.
         landed: called when all of them are there.
     """
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from npuzero.errors import CheckpointError
 from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker
+from npuzero.shard.cuts import whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import AHEAD, Flat, masters_later
 from npuzero.shard.snapshot import NOW
@@ -38,10 +39,10 @@ def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
     wholes = {name: engine.values.gather_states(flat, later and later()).cpu() for name, later in mine.items()}
     return [
         {
-            name: wholes[name][slot.begin : slot.end].view(slot.shape) if value is None else torch.tensor(value)
+            name: engine.values.whole_slot(flat, i, wholes[name]) if value is None else torch.tensor(value)
             for name, value in state.items()
         }
-        for slot, state in zip(flat.layout.slots, known, strict=True)
+        for i, state in enumerate(known)
     ]
 
 
@@ -61,15 +62,19 @@ def take_ahead(engine: Engine, flat: Flat, i: int, ahead: Tensor) -> None:
 
 def cut(flat: Flat, i: int, state: Mapping[str, Any]) -> Options:
     """Return this rank's part of the state of slot ``i``, whose tensors are unsharded."""
-    parameter = flat.parameters[i]
-    return {k: flat.cut_like_own(i, v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
+    parameter, portion = flat.parameters[i], flat.portions[i]
+
+    def own(whole: Tensor) -> Tensor:
+        return flat.cut_like_own(i, whole if portion is None else portion.take(whole))
+
+    return {k: own(v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
 
 
 def _is_whole(name: str, value: object, parameter: nn.Parameter) -> bool:
     """Tell whether ``value`` is a state of the parameter's shape, of which a rank keeps its part: a scalar's step is
     not.
     """
-    return isinstance(value, Tensor) and value.shape == parameter.shape and (value.dim() > 0 or name != "step")
+    return isinstance(value, Tensor) and value.shape == whole_shape(parameter) and (value.dim() > 0 or name != "step")
 
 
 def check(state_dict: object, groups: list[Options]) -> None:
@@ -101,10 +106,10 @@ def check_one(number: int, parameter: nn.Parameter, state: object, needs: tuple[
     check_names(subject, state, needs)
     for name, value in state.items():
         shaped = name in needs and name != "step"
-        if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != parameter.shape:
+        if isinstance(value, Tensor) and (value.dim() or shaped) and value.shape != whole_shape(parameter):
             raise CheckpointError(
                 f"{subject}.{name}",
-                expected=f"shape {tuple(parameter.shape)}",
+                expected=f"shape {tuple(whole_shape(parameter))}",
                 got=str(tuple(value.shape)),
                 do="Load a state of the same model.",
             )

@@ -20,6 +20,7 @@ R4    after the update                            all_gather over states - param
 This package is pure data and arithmetic: it knows no process group, no module and no device.
 """
 
+from npuzero.plan.cuts import Block, Cut, Portion
 from npuzero.plan.flats import FlatSize
 from npuzero.plan.mesh import SHARD_BYTES, MeshShape, ring_bytes
 from npuzero.plan.moves import flattened
@@ -108,12 +109,15 @@ __all__ = [
     "TO_HOST",
     "VERBS",
     "Axes",
+    "Block",
+    "Cut",
     "FlatSize",
     "Memory",
     "MeshShape",
     "Part",
     "Placement",
     "Plan",
+    "Portion",
     "Precision",
     "PrecisionLike",
     "Relation",

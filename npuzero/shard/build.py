@@ -19,8 +19,9 @@ from npuzero.comm import Mesh, World
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.memory import check_folders
-from npuzero.plan import STAGE, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
+from npuzero.plan import STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
 from npuzero.shard.counting import CountingMesh
+from npuzero.shard.cuts import cut_of, portion_here
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Layout
@@ -28,6 +29,7 @@ from npuzero.shard.origin import Origin
 from npuzero.shard.plans import Plans
 from npuzero.shard.relations import as_key, relations_of
 from npuzero.shard.rest import Rests
+from npuzero.shard.tiles import rows_of
 from npuzero.shard.unit import Unit
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,6 +66,7 @@ def agree(
         own = plans.of([spec.name for spec in specs])
         _check_memories([plans.model, *own], settings, world.device)
         _check_model(model, specs, world)
+        _check_cuts(model, specs, shape)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model)
     except (ConfigError, StateError, CheckpointError) as error:
@@ -123,7 +126,8 @@ def build_units(
         for layout, _, own in layouts_of(_facts(spec), plan, mesh.shape, settings.bucket_bytes):
             parameters = [named[slot.name] for slot in layout.slots]
             rests = Rests.of(own, layout, mesh, strict)
-            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, own, rests))
+            portions = [portion_here(parameter, mesh) for parameter in parameters]
+            flats.append(Flat(f"{spec.name}[{len(flats)}]", layout, parameters, own, rests, portions))
         units.append(Unit(spec, i, flats, plan))
     return units
 
@@ -133,6 +137,7 @@ def predict(
 ) -> Report:
     """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
     specs = _checked(model, rule)
+    _check_cuts(model, specs, shape)
     units = [_facts(spec) for spec in specs]
     names = [spec.name for spec in specs]
     return predict_units(units, plans.model, shape, settings, own=plans.of(names), spans=spans_of(names), **facts)
@@ -169,13 +174,18 @@ def _checked(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Describe a parameter, as far as layout and prediction need to know it."""
+    """Describe a parameter, as far as layout and prediction need to know it: whole, where it will be cut."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype = torch.float32
     trainable: bool = True
     relations: Relations = ()
+    cut: Cut | None = None
+
+    def part(self, mesh: MeshShape) -> torch.Size:
+        """Return the shape of what each rank has of it."""
+        return self.shape if self.cut is None else self.cut.shape(self.shape, mesh.size(self.cut.axes))
 
 
 def predict_units(
@@ -200,7 +210,7 @@ def predict_units(
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
     for i, (unit, its) in enumerate(zip(units, own or [plan] * len(units), strict=True)):
-        key = its, *((each.shape, each.dtype, each.trainable, each.relations) for each in unit)
+        key = its, *((each.part(shape), each.dtype, each.trainable, each.relations) for each in unit)
         if key not in alike:
             laid_out = layouts_of(unit, its, shape, settings.bucket_bytes)
             alike[key] = [(layout.numel, layout.dtype, trainable, own) for layout, trainable, own in laid_out]
@@ -235,7 +245,7 @@ def layouts_of(
     filled: dict[tuple[torch.dtype, bool, Relations], int] = {}
     for parameter in parameters:
         key = (precision.parameter_of(parameter.dtype), parameter.trainable, parameter.relations)
-        nbytes = parameter.shape.numel() * key[0].itemsize
+        nbytes = parameter.part(mesh).numel() * key[0].itemsize
         buckets = groups.setdefault(key, [])
         if not buckets or filled[key] + nbytes > bucket_bytes:
             buckets.append([])
@@ -246,12 +256,14 @@ def layouts_of(
         own = plan.related(relations)
         ranks = mesh.size(own.reduced)
         for bucket in buckets:
-            named = ((p.name, p.shape) for p in bucket)
+            named = ((p.name, p.part(mesh)) for p in bucket)
             yield Layout.of(named, ranks, kind, precision.wire_of(kind), precision.start_elements), trainable, own
 
 
 def _facts(spec: UnitSpec) -> list[ParameterFacts]:
-    return [ParameterFacts(name, p.shape, p.dtype, p.requires_grad, as_key(p)) for name, p in spec.parameters]
+    return [
+        ParameterFacts(name, p.shape, p.dtype, p.requires_grad, as_key(p), cut_of(p)) for name, p in spec.parameters
+    ]
 
 
 def _discover(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
@@ -297,6 +309,24 @@ def _check_model(model: nn.Module, specs: list[UnitSpec], world: World) -> None:
         _check_shaped(f"buffer {name}", buffer)
         if buffer.device.type not in (kind, "meta"):
             raise _misplaced(f"buffer {name}", buffer, kind)
+
+
+def _check_cuts(model: nn.Module, specs: list[UnitSpec], shape: MeshShape) -> None:
+    """Check that what is cut can be divided over the ranks of this mesh."""
+    tiles = rows_of(model)
+    for name, parameter in (pair for spec in specs for pair in spec.parameters):
+        cut = cut_of(parameter)
+        if cut is None:
+            continue
+        cut.check(name, parameter.shape, shape.size(cut.axes))
+        if name in tiles:
+            raise ConfigError(
+                f"parameter {name}: {cut}",
+                expected="a cut of a parameter in one piece",
+                got=f"one of {tiles[name].name}, which npuzero.tiled() has divided: a rank's rows would not be "
+                "neighbours",
+                do="Leave one of the two out: over more ranks along the axis each has less of the layer, too.",
+            )
 
 
 def _misplaced(subject: str, tensor: Tensor, kind: str) -> ConfigError:
@@ -359,7 +389,8 @@ def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
 
 
 def _related(parameter: nn.Parameter) -> str:
-    return "".join(f", {relation.value} along {axis}" for axis, relation in relations_of(parameter).items())
+    words = [f", {relation.value} along {axis}" for axis, relation in relations_of(parameter).items()]
+    return "".join([*words, f", {cut}" if (cut := cut_of(parameter)) else ""])
 
 
 def _check_agreement(

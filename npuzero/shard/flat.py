@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from npuzero.memory import Source, Spaces, Transient, zeros
 from npuzero.ops import storage
-from npuzero.plan import Memory, Plan
+from npuzero.plan import Memory, Plan, Portion
 from npuzero.shard import guard
+from npuzero.shard.cuts import keep_portion
 from npuzero.shard.gradient import Gradient
 from npuzero.shard.layout import Layout, overlap
 from npuzero.shard.origin import give_data
@@ -48,18 +49,28 @@ class Flat:
 
     Attributes:
         plan, rests: the row of the table it follows, and what that comes to here.
+        portions: per slot, what it is of a tensor that is cut; None: all of it.
         masters: how masters are kept: ``"own"`` where they are the float32 parameters, else as the precision says.
         own_slots: per slot, its part of this rank's states shard, as a slice of that shard.
         offsets: per slot, where it begins in the flat, in bytes.
     """
 
-    def __init__(self, name: str, layout: Layout, parameters: list[nn.Parameter], plan: Plan, rests: Rests) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        parameters: list[nn.Parameter],
+        plan: Plan,
+        rests: Rests,
+        portions: Sequence[Portion | None],
+    ) -> None:
         self.name = name
         self.layout = layout
         self.parameters = parameters
         self.dtype = layout.dtype
         self.plan = plan
         self.rests = rests
+        self.portions = portions
         self.masters = "own" if layout.dtype == torch.float32 else plan.precision.masters
         self.trainable = parameters[0].requires_grad
         self.apart = rests.apart
@@ -163,6 +174,7 @@ class Flat:
             give_data(parameter, self.whole[slot.begin : slot.end].view(slot.shape))
         for i, parameter in enumerate(self.parameters):
             parameter._npuzero_aliases = self._aliases, i  # type: ignore[attr-defined]
+            keep_portion(parameter, self.portions[i])
             guard.reopen(parameter)
         self.written()  # before this it was no concern
         if self.apart:

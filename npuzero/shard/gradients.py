@@ -85,8 +85,7 @@ class Gradients:
         """Return the unsharded gradient of a slot, float32; None where no rank has any."""
         if not self._boundary.finish() or not self._boundary.used(flat)[i]:
             return None
-        slot = flat.layout.slots[i]
-        whole = self._values.gather_states(flat, flat.own_gradient)[slot.begin : slot.end].view(slot.shape)
+        whole = self._values.whole_slot(flat, i, self._values.gather_states(flat, flat.own_gradient))
         return whole * self._boundary.gradient_scale[0]
 
     def read(self, flat: Flat, i: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from npuzero.comm.calls import collective
 from npuzero.config import strict_word
 from npuzero.errors import CheckpointError, StateError, differing_names
+from npuzero.shard.cuts import assembled, portion_of, whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.ownership import engine_of
@@ -46,12 +47,20 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
     copies: dict[int, Tensor] = {}  # by parameter, so that tied names share one copy
     for unit in engine.units:
         with engine.values.whole(unit):
-            if wanted:
-                copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters())
+            wholes = ((id(p), _whole_copy(engine, p)) for p in unit.parameters() if wanted or portion_of(p) is not None)
+            copies.update(whole for whole in wholes if wanted)
     if not wanted:
         return {}
     named = model.state_dict(keep_vars=True)
     return {name: _copied(value, copies) for name, value in named.items()}
+
+
+def _whole_copy(engine: Engine, parameter: Tensor) -> Tensor:
+    """Return a copy on the CPU of a parameter that is unsharded; collective where it is cut."""
+    portion = portion_of(parameter)
+    if portion is None:
+        return parameter.detach().to("cpu", copy=True)
+    return assembled(portion, engine.mesh, parameter.detach().cpu())
 
 
 def _copied(value: Any, copies: Mapping[int, Tensor]) -> Any:
@@ -127,10 +136,11 @@ def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
         if is_extra(name):
             continue
         value: object = state[name]
-        expected = f"a tensor of shape {tuple(tensor.shape)} with data"
+        shape = whole_shape(tensor)
+        expected = f"a tensor of shape {tuple(shape)} with data"
         if not isinstance(value, Tensor):
             return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=type(value).__name__, do=do)
-        if value.shape != tensor.shape or value.is_meta:
+        if value.shape != shape or value.is_meta:
             got = f"shape {tuple(value.shape)} on {value.device}"
             return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=got, do=do)
     return None

@@ -14,9 +14,10 @@ from npuzero.comm import World
 from npuzero.comm.calls import collective, torchs
 from npuzero.config import strict_word
 from npuzero.errors import StateError
-from npuzero.memory import Spaces
+from npuzero.memory import Spaces, zeros
 from npuzero.plan import STAGE
 from npuzero.shard.counting import CountingMesh
+from npuzero.shard.cuts import PIECE, assembled
 from npuzero.shard.discover import UnitSpec
 from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
@@ -30,9 +31,6 @@ from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 from npuzero.shard.wrappers import refuse_reader
 from npuzero.shard.writes import Writes, digests
-
-#: Elements that are read, or sent to be written, at once.
-PIECE = 2**20
 
 
 def _instead(call: str) -> str:
@@ -115,19 +113,41 @@ class Values:
 
     def _first_values(self, origin: Origin, flat: Flat) -> None:
         """Read stored slots where they rest, in pieces; take rank 0's values for the others."""
+        values = [parameter.detach() for parameter in flat.parameters]
         if not any(origin.has(slot.name) for slot in flat.layout.slots):
-            flat.fill([parameter.detach() for parameter in flat.parameters], partial(_from_first, flat))
+            self._fill(flat, values)
             return
-        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-            if origin.has(slot.name):
-                begin, end = overlap((slot.begin, slot.end), flat.rests.parameters.range)
-                for start in range(begin, end, PIECE):
-                    stop = min(start + PIECE, end)
-                    flat.put(start, origin.read(slot.name, start - slot.begin, stop - slot.begin))
+        for i, slot in enumerate(flat.layout.slots):
+            if not origin.has(slot.name):
+                self._fill_slot(flat, i, values[i])
             else:
-                exact = parameter.detach().reshape(-1).to(torch.float32, copy=True)
-                _from_first(flat, exact)
-                flat.put(slot.begin, exact)
+                for start, stored in _stored(origin, flat, i):
+                    flat.put(start, stored)
+
+    def _fill(self, flat: Flat, values: Sequence[Tensor]) -> None:
+        """Take whole tensors, one per slot, as the first rank has them. Collective."""
+        if not any(flat.portions):
+            flat.fill(values, partial(_from_first, flat))
+            return
+        for i, value in enumerate(values):
+            self._fill_slot(flat, i, value)
+
+    def _fill_slot(self, flat: Flat, i: int, value: Tensor) -> None:
+        portion, begin = flat.portions[i], flat.layout.slots[i].begin
+        if portion is None:
+            exact = value.reshape(-1).to(torch.float32, copy=True)
+            _from_first(flat, exact)
+            flat.put(begin, exact)
+            return
+        everyone, mine = self._mesh.communicator(STAGE, "control"), value.reshape(-1)
+        for block in portion.blocks(PIECE):
+            exact = zeros(block.end - block.begin, torch.float32, self._world.device)
+            if everyone.rank == 0:
+                exact.copy_(mine[block.begin : block.end])
+            everyone.broadcast(exact, root=0, tag="weights").wait()
+            first, last = portion.share_of(block)
+            if first < last:
+                flat.put(begin + first, portion.out_of(block, exact))
 
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Replace parameters by unsharded tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
@@ -135,7 +155,7 @@ class Values:
         self._lag.drop()
         for unit in self._units:
             for flat in unit.flats:
-                flat.fill([values[id(p)] for p in flat.parameters], partial(_from_first, flat))
+                self._fill(flat, [values[id(p)] for p in flat.parameters])
 
     def share(self, buffers: Iterable[Tensor]) -> None:
         """Set buffers, of any dtype, to what they are on rank 0. Collective."""
@@ -210,6 +230,15 @@ class Values:
         communicator.all_gather(whole, shard, tag="optimizer state").wait()
         return whole
 
+    def whole_slot(self, flat: Flat, i: int, values: Tensor) -> Tensor:
+        """Return the tensor that slot ``i`` is, or is a part of, among the unsharded ``values`` of its flat.
+
+        Collective where it is cut.
+        """
+        slot, portion = flat.layout.slots[i], flat.portions[i]
+        mine = values[slot.begin : slot.end].view(slot.shape)
+        return mine if portion is None else assembled(portion, self._mesh, mine)
+
     def check_here(self) -> None:
         """Raise a StateError where the model's training state is absent."""
         self._restorer.check_here()
@@ -265,6 +294,28 @@ class Values:
             self._restorer.finish(unit)
         self._mesh.restored.clear()  # these are no step's
         self._mesh.restored.update(counted)
+
+
+def _stored(origin: Origin, flat: Flat, i: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield what is stored of slot ``i`` and rests here, in pieces: the element of the flat that a piece begins with,
+    and its values.
+
+    Of a part that is no range of what is stored, but some of each row, rows are read whole.
+    """
+    slot, portion, rests = flat.layout.slots[i], flat.portions[i], flat.rests.parameters
+    if portion is None:
+        begin, end = overlap((slot.begin, slot.end), rests.range)
+        for start in range(begin, end, PIECE):
+            stop = min(start + PIECE, end)
+            yield start, origin.read(slot.name, start - slot.begin, stop - slot.begin)
+        return
+    for block in portion.blocks(PIECE):
+        first, last = (slot.begin + at for at in portion.share_of(block))
+        begin, end = overlap((first, last), rests.range)
+        if begin < end and block.owner is None:
+            yield first, portion.out_of(block, origin.read(slot.name, block.begin, block.end))
+        elif begin < end:
+            yield begin, origin.read(slot.name, block.begin + begin - first, block.begin + end - first)
 
 
 def _from_first(flat: Flat, whole: Tensor) -> None:

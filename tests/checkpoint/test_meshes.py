@@ -1,0 +1,232 @@
+"""Checkpoints of models whose parameters are cut over tensor ranks: saved on any mesh, loaded on any other."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+import npuzero
+from npuzero import checkpoint, comm
+from npuzero.checkpoint import CutTensor
+from npuzero.checkpoint.files import data_name
+from npuzero.checkpoint.source import Source
+from npuzero.comm import World
+from npuzero.plan import DATA as AXES
+from npuzero.plan import Relation
+from npuzero.shard.relations import relate_parameter
+from world.cutting import Words, shard, train_cut
+from world.toy import build
+from world.train import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+#: Ranks, how many of them are tensor ranks, and the plan.
+Where = tuple[int, int, str]
+State = dict[str, Tensor]
+
+CUT, DATA, ALONE, WIDE = (4, 2, "zero3"), (4, 1, "zero3"), (1, 1, "zero1"), (4, 4, "zero2")
+
+
+def state_of(model: Any, optimizer: Any) -> State:
+    """Whole tensors by name, the optimizer's among them."""
+    state = npuzero.full_state_dict(model, rank0_only=False)
+    named = [name for name, _ in model.named_parameters()]
+    for number, its in optimizer.state_dict()["state"].items():
+        state |= {f"{named[number]}.{kind}": value for kind, value in its.items()}
+    return state
+
+
+def made(world: World, where: Where, seed: int = 0, **options: Any) -> tuple[Any, Any, Any]:
+    _, tensor, plan = where
+    model, mesh = shard(world, tensor, plan, seed, **options)
+    return model, mesh, npuzero.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def saved(where: Where, folder: Path, asynchronous: bool = False, **options: Any) -> State:
+    """Train three steps and save; what was saved."""
+
+    def rank(world: World) -> State:
+        model, mesh, optimizer = made(world, where, **options)
+        train_cut(model, mesh, optimizer, range(3))
+        saving = checkpoint.save(folder, model, optimizer, step=3, asynchronous=asynchronous)
+        state = state_of(model, optimizer)
+        if asynchronous:
+            train_cut(model, mesh, optimizer, range(3, 5))
+        saving.wait()
+        return state
+
+    states = comm.run_threads(where[0], rank)
+    for state in states:
+        assert_same_bits(state, states[0])
+    return states[0]
+
+
+def loaded(world: World, where: Where, folder: Path, more: int = 0, **options: Any) -> State:
+    model, mesh, optimizer = made(world, where, seed=9, **options)
+    assert checkpoint.load(folder, model, optimizer).step == 3
+    train_cut(model, mesh, optimizer, range(3, 3 + more))
+    return state_of(model, optimizer)
+
+
+@cache
+def trained(steps: int) -> State:
+    """The same training in one go, on one rank."""
+
+    def rank(world: World) -> State:
+        model, mesh, optimizer = made(world, ALONE)
+        train_cut(model, mesh, optimizer, range(steps))
+        return state_of(model, optimizer)
+
+    return comm.run_threads(1, rank)[0]
+
+
+def check(first: Where, second: Where, folder: Path) -> None:
+    expected = saved(first, folder)
+    assert_close(expected, trained(3), 1e-4)
+    checkpoint.verify(folder)
+    for state in comm.run_threads(second[0], lambda world: loaded(world, second, folder)):
+        assert_same_bits(state, expected)
+    for state in comm.run_threads(second[0], lambda world: loaded(world, second, folder, more=2)):
+        assert_close(state, trained(5), 1e-4)
+
+
+@pytest.mark.parametrize(("first", "second"), [(CUT, DATA), (DATA, CUT), (CUT, ALONE), (CUT, WIDE), (WIDE, CUT)])
+def test_a_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_path: Path) -> None:
+    check(first, second, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "second", [ALONE, (2, 2, "zero0"), (3, 3, "zero3"), (4, 2, "zero1"), (6, 2, "hpz"), (6, 3, "hsdp")]
+)
+@pytest.mark.parametrize(
+    "first", [(2, 2, "zero0"), (3, 3, "zero3"), (4, 2, "zero1.5"), (6, 2, "zero2"), (6, 3, "zero3")]
+)
+def test_every_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_path: Path) -> None:
+    check(first, second, tmp_path)
+
+
+def test_a_save_beside_training_has_what_was_there_when_it_began(tmp_path: Path) -> None:
+    expected = saved(CUT, tmp_path, asynchronous=True)
+    for state in comm.run_threads(2, lambda world: loaded(world, (2, 2, "zero2"), tmp_path)):
+        assert_same_bits(state, expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
+def test_masters_keep_their_bits(precision: str, tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        model, mesh, optimizer = made(world, CUT, precision=precision)
+        train_cut(model, mesh, optimizer, range(3))
+        checkpoint.save(tmp_path, model, optimizer, step=3)
+        npuzero.export(model, tmp_path / "masters.safetensors", dtype="fp32")
+
+    comm.run_threads(4, rank)
+    masters = load_file(tmp_path / "masters.safetensors")
+    state = comm.run_threads(1, lambda world: loaded(world, ALONE, tmp_path))[0]
+    assert_same_bits({name: state[name] for name in masters}, masters)
+
+
+@pytest.mark.parametrize("options", [{"offload": "host"}, {"offload": "host+parameters"}])
+def test_states_off_the_device(options: Any, tmp_path: Path) -> None:
+    expected = saved(CUT, tmp_path, **options)
+    for state in comm.run_threads(4, lambda world: loaded(world, (4, 4, "zero3"), tmp_path, **options)):
+        assert_same_bits(state, expected)
+
+
+def test_what_ranks_repeat_is_written_once_by_the_first(tmp_path: Path) -> None:
+    saved(CUT, tmp_path)
+    source = Source(checkpoint.latest(tmp_path))
+    files = {key: {file for file, _ in source.places(key)} for key in source.tensors if key.startswith("model.layers")}
+    repeated = set().union(*(found for key, found in files.items() if "norm" in key))
+    assert repeated <= {data_name(0), data_name(2)}  # of four ranks those with tensor index 0
+    assert set().union(*files.values()) == {data_name(rank) for rank in range(4)}
+
+
+class Position:
+    """Where a rank is in its data."""
+
+    def __init__(self, *places: int) -> None:
+        self.places = [*places]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.places[0]}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.load_state_dicts([state])
+
+    def load_state_dicts(self, states: list[dict[str, int]]) -> None:
+        self.places = [state["place"] for state in states]
+
+
+def test_positions_in_the_data_are_those_of_data_ranks(tmp_path: Path) -> None:
+    def rank(world: World, where: Where) -> list[int]:
+        model, mesh, _ = made(world, where)
+        position = Position(10 * mesh.index(AXES) + 1)
+        if where is CUT:
+            checkpoint.save(tmp_path, model, step=3, data=position)
+        checkpoint.load(tmp_path, model, data=position)
+        return position.places
+
+    assert comm.run_threads(4, lambda world: rank(world, CUT)) == [[1], [1], [11], [11]]
+    for where in (DATA, WIDE):
+        assert comm.run_threads(4, lambda world, where=where: rank(world, where)) == [[1, 11]] * 4
+
+
+@pytest.mark.parametrize("way", ["save", "export", "state_dict"])
+def test_different_elements_of_which_nobody_has_said_where_they_belong(way: str, tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 3)
+        relate_parameter(model.weight, "tensor", Relation.CUT)
+        npuzero.zero(model, mesh=npuzero.mesh(tensor=2, world=world))
+        ways = {
+            "save": lambda: checkpoint.save(tmp_path, model, step=1),
+            "export": lambda: npuzero.export(model, tmp_path / "out.safetensors"),
+            "state_dict": lambda: checkpoint.state_dict(model),
+        }
+        with pytest.raises(npuzero.ConfigError, match=r"weight, cut along tensor"):
+            ways[way]()
+
+    comm.run_threads(2, rank)
+
+
+def test_torch_reads_whole_tensors(tmp_path: Path) -> None:
+    expected = saved(CUT, tmp_path)
+    model = build(seed=9, make=Words)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=checkpoint.latest(tmp_path), no_dist=True)
+    found = state["model"]
+    assert_same_bits(found, {name: expected[name] for name in found})
+
+
+def test_boxes_for_torchs_own_checkpoints(tmp_path: Path) -> None:
+    """What torch.distributed.checkpoint would write and fill: every box is where the whole tensor has it."""
+    expected = trained(3)
+    parameters = [name for name, _ in build(make=Words).named_parameters()]
+
+    def rank(world: World) -> State:
+        model, _, optimizer = made(world, CUT, seed=9)
+        state = checkpoint.state_dict(model, optimizer)
+        found = {name: state["model"][name] for name in expected if name in state["model"]}
+        found |= {f"{n}.{kind}": v for n in parameters for kind, v in state["optim"]["state"][n].items()}
+        for name, value in found.items():
+            if isinstance(value, CutTensor):
+                assert value.shape == expected[name].shape
+                for box, there in value.boxes:
+                    at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                    there.copy_(expected[name][at])
+            else:
+                value.copy_(expected[name])
+        checkpoint.load_state_dict(model, optimizer, state=state)
+        return state_of(model, optimizer)
+
+    for state in comm.run_threads(4, rank):
+        assert_same_bits(
+            {n: v for n, v in state.items() if "calls" not in n},
+            {n: v for n, v in expected.items() if "calls" not in n},
+        )

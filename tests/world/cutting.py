@@ -1,0 +1,148 @@
+"""A model whose parameters are cut over tensor ranks in every way there is, and its training in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import npuzero
+from npuzero.comm import Communicator, Mesh, World
+from npuzero.parallel.functions import collect, copy, split, total
+from npuzero.plan import DATA, Cut
+from npuzero.shard.cuts import cut_parameter
+from world.toy import build
+
+DIM, HIDDEN, WORDS = 12, 24, 17
+TENSOR = ("tensor",)
+
+
+class Layer(nn.Module):
+    """Rows, packed rows, columns, and packed columns; a bias that is added once."""
+
+    group: Communicator | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.gate_up = nn.Linear(DIM, 2 * HIDDEN)
+        self.packed = nn.Parameter(torch.randn(DIM, 2 * HIDDEN) / 4)  # as GPT-2 has it: inputs first
+        self.down = nn.Linear(HIDDEN, DIM, bias=False)
+        self.bias = nn.Parameter(torch.randn(DIM) / 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.packed, self.bias):
+            nn.init.normal_(parameter, std=0.25)
+        self.calls.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.norm(x)
+        h = h if self.group is None else copy(h, self.group)
+        gate, up = self.gate_up(h).chunk(2, -1)
+        left, right = (h @ self.packed).chunk(2, -1)
+        y = self.down(F.silu(gate) * up + left * right.sigmoid())
+        return x + (y if self.group is None else total(y, self.group)) + self.bias
+
+
+class Words(nn.Module):
+    """A tied embedding, of which ranks have columns; the other layers see nothing of that."""
+
+    group: Communicator | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(WORDS, DIM)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(DIM, WORDS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        x = x if self.group is None else collect(x, self.group, -1)
+        for layer in self.layers:
+            x = layer(x)
+        if self.group is None:
+            return self.head(x)
+        return total(self.head(split(x, self.group, -1)), self.group)
+
+
+#: By the ends of names.
+CUTS = {
+    "gate_up.weight": Cut("tensor", 0, (HIDDEN, HIDDEN)),
+    "gate_up.bias": Cut("tensor", 0, (HIDDEN, HIDDEN)),
+    "packed": Cut("tensor", 1, (HIDDEN, HIDDEN)),
+    "down.weight": Cut("tensor", 1),
+    "tokens.weight": Cut("tensor", 1),
+}
+
+
+def cut_of(name: str) -> Cut | None:
+    return next((cut for end, cut in CUTS.items() if name.endswith(end)), None)
+
+
+def cut(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """``model``, whose parameters say how they are cut, over the tensor ranks of ``mesh``."""
+    for module in model.modules():
+        if isinstance(module, (Layer, Words)):
+            module.group = mesh.communicator(TENSOR, "tensor") if mesh.size(TENSOR) > 1 else None
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (how := cut_of(name)) is not None:
+            cut_parameter(parameter, how)
+    return model
+
+
+def mesh_of(world: World, tensor: int) -> Mesh:
+    return npuzero.mesh(tensor=tensor, local_size=2 if world.size // tensor == 4 else 1, world=world)
+
+
+def shard(world: World, tensor: int, plan: str, seed: int = 0, **options: Any) -> tuple[Any, Mesh]:
+    mesh = mesh_of(world, tensor)
+    return npuzero.zero(cut(build(seed, make=Words), mesh), plan=plan, mesh=mesh, **options), mesh
+
+
+def batch(step: int, rank: int, ranks: int) -> Tensor:
+    """[12 / ranks, 6] int64: the rank's part of a step's tokens, however many ranks share them."""
+    tokens = torch.randint(WORDS, (12, 6), generator=torch.Generator().manual_seed(step))
+    return tokens.chunk(ranks)[rank]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    rank: int,
+    ranks: int,
+    clip: Callable[[], Tensor] | None = None,
+) -> list[Tensor]:
+    norms = []
+    for step in steps:
+        loss_of(model, batch(step, rank, ranks)).backward()
+        if clip is not None:
+            norms.append(clip().detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def train_cut(model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    rank, ranks = mesh.index(DATA), mesh.size(DATA)
+    return train(model, optimizer, steps, rank, ranks, lambda: npuzero.clip_grad_norm_(model, 0.5))
+
+
+@cache
+def plain(steps: int) -> dict[str, Tensor]:
+    """The model and the gradients' norms of one process."""
+    model = build(make=Words)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norms = train(model, optimizer, range(steps), 0, 1, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+    return {"norms": torch.stack(norms), **{name: value.detach() for name, value in model.state_dict().items()}}
