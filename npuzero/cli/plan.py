@@ -47,7 +47,8 @@ in one optimizer step. The model is trained by Adam or AdamW; what its class fre
 
 _LEGEND = """\
 parameters, gradients, states (masters and Adam's moments): what stays on a rank; after_forward: parameters between a
-block's forward and backward; buffers: the most that gathered blocks and communication buffers take at once.
+block's forward and backward; between: between micro-batches; buffers: the most that gathered blocks and communication
+buffers take at once.
 Activations come on top.
 Sent: all_gather, reduce_scatter and all_reduce carry parameters and gradients; control is the engine's own."""
 
@@ -82,6 +83,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a rank, such as 64GiB: which presets fit")
     parser.add_argument("--micro-batches", type=number, default=1, metavar="N", help="per step (1)")
+    parser.add_argument(
+        "--between", choices=("unsharded",), help="parameters stay so between micro-batches, until the update"
+    )
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
@@ -120,6 +124,7 @@ def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Rep
     settings = Settings(prefetch=options.prefetch)
     precision = replace(PRECISIONS[options.precision], sums=options.sums)
     plans = [Plan.preset(preset, precision=precision, local_size=options.local) for preset in PRESETS]
+    plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
     placed = [plan for plan in (tiers.place(plan, options) for plan in plans) if plan is not None]
     facts = {"micro_batches": options.micro_batches, "clip": options.clip}
     return {plan.name: model.predict(plan, options.world, settings, **facts) for plan in (*plans, *placed)}
@@ -156,7 +161,7 @@ def distinct(reports: dict[str, Report]) -> dict[str, Report]:
         # Over an axis of one rank nothing is divided.
         sharded = tuple(
             replace(part, axes=tuple(axis for axis in part.axes if mesh.size((axis,)) > 1))
-            for part in report.plan.parts.values()
+            for part in (report.plan.parts | _within(report.plan)).values()
         )
         names.setdefault(sharded, []).append(name)
     if len(names) == 1:
@@ -211,15 +216,22 @@ def _table(
 def _cuts(report: Report) -> str:
     """Return into how many shards the parts of the state are divided: those with equally many together."""
     mesh = report.plan.mesh_shape(report.world)
-    shards = {part: mesh.size(placement.axes) for part, placement in report.plan.parts.items()}
-    after_forward = shards.pop("after_forward")
+    within = _within(report.plan)
+    resting = {part: placement for part, placement in report.plan.parts.items() if part not in within}
+    shards = {part: mesh.size(placement.axes) for part, placement in resting.items()}
     if shards["states"] == 1:
         return "nothing"
     cut = [part for part, count in shards.items() if count > 1]
     text = f"{'all' if len(cut) == len(shards) else ', '.join(cut)} / {shards['states']}"
-    if after_forward == shards["parameters"]:
-        return text
-    return f"{text}, after_forward {'unsharded' if after_forward == 1 else f'/ {after_forward}'}"
+    for part, count in ((part, mesh.size(placement.axes)) for part, placement in within.items()):
+        if count != shards["parameters"]:
+            text += f", {part} {'unsharded' if count == 1 else f'/ {count}'}"
+    return text
+
+
+def _within(plan: Plan) -> dict[str, Placement]:
+    """Return where parameters rest within a step, by name."""
+    return {"after_forward": plan.held_after_forward, "between": plan.held_between}
 
 
 def _held(report: Report) -> int:
@@ -263,7 +275,8 @@ def _title(model: ModelShape, options: argparse.Namespace) -> str:
     sums = ", sums in the communication dtype" if options.sums == "wire" else ""
     ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
     batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
-    return f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {ranks}, {batches}"
+    kept = ", parameters unsharded between them" if options.between else ""
+    return f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {ranks}, {batches}{kept}"
 
 
 def _model(options: argparse.Namespace) -> ModelShape:

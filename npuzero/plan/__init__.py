@@ -17,6 +17,8 @@ R3    at the step boundary                        reduce_scatter over states - g
 R4    after the update                            all_gather over states - parameters
 ====  ==========================================  ==================================================================
 
+What ``after_forward`` and ``between`` keep within a step R1 need not gather again: then its axes are theirs.
+
 This package is pure data and arithmetic: it knows no process group, no module and no device.
 """
 

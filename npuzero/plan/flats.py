@@ -34,6 +34,26 @@ class FlatSize:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Describe what of a flat's parameters stays on the device while its unit waits to compute.
+
+    Attributes:
+        more: whether that is more than rests there between steps.
+        axes: over which it is sharded, and gathered; where it is no more those of the resting parameters.
+        copy: the buffer where it lies; None where it is no more, or all.
+    """
+
+    more: bool
+    axes: Axes
+    copy: Buffer | None
+
+    @property
+    def all(self) -> bool:
+        """Tell whether parameters stay unsharded."""
+        return self.more and self.copy is None
+
+
+@dataclass(frozen=True)
 class Kind:
     """Describe what equal flats share: length, dtype and plan, and the buffers and collectives that follow."""
 
@@ -62,24 +82,23 @@ class Kind:
         return self.many(self.plan.parameters.axes) or self.plan.parameters.far
 
     @cached_property
-    def keeps_more(self) -> bool:
-        """Tell whether more is kept on the device between forward and backward than rests there: a copy, or all."""
-        if self.plan.parameters.far:
-            return self.plan.after_forward.axes != self.plan.parameters.axes
-        return self.mesh.size(self.plan.after_forward.axes) < self.mesh.size(self.plan.parameters.axes)
+    def after_forward(self) -> Held:
+        """Return what is held between forward and backward."""
+        return _held(self, self.plan.held_after_forward)
 
     @cached_property
-    def keeps_all(self) -> bool:
-        return not self.many(self.plan.after_forward.axes)
+    def between(self) -> Held:
+        """Return what is held between backward and the next micro-batch's forward."""
+        return _held(self, self.plan.held_between)
+
+    @cached_property
+    def rests(self) -> Held:
+        """Return what is held between steps: no more than rests."""
+        return _held(self, self.plan.parameters)
 
     @cached_property
     def whole(self) -> Buffer:
         return Buffer(Memory.DEVICE, "buffers", self.numel, self.dtype)
-
-    @cached_property
-    def copy(self) -> Buffer:
-        """Return what is kept between forward and backward, where that is a part."""
-        return Buffer(Memory.DEVICE, "buffers", self.shard(self.plan.after_forward), self.dtype)
 
     @cached_property
     def near(self) -> int:
@@ -142,3 +161,12 @@ class Kind:
     def as_wire(self, numel: int) -> Buffer | None:
         """Return what sums are rounded into to be sent; None: float32 sums are sent as they are."""
         return None if self.wire == torch.float32 else self.lent(numel)
+
+
+def _held(kind: Kind, placement: Placement) -> Held:
+    """Return what is held of a flat's parameters where they rest as ``placement`` says."""
+    resting, mesh = kind.plan.parameters, kind.mesh
+    more = not placement.far if resting.far else mesh.size(placement.axes) < mesh.size(resting.axes)
+    copied = more and kind.many(placement.axes)
+    copy = Buffer(Memory.DEVICE, "buffers", kind.shard(placement), kind.dtype) if copied else None
+    return Held(more, placement.axes if more else resting.axes, copy)

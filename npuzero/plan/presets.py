@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass, replace
 
 from npuzero.errors import ConfigError, did_you_mean, keywords
@@ -25,7 +24,7 @@ from npuzero.plan.precision import AS_GIVEN, Precision, PrecisionLike, parse_pre
 from npuzero.plan.relations import Relation, Relations, axes_with
 
 
-@keywords(held="after_forward", reshard_after_forward="after_forward")
+@keywords(held="after_forward", reshard_after_forward="after_forward", reshard_after_backward="between")
 @dataclass(frozen=True)
 class Plan:
     """Place the parts of a training state over the ranks: one row of the table.
@@ -48,11 +47,15 @@ class Plan:
             backward between the two (ZeRO-Offload's delayed parameter update). 0: at once, as in torch.
         relations: what ranks have of the parameters along axes where that is not the usual. npuzero says it of each
             flat, by :meth:`related`; in a model's plan it stays empty.
+        between: parameters between the micro-batches of a step, on the device: from a unit's first use to the update
+            they are never sharded further; ``()`` keeps them unsharded. None: as ``parameters``. (FSDP2's
+            set_reshard_after_backward.)
 
     Raises:
-        ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next`` is
-            broken, or that of memories: gradients rest on the host, and parameters off the device, only where states
-            rest off the device and are sharded alike; and a lag needs both off the device wholly, and parameters on it.
+        ConfigError: where the prefix law ``after_forward, parameters, gradients, states: each a prefix of the next, and
+            between of parameters`` is broken, or that of memories: gradients rest on the host, and parameters off the
+            device, only where states rest off the device and are sharded alike; and a lag needs both off the device
+            wholly, and parameters on it.
 
     Example::
 
@@ -71,6 +74,7 @@ class Plan:
     activations: Placement = WHOLE
     lag: int = 0
     relations: Relations = ()
+    between: Placement | None = None
 
     def __post_init__(self) -> None:
         parts = self.parts
@@ -83,8 +87,9 @@ class Plan:
                     do="Write e.g. Placement(axes=('node', 'local')); () is unsharded.",
                 )
             _check_placement(self.name, part, placement)
-        for shallow, deep in itertools.pairwise(parts):
-            inner, outer = parts[shallow].axes, parts[deep].axes
+        laid = {**parts, "between": self.held_between}
+        for shallow, deep in _LAW:
+            inner, outer = laid[shallow].axes, laid[deep].axes
             if outer[: len(inner)] != inner:
                 raise ConfigError(
                     f"plan {self.name!r}",
@@ -92,6 +97,14 @@ class Plan:
                     got=f"{shallow}.axes={inner}, {deep}.axes={outer}",
                     do=f"Cut {deep} over {inner} first, or {shallow} over fewer axes.",
                 )
+        if self.held_between.far and self.held_between != self.parameters:
+            raise ConfigError(
+                f"plan {self.name!r}, between.memory",
+                expected="Memory.DEVICE, or the placement of parameters: within a step they wait there, or where they "
+                "rest",
+                got=f"{self.between} beside {self.parameters}",
+                do="Write Placement(axes) without a memory, or leave between out.",
+            )
         if self.gradients.far and not (self.states.far and self.gradients.axes == self.states.axes):
             raise ConfigError(
                 f"plan {self.name!r}, gradients.memory",
@@ -195,8 +208,25 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, Placement]:
-        """Return the placements by name, those sharded over the fewest axes first."""
-        return {part: getattr(self, part) for part in ("after_forward", "parameters", "gradients", "states")}
+        """Return the placements by name, those sharded over the fewest axes first; behind them ``between``, if said."""
+        names = ("after_forward", "parameters", "gradients", "states")
+        said = {} if self.between is None else {"between": self.between}
+        return {part: getattr(self, part) for part in names} | said
+
+    @property
+    def held_between(self) -> Placement:
+        """Return where parameters rest between the micro-batches of a step."""
+        return self.parameters if self.between is None else self.between
+
+    @property
+    def held_after_forward(self) -> Placement:
+        """Return where parameters rest between a unit's forward and its backward.
+
+        As ``after_forward`` says, but where they are sharded no further between micro-batches: what is kept until the
+        next forward is there in backward, too.
+        """
+        between = self.held_between
+        return between if len(between.axes) <= len(self.after_forward.axes) else self.after_forward
 
     def related(self, relations: Relations) -> Plan:
         """Return the plan of those parameters that have these relations: what is cut along an axis has no shards there.
@@ -329,10 +359,18 @@ _SPELLINGS = {
 }
 
 
+# The prefix law: what is named first is sharded over the first of the axes of the other.
+_LAW = (
+    ("after_forward", "parameters"),
+    ("between", "parameters"),
+    ("parameters", "gradients"),
+    ("gradients", "states"),
+)
 # Where each part can rest.
 _MEMORIES = {
     "parameters": tuple(Memory),
     "after_forward": (Memory.DEVICE,),
+    "between": tuple(Memory),
     "gradients": (Memory.DEVICE, Memory.HOST),
     "states": tuple(Memory),
     "activations": tuple(Memory),
@@ -356,6 +394,7 @@ def _related(plan: Plan, relations: Relations) -> Plan:
         after_forward=uncut(plan.after_forward),
         gradients=uncut(plan.gradients),
         states=uncut(plan.states),
+        between=None if plan.between is None else uncut(plan.between),
         relations=relations,
     )
 

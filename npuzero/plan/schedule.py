@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from npuzero.plan.filed import Filed
-from npuzero.plan.flats import FlatSize, Kind
+from npuzero.plan.flats import FlatSize, Held, Kind
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import (
     Buffer,
@@ -155,14 +155,14 @@ class _Unit:
         self.has_frozen = len(self.trainable) < len(runs)
         self.apart = any(kind.apart for kind, _ in runs)
         self.state = _State.SHARDED if self.apart else _State.WHOLE
-        self.copied = False  # the copies that are kept between forward and backward are there
+        # By run, what is held of it at each moment; and now, though it may be unsharded beside.
+        self.after_forward = [kind.after_forward for kind, _ in runs]
+        self.between = [kind.between for kind, _ in runs]
+        self.rests = [kind.rests for kind, _ in runs]
+        self.held = self.rests
         self.missing = False  # the present backward has still to bring gradients
         self.gathers = self.restores = 0  # collectives under way
         self.far = any(kind.far for kind, _ in self.trainable)
-
-    def keeps(self, kind: Kind) -> bool:
-        """Tell whether more of such a flat is there than rests."""
-        return self.state is _State.HELD and kind.keeps_more
 
 
 def _units(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape) -> list[_Unit]:
@@ -234,6 +234,8 @@ class _Rank:
         if passes > 2:  # all alike: the first finds no gradients, the last sends them where the step wants them
             self._moves.append(Repeat(passes - 2, self._written(lambda: self._pass(first=False, last=False))))
         self._pass(first=passes == 1, last=True)
+        for unit in self._units:  # the update begins: nothing that it makes stale stays
+            self._release(unit, unit.rests)
         self._finish_gradients()
         runs = [run for unit in self._units for run in unit.trainable]
         self._moves += far_update(runs, self._step.chunk_bytes, self._step.moments, self._step.on_device)
@@ -258,7 +260,7 @@ class _Rank:
                 self._forward_begins(unit)
                 self._moves.append(Compute(unit.index, backward=False))
             else:
-                self._release(unit, after_forward=True)
+                self._release(unit, unit.after_forward)
         # Before backward reaches any of them: what is gathered ahead depends on which units are done.
         for unit in self._units:
             unit.missing = bool(unit.trainable)
@@ -269,15 +271,17 @@ class _Rank:
                 # A unit with frozen parameters is left when its inputs have their gradients, and of those its producer,
                 # the unit before, is told first.
                 for each in late:
-                    self._release(each)
+                    self._release(each, each.between)
                 late = []
             else:
                 self._reduce(unit, first, last)
                 late.append(unit)
-                while late and not unit.has_frozen:
-                    self._release(late.pop(0))
+                if not unit.has_frozen:
+                    for each in late:
+                        self._release(each, each.between)
+                    late = []
         for unit in late:
-            self._release(unit)
+            self._release(unit, unit.between)
 
     # -- R1 and R4 -------------------------------------------------------------------------------------------------
 
@@ -312,15 +316,16 @@ class _Rank:
     def _start_gather(self, unit: _Unit) -> None:
         if unit.state not in (_State.SHARDED, _State.HELD):
             return
-        for (kind, count), filed in zip(unit.runs, self._filed.read[unit.index], strict=True):
-            if kind.apart and not (unit.keeps(kind) and kind.keeps_all):
+        for (kind, count), held, filed in zip(unit.runs, unit.held, self._filed.read[unit.index], strict=True):
+            if kind.apart and not held.all:
                 self._moves.append(Take(kind.whole, count))
-                if kind.plan.parameters.far and not unit.keeps(kind):
+                if kind.plan.parameters.far and not held.more:
                     self._moves += [Copy(FROM_DISK, filed)] if filed else []
                     self._moves.append(Copy(TO_DEVICE, kind.shard(kind.plan.parameters) * kind.dtype.itemsize, count))
-                axes = (kind.plan.after_forward if unit.keeps(kind) else kind.plan.parameters).axes
-                if kind.many(axes):
-                    gather = kind.collective(Purpose.GATHER, unit.index, "all_gather", axes, kind.numel, kind.dtype)
+                if kind.many(held.axes):
+                    gather = kind.collective(
+                        Purpose.GATHER, unit.index, "all_gather", held.axes, kind.numel, kind.dtype
+                    )
                     self._moves.append(Start(gather, count))
                     unit.gathers += count
         unit.state = _State.GATHERING
@@ -332,23 +337,21 @@ class _Rank:
             unit.gathers = 0
             unit.state = _State.WHOLE
 
-    def _release(self, unit: _Unit, after_forward: bool = False) -> None:
-        """Keep what ``after_forward`` says, else what rests."""
+    def _release(self, unit: _Unit, keep: list[Held]) -> None:
+        """Hold ``keep`` of a unit, by run, and no more."""
         if not unit.apart or unit.state is _State.SHARDED:
             return
         if unit.state is _State.GATHERING:  # gathered ahead, and never used
             self._finish_gather(unit)
-        for kind, count in unit.runs:
-            copies = kind.keeps_more and not kind.keeps_all
-            if copies and after_forward:
-                self._moves.append(Take(kind.copy, count))
-            elif copies and unit.copied:
-                self._moves.append(Give(kind.copy, count))
-            if kind.apart and not (after_forward and kind.keeps_more and kind.keeps_all):
+        for (kind, count), before, held in zip(unit.runs, unit.held, keep, strict=True):
+            if before.copy != held.copy:
+                self._moves += [Give(before.copy, count)] if before.copy else []
+                self._moves += [Take(held.copy, count)] if held.copy else []
+            whole = unit.state is _State.WHOLE or before.all
+            if kind.apart and whole and not held.all:
                 self._moves.append(Give(kind.whole, count))
-        unit.copied = after_forward
-        more = after_forward and any(kind.keeps_more for kind, _ in unit.runs)
-        unit.state = _State.HELD if more else _State.SHARDED
+        unit.held = keep
+        unit.state = _State.HELD if any(held.more for held in keep) else _State.SHARDED
 
     def _restore(self, unit: _Unit) -> None:
         for kind, count in unit.trainable:

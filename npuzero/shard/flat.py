@@ -5,7 +5,8 @@ gradients and states into P, A, G and S shards::
 
     whole       [n]    parameter dtype; unsharded: every parameter is a view of it; no bytes while released (if apart)
     resting     [n/P]  parameter dtype; what this rank keeps between steps (the same tensor as whole unless apart)
-    held        [n/A]  parameter dtype; what it keeps between forward and backward (only where 1 < A < P)
+    held        [n/A]  parameter dtype; what it keeps between forward and backward (only where 1 < A < P), or [n/B]
+                       between micro-batches; never both
     master      [n/S]  what the optimizer updates: float32 beside low-precision parameters, else own parameters
     remainder   [n/S]  int16; the lower halves of split masters, whose upper halves are own parameters
     exact       [n/S]  what makes masters more than own parameters, of either kind; may be spread over the memories
@@ -78,7 +79,7 @@ class Flat:
         self.transient: Transient  # the memory of whole; only where apart
         self.resting: Tensor  # not where parameters rest on a disk
         self.shard: Spread  # [n/P]: what rests of the parameters, wherever that is
-        self.held: Transient | None = None  # only where after_forward is cut, and more than what rests on the device
+        self.held: dict[Rest, Transient] = {}  # by where it rests; only where apart
         self.exact: Spread | None = None  # only where masters are "fp32" or "split"
         self.master: Tensor  # what is near of it
         self.remainder: Tensor | None = None
@@ -153,9 +154,9 @@ class Flat:
         if self.apart:
             self.transient = resident.transient(self.layout.numel, self.dtype, "buffers")
             self.whole = self.transient.tensor
-            kept = rests.after_forward
-            if rests.holds_more and kept.cut:
-                self.held = spaces[kept.memory].transient(kept.numel, self.dtype, "buffers")
+            self.held = {
+                kept: spaces[kept.memory].transient(kept.numel, self.dtype, "buffers") for kept in rests.copied
+            }
         if self.trainable:
             self.gradient = Gradient(self.name, self.layout, rests, self.plan.precision, spaces)
             near = rests.states.near

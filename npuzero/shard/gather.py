@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from npuzero import observe
 from npuzero.comm import Handle
 from npuzero.shard.fetch import Fetcher
+from npuzero.shard.flat import Flat
+from npuzero.shard.rest import Rest
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
 from npuzero.shard.writes import Writes
@@ -35,10 +39,9 @@ class Gatherer:
             handles += self._fetcher.gather(unit, flats, tag) if flats else []
             return
         for flat in flats:
-            # Where after_forward is cut as parameters are there is no second copy: the resting shard is held.
-            shard = flat.held.tensor if from_held and flat.held is not None else flat.resting
-            group = (flat.rests.after_forward if from_held else flat.rests.parameters).group
-            handles.append(group.communicator("gather").all_gather(flat.whole, shard, tag=tag))
+            held = next(((rest, copy.tensor) for rest, copy in flat.held.items() if copy.here), None)
+            rest, shard = held or (flat.rests.parameters, flat.resting)
+            handles.append(rest.group.communicator("gather").all_gather(flat.whole, shard, tag=tag))
 
     def read_ahead(self, unit: Unit) -> None:
         """Begin to bring closer what of ``unit`` rests on disks, if its next gather reads it."""
@@ -57,32 +60,43 @@ class Gatherer:
         unit.check_views()
 
     def hold(self, unit: Unit) -> None:
-        """Keep after forward what the plan says, and release the rest."""
-        self._release(unit, keep_held=True)
+        """Keep after forward what the plan says, and release the rest; one that is gathered again already stays so."""
+        if unit.parameter_state is not _S.GATHERING:
+            self._release(unit, [flat.rests.after_forward for flat in unit.flats])
+
+    def hold_between(self, unit: Unit) -> None:
+        """Keep for the next micro-batch what the plan says, and release the rest."""
+        self._release(unit, [flat.rests.between for flat in unit.flats])
 
     def release(self, unit: Unit) -> None:
         """Keep the resting shards only."""
-        if unit.parameter_state is _S.GATHERING and unit.guarded:  # prefetched, but never used
-            self.finish(unit)
-        self._release(unit, keep_held=False)
+        self._release(unit, [flat.rests.parameters for flat in unit.flats])
 
-    def _release(self, unit: Unit, keep_held: bool) -> None:
-        if not unit.guarded or unit.parameter_state in (_S.SHARDED, _S.GATHERING):
+    def _release(self, unit: Unit, keep: Sequence[Rest]) -> None:
+        """Keep of each flat what is there where its parameters rest as ``keep`` says, and the resting shard."""
+        if not unit.guarded:
             return
-        if keep_held and unit.parameter_state is _S.HELD:
+        if unit.parameter_state is _S.GATHERING:  # prefetched, but never used
+            self.finish(unit)
+        more = any(flat.rests.more(rest) for flat, rest in zip(unit.flats, keep, strict=True))
+        # What is held has at least as much as is kept between micro-batches, and serves its own backward, too.
+        if unit.parameter_state is _S.SHARDED or (more and unit.parameter_state is _S.HELD):
             return
         if unit.parameter_state is _S.WHOLE:
             self._writes.look(unit)  # what the program wrote is in the unsharded flat alone, which is about to go
         unit.close()
-        for flat in unit.flats:
-            if keep_held and flat.rests.holds_all:
-                continue
-            if flat.held is not None and keep_held:
-                flat.held.restore()
-                flat.held.tensor.copy_(flat.whole[slice(*flat.rests.after_forward.range)])
-            elif flat.held is not None:
-                flat.held.release()
-            if flat.apart:
-                flat.transient.release()
-        # Where after_forward equals the resting cut there is no second copy: the unit is simply sharded again.
-        unit.move(_S.HELD if keep_held and unit.holds_more else _S.SHARDED)
+        for flat, rest in zip(unit.flats, keep, strict=True):
+            self._keep(flat, rest)
+        # What is kept may be the resting shards alone: then the unit is simply sharded again.
+        unit.move(_S.HELD if more else _S.SHARDED)
+
+    @staticmethod
+    def _keep(flat: Flat, rest: Rest) -> None:
+        for held, copy in flat.held.items():
+            if held is not rest:
+                copy.release()
+        if rest in flat.held:
+            flat.held[rest].restore()
+            flat.held[rest].tensor.copy_(flat.whole[slice(*rest.range)])
+        if flat.apart and (rest.cut or not flat.rests.more(rest)):
+            flat.transient.release()

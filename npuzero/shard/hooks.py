@@ -6,7 +6,7 @@ The order of events for a unit, in one training step::
     after forward         released to what plan.after_forward says; a hook is put on the outputs
     output's hook         backward reaches the unit: R1 over after_forward.axes finished, the one before it started
     parameter's hook      its gradient is taken out of p.grad and handed over; a marker stays there
-    end of backward       what is left is reduced and released
+    end of backward       what is left is reduced, and released to what plan.between says
 
 A unit with trainable parameters only has computed its backward when its last gradient has arrived; a node that needs a
 frozen parameter may run later, so a unit that has frozen ones waits for the gradients of its inputs.

@@ -67,6 +67,7 @@ class Passes:
         self._device = device
         self._trace = Trace()
         self._alone = False  # within no_sync
+        self._training = False  # a forward for training has begun since the last update
         self.inside: set[int] = set()
         # Backward passes of this step so far, and of the last step: R3 overlaps with the last one, if it is foreseen.
         self._count = 0
@@ -97,6 +98,7 @@ class Passes:
         self._trace.begin()
         if torch.is_grad_enabled():
             self._meter.step_begins()
+            self._training = True
         model = root.module()
         if self._buffers is not None and model is not None:
             self._buffers.forward_begins(model)
@@ -117,6 +119,8 @@ class Passes:
             return
         if backward_expected:
             self._gatherer.hold(unit)
+        elif self._training:
+            self._gatherer.hold_between(unit)
         else:
             self._gatherer.release(unit)
 
@@ -149,7 +153,7 @@ class Passes:
     def backward_leaves(self, unit: Unit) -> None:
         unit.computing -= 1
         if unit.computing == 0 and self._reducer.open and not unit.missing and not unit.opaque:
-            self._gatherer.release(unit)
+            self._gatherer.hold_between(unit)
 
     @collective("backward")
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
@@ -159,7 +163,7 @@ class Passes:
             unit.missing.discard(flat)
         # A node that needs a frozen parameter may run after the unit's last gradient: then it waits for its inputs'.
         if unit.guarded and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
-            self._gatherer.release(unit)
+            self._gatherer.hold_between(unit)
 
     @collective("backward")
     def backward_ends(self) -> None:
@@ -168,7 +172,7 @@ class Passes:
         self._boundary.early.pass_ends()
         for unit in self._units:
             unit.computing, unit.opaque = 0, False
-            self._gatherer.release(unit)
+            self._gatherer.hold_between(unit)
 
     def _begin_backward(self) -> None:
         self._count += 1
@@ -188,6 +192,7 @@ class Passes:
     def step_ends(self) -> None:
         """Note that the step's passes are over; the next step is expected to have as many."""
         self._expected, self._count = self._count or self._expected, 0
+        self._training = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

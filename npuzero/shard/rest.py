@@ -92,7 +92,9 @@ class Rests:
     """Hold the rests of one flat's parts under its plan, and the groups that the rules move them over.
 
     Attributes:
-        parameters, after_forward, gradients, states: as :class:`npuzero.Plan` has them.
+        parameters, gradients, states: as :class:`npuzero.Plan` has them.
+        after_forward: where parameters wait for backward; between: for the next micro-batch. One object where these are
+            the same, so that one copy serves both.
         deeper: states - gradients (the axes that shard states but not gradients), over which R3 scatters R2's result.
         beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
         restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
@@ -105,6 +107,7 @@ class Rests:
 
     parameters: Rest
     after_forward: Rest
+    between: Rest
     gradients: Rest
     states: Rest
     deeper: Group
@@ -120,9 +123,12 @@ class Rests:
     def of(plan: Plan, layout: Layout, mesh: CountingMesh, strict: bool) -> Rests:
         """Return the row ``plan`` of the table, for a flat of this layout."""
         parameters = Rest.of(plan.parameters, layout, mesh, strict)
+        after_forward, between = plan.held_after_forward, plan.held_between
+        held = {placement: Rest.of(placement, layout, mesh, strict) for placement in (after_forward, between)}
         return Rests(
             parameters=replace(parameters, guarded=parameters.guarded or plan.parameters.far),
-            after_forward=Rest.of(plan.after_forward, layout, mesh, strict),
+            after_forward=held[after_forward],
+            between=held[between],
             gradients=Rest.of(plan.gradients, layout, mesh, strict),
             states=Rest.of(plan.states, layout, mesh, strict),
             deeper=Group(mesh, plan.deeper),
@@ -140,18 +146,17 @@ class Rests:
         """Return whether unsharded parameters lie elsewhere than what rests of them, and come and go."""
         return self.parameters.cut or self.parameters.far
 
-    @property
-    def holds_more(self) -> bool:
-        """Return whether more of the parameters stays on the device between forward and backward than between steps."""
-        held, resting = self.after_forward, self.parameters
+    def more(self, held: Rest) -> bool:
+        """Return whether more of the parameters is on the device where they rest as ``held`` than between steps."""
+        resting = self.parameters
         if resting.far:  # none of it stays there between steps
-            return held.group.axes != resting.group.axes
+            return not held.far
         return held.group.size < resting.group.size or (resting.guarded and not held.guarded)
 
     @property
-    def holds_all(self) -> bool:
-        """Return whether all of the parameters stay there between forward and backward."""
-        return self.holds_more and not self.after_forward.cut
+    def copied(self) -> set[Rest]:
+        """Return which of where parameters wait within a step takes a copy: more than rests, and not all of them."""
+        return {held for held in (self.after_forward, self.between) if self.more(held) and held.cut}
 
     @property
     def summed(self) -> Group | None:

@@ -14,7 +14,7 @@ class ParameterState(enum.Enum):
     SHARDED = "sharded"  # the resting shard only
     GATHERING = "being gathered"  # a gather writes into the unsharded flat
     WHOLE = "unsharded"  # the unsharded flat may be read
-    HELD = "kept for backward"  # the resting shard, and what the plan keeps after forward
+    HELD = "kept within the step"  # the resting shard, and what the plan keeps for backward, or the next micro-batch
 
 
 class GradientState(enum.Enum):

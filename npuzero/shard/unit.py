@@ -25,7 +25,6 @@ class Unit:
         tile: whether it is a tile of a layer that is never unsharded as a whole.
         guarded: whether its parameters may be read only while it computes. Which bytes come and go then is said by each
             flat's ``apart``: none, where strict mode guards what the only rank has.
-        holds_more: whether more of them stays between forward and backward than between steps.
         ranks: how many train it.
     """
 
@@ -39,7 +38,6 @@ class Unit:
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
         self.guarded = any(flat.rests.parameters.guarded for flat in flats)
-        self.holds_more = any(flat.rests.holds_more for flat in flats)
         # Whether strict mode alone keeps programs from them.
         self.strict = self.guarded and not any(flat.apart for flat in flats)
         self.ranks = max((flat.rests.averaged.size for flat in flats), default=1)

@@ -37,8 +37,8 @@ MUTANTS = (
     Mutant(
         "a unit that was gathered ahead and not used computes with the parameters of before the step",
         "shard/gather.py",
-        "            self.finish(unit)\n        self._release(unit, keep_held=False)",
-        "            return\n        self._release(unit, keep_held=False)",
+        "            self.finish(unit)\n        more =",
+        "            return\n        more =",
         (f"{GRADIENTS}[an evaluation that foresees another unit-zero3]",),
     ),
     Mutant(
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         "what is kept between forward and backward is not what was gathered",
         "shard/gather.py",
-        "flat.held.tensor.copy_(flat.whole[slice(*flat.rests.after_forward.range)])",
+        "flat.held[rest].tensor.copy_(flat.whole[slice(*rest.range)])",
         "pass",
         (f"{LOOPS}[several forwards before one backward-hpz]",),
     ),

@@ -322,7 +322,7 @@ MUTANTS = (
     Mutant(
         "parameters that rest off the device stay there after forward",
         "shard/rest.py",
-        "            return held.group.axes != resting.group.axes\n",
+        "            return not held.far\n",
         "            return True\n",
         ("world/test_tiers.py::test_report_equals_predict",),
     ),

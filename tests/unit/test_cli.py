@@ -206,6 +206,23 @@ def test_parameters_leave_the_device_where_they_are_sharded_as_states_are(capsys
     assert presets["zero3+nvme+parameters"]["disk_seconds"] > presets["zero3-keep+nvme+parameters"]["disk_seconds"] > 0
 
 
+def test_parameters_may_stay_unsharded_between_micro_batches(capsys):
+    arguments = ["plan", "--parameters", "7B", "--world", "16", "--local", "8", "--micro-batches", "4"]
+    assert main([*arguments, "--between", "unsharded"]) == 0
+    text = capsys.readouterr().out
+    assert "parameters unsharded between them" in text.splitlines()[0]
+    row = by_preset(text.partition("sent per rank and step")[0])["zero3-keep"]
+    assert "all / 16, after_forward unsharded, between unsharded" in row
+    gathered = {}
+    for chosen in ([], ["--between", "unsharded"]):
+        assert main([*arguments, *chosen, "--json"]) == 0
+        presets = json.loads(capsys.readouterr().out)["presets"]
+        gathered[bool(chosen)] = {name: presets[name]["bytes_sent"]["all_gather"] for name in ("zero2", "zero3")}
+    assert (
+        gathered[False]["zero3"] == 8 * gathered[True]["zero3"] and gathered[False]["zero2"] == gathered[True]["zero2"]
+    )
+
+
 def test_without_offload_no_table_speaks_of_it(capsys):
     assert main(["plan", "--parameters", "7B", "--memory", "8GiB"]) == 0
     text = capsys.readouterr().out

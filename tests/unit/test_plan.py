@@ -69,6 +69,61 @@ def test_the_law_holds_for_every_table_that_can_be_written():
     assert accepted == 1 + 2 * 4 + 2 * 10
 
 
+def test_between_micro_batches_parameters_are_sharded_over_the_first_of_their_axes():
+    for parameters, between in itertools.product(CUTS, repeat=2):
+        if parameters[: len(between)] == between:
+            plan_of(parameters, (), parameters, parameters, between=Placement(between))
+        else:
+            with pytest.raises(ConfigError, match="prefix"):
+                plan_of(parameters, (), parameters, parameters, between=Placement(between))
+
+
+@pytest.mark.parametrize(
+    ("preset", "between", "after_forward"),
+    [
+        ("zero3", None, AXES),
+        ("zero3", AXES, AXES),
+        ("zero3", ("node",), ("node",)),
+        ("zero3", (), ()),
+        ("zero3-keep", None, ()),
+        ("zero3-keep", ("node",), ()),
+        ("hpz", None, ("local",)),
+        ("hpz", ("local",), ("local",)),
+        ("hpz", (), ()),
+        ("zero2", (), ()),
+    ],
+)
+def test_what_stays_between_micro_batches_stays_after_forward_too(preset, between, after_forward):
+    plan = replace(Plan.preset(preset), between=None if between is None else Placement(between))
+    assert plan.held_after_forward.axes == after_forward
+    assert plan.held_between == (plan.parameters if between is None else Placement(between))
+    assert ("between" in plan.parts) is (between is not None)
+
+
+def test_parameters_off_the_device_stay_on_it_where_the_plan_says_so():
+    far = Plan.preset("infinity")
+    assert far.held_after_forward == far.held_between == far.parameters
+    assert replace(far, between=far.parameters).held_between == far.parameters
+    near = replace(far, between=Placement(AXES))
+    assert near.held_after_forward == near.held_between == Placement(AXES)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_what_is_gathered_where_parameters_stay_unsharded_until_the_update(micro_batches):
+    """ψ a step, however many micro-batches there are; hpz with a copy: ψ over all ranks, and the rest within a host."""
+    mesh, numel = MeshShape(2, 4), 8 * 1024
+    flats = [FlatSize(unit, numel, torch.float32) for unit in range(3)]
+
+    def gathered(preset, between):
+        plan = replace(Plan.preset(preset, local_size=4), between=Placement(between))
+        return predict_bytes(plan, flats, mesh, Step(3, micro_batches=micro_batches)).bytes_sent["all_gather"]
+
+    once, within = (3 * ring_bytes("all_gather", 4 * numel, size) for size in (8, 4))
+    assert gathered("zero3", ()) == gathered("zero3-keep", ()) == gathered("hpz", ()) == once
+    assert gathered("hpz", ("local",)) == once + (2 * micro_batches - 1) * within
+    assert gathered("zero3", AXES) == 2 * micro_batches * once
+
+
 def test_a_broken_law_names_both_parts():
     with pytest.raises(ConfigError) as caught:
         plan_of(("local",), (), ("node",), ("node", "local"))
@@ -361,15 +416,20 @@ def test_a_placement_says_in_which_memory_bytes_are_counted():
     assert report.held[Memory.DEVICE]["states"] == 0 and report.memory["host"] == states + ring
 
 
+@pytest.mark.parametrize("between", [None, (), ("local",), ("node",), AXES])
 @pytest.mark.parametrize("name", (*PRESETS, *OFFLOADED, "zero1+nvme", "hsdp+host", "zero0+host", "hpz+host+parameters"))
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
-def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches):
+def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches, between):
     """What is taken is given back, and what starts is awaited; repeats written out say the same as repeats."""
     numel = 8 * 4096
     flats = [FlatSize(unit, numel * (1 + i // 9), torch.bfloat16) for unit in range(4) for i in range(12)]
     row, _, offload = name.partition("+")
     plan = Plan.preset(row, precision="bf16", local_size=4)
     plan = plan.offloaded(offload) if offload else plan
+    if between is not None:
+        if plan.parameters.axes[: len(between)] != between:
+            return
+        plan = replace(plan, between=Placement(between))
     step = Step(1, micro_batches, clip=True, chunk_bytes=2**16)
     moves = steady_step(flats, plan, MeshShape(2, 4), step)
     assert peak_bytes(flattened(moves)) == peak_bytes(moves)

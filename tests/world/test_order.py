@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from npuzero import Settings, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
-from npuzero.plan import OFFLOADED, FlatSize, Plan, Step, flattened, steady_step
+from npuzero.plan import OFFLOADED, FlatSize, Placement, Plan, Step, flattened, steady_step
 from npuzero.plan.moves import Compute, Launch, Move, Start, Wait
 from world.toy import Recipe, build
 from world.train import CutSession
@@ -175,12 +175,13 @@ class Compared:
     scheduled: Trace
 
 
-def steady(plan: str, recipe: Recipe, **settings: object) -> Compared:
+def steady(plan: str, recipe: Recipe, between: Placement | None = None, **settings: object) -> Compared:
     """The last of three steps on 2 x 2 ranks."""
     chosen = Settings(**settings)
+    row = replace(Plan.preset(plan, precision="bf16", local_size=2), between=between)
 
     def rank(world: World) -> Trace:
-        session = CutSession(build(), world, plan=plan, local_size=2, precision="bf16", settings=chosen)
+        session = CutSession(build(), world, plan=row, settings=chosen)
         for name, block in session.model.blocks.named_children():
             block.register_forward_pre_hook(lambda *_, name=name: observe.instant("forward", f"blocks.{name}"))
         optimizer = session.optimizer(torch.optim.AdamW, lr=1e-2)
@@ -207,7 +208,6 @@ def steady(plan: str, recipe: Recipe, **settings: object) -> Compared:
             chosen.overlaps_parameters,
             recipe.clip is not None,
         )
-        row = Plan.preset(plan, precision="bf16", local_size=2)
         found = told(steady_step(flats, row, mesh.shape, how), mesh) if world.rank == 0 else []
         session.state()
         return found
@@ -258,6 +258,18 @@ def told(moves: list[Move], mesh: Mesh) -> Trace:
 )
 def test_the_engine_keeps_to_the_schedule(plan: str, micro_batches: int, overlap: object) -> None:
     step = steady(plan, Recipe(micro_batches=micro_batches, clip=0.5), overlap=overlap)
+    assert step.done == step.scheduled
+
+
+@pytest.mark.parametrize(("plan", "between"), [("zero3", ()), ("zero3-keep", ("node",)), ("hpz", ("local",))])
+@pytest.mark.parametrize(
+    ("micro_batches", "overlap"),
+    [(2, True), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((1, True), (2, False), (4, True)))],
+)
+def test_what_stays_between_micro_batches_keeps_to_the_schedule(
+    plan: str, between: tuple[str, ...], micro_batches: int, overlap: bool
+) -> None:
+    step = steady(plan, Recipe(micro_batches=micro_batches), Placement(between), overlap=overlap)
     assert step.done == step.scheduled
 
 
