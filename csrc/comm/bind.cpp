@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -90,11 +91,10 @@ class Block {
 
 double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
 
-// (kind, origin, expected, got, remedy), or None where the operation went well.
-py::object failure_of(const Operation& operation) {
-  if (!operation.failure) return py::none();
-  const Failure& failure = *operation.failure;
-  return py::make_tuple(failure.kind, failure.origin, failure.expected, failure.got, failure.remedy);
+// (kind, origin, expected, got, remedy), or None where all is well.
+py::object as_tuple(const std::optional<Failure>& failure) {
+  if (!failure) return py::none();
+  return py::make_tuple(failure->kind, failure->origin, failure->expected, failure->got, failure->remedy);
 }
 
 void check_owner(const Communicator& communicator, const Operation& operation) {
@@ -120,7 +120,7 @@ py::object wait(Communicator& communicator, const OperationPointer& operation, c
     communicator.wait(operation, interrupted);
   }
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return failure_of(*operation);
+  return as_tuple(operation->failure);
 }
 
 template <class Broken, void (Broken::*Abort)(const Failure&)>
@@ -239,6 +239,9 @@ void bind_comm(py::module_& m) {
           py::arg("operation").none(false))
       .def("abort", &abort_as<Communicator, &Communicator::abort>, py::arg("kind"), py::arg("origin"),
            py::arg("expected"), py::arg("got"), py::arg("remedy"))
+      .def(
+          "failure", [](const Communicator& communicator) { return as_tuple(communicator.failure()); },
+          "None, or (kind, origin, expected, got, remedy): why it takes no operation any more.")
       .def_property_readonly("looks", &Communicator::looks)
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>());
 
@@ -246,6 +249,7 @@ void bind_comm(py::module_& m) {
   for (int code = 0; code <= static_cast<int>(Verb::barrier); ++code) {
     verbs.value(name(static_cast<Verb>(code)), static_cast<Verb>(code));
   }
+  verbs.value("recv", Verb::send);  // the other end of it
 }
 
 }  // namespace npuzero

@@ -14,11 +14,9 @@ Window Buffers::offer(const Request& request) {
   offered_ = open_ = false;
   const bool whole = request.verb == Verb::reduce_scatter || request.verb == Verb::all_to_all;
   const size_t bytes = request.numel * request.itemsize * (whole ? group_.size : 1);
-  const bool brings =
-      request.verb != Verb::barrier && (request.verb != Verb::broadcast || request.root == group_.index);
+  const bool brings = request.verb != Verb::barrier && (!rooted(request.verb) || request.root == group_.index);
   if (!brings || bytes < in_place_bytes) return Window{};
-  const std::byte* data =
-      request.verb == Verb::all_reduce || request.verb == Verb::broadcast ? request.out : request.in;
+  const std::byte* data = request.verb == Verb::all_reduce || rooted(request.verb) ? request.out : request.in;
   const Window here =
       group_.threads ? Window{Window::address, 0, 0, 0, reinterpret_cast<uintptr_t>(data)} : Arena::find(data, bytes);
   offered_ = here.place != Window::none;

@@ -54,8 +54,8 @@ OperationPointer Communicator::submit(Request request) {
   operation->owner = this;
   std::lock_guard<std::mutex> lock(mutex_);
   operation->sequence = ++submitted_;
-  if (peers_.closing || group_.region->failed()) {
-    operation->failure = group_.region->failed() ? group_.region->failure() : closed_here(group_.ranks[group_.index]);
+  operation->failure = failure();
+  if (operation->failure) {
     operation->refused = operation->done = true;
     return operation;
   }
@@ -128,6 +128,12 @@ bool Communicator::done(const OperationPointer& operation) {
   check_process();
   std::lock_guard<std::mutex> lock(mutex_);
   return operation->done;
+}
+
+std::optional<Failure> Communicator::failure() const {
+  if (group_.region->failed()) return group_.region->failure();
+  if (peers_.closing) return closed_here(group_.ranks[group_.index]);
+  return std::nullopt;
 }
 
 void Communicator::abort(const Failure& why) { group_.region->fail(why); }

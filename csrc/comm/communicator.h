@@ -56,8 +56,9 @@ class Communicator {
   bool wait(const OperationPointer& operation, const std::function<bool()>& interrupted);
   bool done(const OperationPointer& operation);
 
-  void abort(const Failure& why);  // breaks it for all ranks
-  void close();                    // operations that are not done fail; idempotent; nothing in a forked child
+  void abort(const Failure& why);          // breaks it for all ranks
+  void close();                            // operations that are not done fail; idempotent; nothing in a forked child
+  std::optional<Failure> failure() const;  // why it takes no operation any more: the first failure of any rank
   bool inherited() const { return group_.region->inherited(); }
   int size() const { return group_.size; }
   uint64_t looks() const { return peers_.looks.load(std::memory_order_relaxed); }

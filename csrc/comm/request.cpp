@@ -16,7 +16,8 @@ void set_text(char (&to)[N], const std::string& from) {
 }  // namespace
 
 const char* name(Verb verb) {
-  constexpr const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"};
+  constexpr const char* names[] = {"all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+                                   "broadcast",  "send",           "barrier"};
   return names[static_cast<int>(verb)];
 }
 

@@ -11,8 +11,10 @@
 
 namespace npuzero::comm {
 
-enum class Verb : int { all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier };
+enum class Verb : int { all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send, barrier };
 const char* name(Verb verb);
+// Whether one rank alone brings what the others get: the root, which for a send is the sender of two ranks.
+constexpr bool rooted(Verb verb) { return verb == Verb::broadcast || verb == Verb::send; }
 
 // One collective on one rank. `numel` counts the shard (all_gather, reduce_scatter, all_to_all: one rank's part) or the
 // buffer. Memory must stay until the operation is done.

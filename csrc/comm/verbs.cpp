@@ -25,7 +25,8 @@ void Verbs::run(const Request& request, uint64_t sequence) {
     case Verb::reduce_scatter: reduce_scatter(request); break;
     case Verb::all_reduce: all_reduce(request); break;
     case Verb::all_to_all: all_to_all(request); break;
-    case Verb::broadcast: broadcast(request); break;
+    case Verb::broadcast:
+    case Verb::send: broadcast(request); break;
     case Verb::barrier: meet(); break;
   }
   if (buffers_.offered()) peers_.await_all(Counter::consumed, round_);

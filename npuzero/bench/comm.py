@@ -54,6 +54,7 @@ def names(quick: bool) -> list[str]:
         *(f"{verb}/fp32/{size}" for verb in (*_SUMS, *_MOVES) for size in sizes),
         *(f"{verb}/{dtype}/{middle}" for verb in _SUMS for dtype in ("bf16", "fp16")),
         *(f"{verb}/int8/{middle}" for verb in _MOVES),
+        *(f"send/fp32/{size}" for size in sizes),
         *(f"update/{dtype}/{sizes[-1]}" for dtype in ("fp32", "bf16")),
     ]
 
@@ -165,6 +166,7 @@ class Ranks:
             "all_gather": (shard, whole),
             "all_to_all": (whole, whole),
             "all_reduce": (whole, whole),
+            "send": (whole, whole),
         }[verb]
         door = self.communicator
         own: dict[str, Call] = {
@@ -172,12 +174,14 @@ class Ranks:
             "all_gather": lambda out, inp: door.all_gather(out, inp).wait(),
             "all_to_all": lambda out, inp: door.all_to_all(out, inp).wait(),
             "all_reduce": lambda out, inp: door.all_reduce(inp).wait(),
+            "send": lambda out, inp: self._pass_on(door.send, door.recv, out, inp),
         }
         theirs: dict[str, Call] = {
             "reduce_scatter": reduce_scatter_single,
             "all_gather": all_gather_single,
             "all_to_all": dist.all_to_all_single,
             "all_reduce": lambda out, inp: dist.all_reduce(inp),
+            "send": lambda out, inp: self._pass_on(dist.isend, dist.irecv, out, inp),
         }
         plain = torch.zeros(brings, dtype=dtype, device=self.device)
         ways = {
@@ -208,8 +212,18 @@ class Ranks:
         title = f"{verb} of {_quantity(kib)} {_name(dtype)}"
         return self._benchmark(name, title, contenders, check, dtype=_name(dtype), kib=kib, verb=verb)
 
+    def _pass_on(self, send: Callable[..., Any], recv: Callable[..., Any], out: Tensor, inp: Tensor) -> None:
+        """Send ``inp`` to the next rank, around a ring; ``out`` comes from the one before."""
+        ends = [(send, inp, (self.rank + 1) % self.size), (recv, out, (self.rank - 1) % self.size)]
+        # Two ranks may share one queue for both directions: then not both can send first.
+        under_way = [call(buffer, peer) for call, buffer, peer in ends[:: -1 if self.rank % 2 else 1]]
+        for each in under_way:
+            each.wait()
+
     def _expected(self, verb: str, brings: int, dtype: torch.dtype) -> Tensor:
         all_bring = [self._random(rank, brings, dtype) for rank in range(self.size)]
+        if verb == "send":
+            return all_bring[self.rank - 1]
         if verb == "all_gather":
             return torch.cat(all_bring)
         own = [bring.view(self.size, -1)[self.rank] for bring in all_bring] if verb != "all_reduce" else all_bring

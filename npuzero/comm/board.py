@@ -351,14 +351,18 @@ class Watch:
         return None
 
 
-def patience(watch: Callable[[], Watch]) -> Patience:
-    """Return the function by which a lane's steps with other ranks are waited for: a long wait goes on the board."""
+def patience(watch: Callable[[], Watch], check: Callable[[], object] = lambda: None) -> Patience:
+    """Return the function by which a lane's steps with other ranks are waited for: a long wait goes on the board.
+
+    ``check`` is called in long waits, and raises where what is waited for has failed meanwhile.
+    """
 
     def wait(event: threading.Event) -> None:
         if event.wait(SLICE_S):
             return
         with watch() as waiting:
             while not event.wait(SLICE_S):
+                check()
                 failure = waiting.look()
                 if failure is not None:
                     raise failure.error(waiting.subject)

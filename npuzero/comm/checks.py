@@ -68,6 +68,16 @@ def check_equal_dtypes(verb: str, **tensors: torch.Tensor) -> None:
         _refuse(verb, f"{' and '.join(tensors)} of one dtype", got, "Cast one of them first (npuzero.ops.cast).")
 
 
+def check_peer(subject: str, peer: object, rank: int, size: int) -> None:
+    """Check that ``peer`` is the index of another rank in a group of ``size``, in which this one is ``rank``."""
+    if size == 1:
+        _refuse(subject, "a group of several ranks", "a rank alone: there is nobody else", "Ask for communicator.size.")
+    if not isinstance(peer, int) or peer == rank or peer not in range(size):
+        others = ", ".join(str(other) for other in range(size) if other != rank)
+        do = "Give the position in communicator.ranks, not the global rank."
+        _refuse(subject, f"the index in the group of another rank: {others}", repr(peer), do)
+
+
 def check_apart(verb: str, **tensors: torch.Tensor) -> None:
     """Check that two tensors share no byte."""
     (first, a), (second, b) = tensors.items()

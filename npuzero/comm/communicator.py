@@ -1,8 +1,11 @@
-"""The interface of collectives, and the checks that every implementation shares.
+"""The interface of collectives and sends, and the checks that every implementation shares.
 
 A communicator joins an ordered group of ranks. Its collectives are asynchronous: they return a :class:`Handle` at once
 and run in the order of the calls; the caller keeps the tensors alive and untouched until ``wait()``. All ranks of the
 group call the same collectives in the same order with the same sizes, dtypes and tags.
+
+A send is between two ranks, and no other takes part: what one rank sends and the other receives runs in the order of
+their calls, with the same sizes, dtypes and tags on both sides, beside whatever else is under way.
 
 Invariants:
     * arguments are checked before anything is sent: a :class:`ContractError` leaves the communicator as it was;
@@ -13,13 +16,11 @@ Invariants:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from typing import final
 
 import torch
 
-from npuzero.comm.board import Board, Failure, Meeting, Watch, aborted
 from npuzero.comm.checks import (
     INTEGERS,
     WIRES,
@@ -28,46 +29,24 @@ from npuzero.comm.checks import (
     check_equal_dtypes,
     check_flats,
     check_parts,
+    check_peer,
     is_part,
 )
+from npuzero.comm.member import Member
 from npuzero.device import Handle
 from npuzero.errors import ContractError
 
 
-class Communicator(ABC):
-    """Run collectives over an ordered group of ranks, for one of them.
-
-    Attributes:
-        ranks: of the run, in the order of the group.
-        rank: this rank's index in it.
-        size: how many there are.
-        name: of the channel: two communicators of the same ranks do not disturb each other.
-        device: where the tensors live.
-        place: its name on the board, the same on all ranks.
-        started: operations that this rank has started.
-        board: where this rank says that it waits, in a world.
-    """
-
-    def __init__(self, ranks: Sequence[int], rank: int, name: str, device: torch.device) -> None:
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.size = len(self.ranks)
-        self.name = name
-        self.device = device
-        self.place = f"{name}/{'-'.join(map(str, self.ranks))}"
-        self.started = 0
-        self.board: Board | None = None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, ranks={self.ranks}, rank={self.rank})"
+class Communicator(Member):
+    """Run collectives over an ordered group of ranks, and sends between two of them, for one rank of it."""
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D tensor of ``numel`` zeros, in memory that the other ranks can read in place where possible.
 
         The input of a collective (the shard of all_gather, the whole of reduce_scatter, the input of all_to_all, the
-        buffer of all_reduce and broadcast) is then not copied on its way: over shared memory the other ranks read it,
-        or a view of it, in its place. Results need no such buffer. Ranks need not agree on which of them use one. The
-        memory goes back when the last view of it does; it cannot be resized. Elsewhere: an ordinary tensor.
+        buffer of all_reduce, broadcast and send) is then not copied on its way: over shared memory the other ranks read
+        it, or a view of it, in its place. Results need no such buffer. Ranks need not agree on which of them use one.
+        The memory goes back when the last view of it does; it cannot be resized. Elsewhere: an ordinary tensor.
 
         Raises:
             OutOfSpace: no memory is left.
@@ -140,35 +119,43 @@ class Communicator(ABC):
             )
         return self._broadcast(buffer, root, tag)
 
+    @final
+    def send(self, buffer: torch.Tensor, to: int, tag: str = "") -> Handle:
+        """Send buffer[n] to the rank with index ``to`` in the group, which calls :meth:`recv` for it; any dtype.
+
+        It begins once the receiver has come to that recv, without any thread that waits, and ``wait()`` returns once
+        the receiver has all of it. Any number may be under way; they run in the order of the calls.
+
+        Each direction between two ranks is a queue of its own, beside the collectives: neighbours that both send first
+        and receive later do not wait for each other. Over nccl and hccl both directions are one queue, on which they
+        would. So what shall run everywhere takes a communicator for each direction::
+
+            ahead, back = (world.communicator((0, 1), f"stage {way}") for way in ("ahead", "back"))
+
+        Raises:
+            ContractError: ``to`` is no other rank of the group.
+            CollectiveError: as for collectives. A recv of another size, dtype or tag is one on both ranks (nccl and
+                hccl compare nothing), and so is one that never comes, after the timeout at the latest.
+        """
+        check_flats("send", self.device, buffer=buffer)
+        check_peer("send: to", to, self.rank, self.size)
+        return self._send(buffer, to, tag)
+
+    @final
+    def recv(self, buffer: torch.Tensor, from_: int, tag: str = "") -> Handle:
+        """Receive buffer[n] from the rank with index ``from_`` in the group, see :meth:`send`; any dtype.
+
+        Raises:
+            ContractError: ``from_`` is no other rank of the group.
+            CollectiveError: as for :meth:`send`.
+        """
+        check_flats("recv", self.device, buffer=buffer)
+        check_peer("recv: from_", from_, self.rank, self.size)
+        return self._recv(buffer, from_, tag)
+
     @abstractmethod
     def barrier(self) -> None:
         """Wait until every rank has called it; operations that were under way are done then."""
-
-    def meeting(self, number: int, verb: str, tag: str) -> Meeting:
-        """Return the operation ``number`` as a place where ranks meet."""
-        what = f"{verb} #{number}" + (f" tagged {tag!r}" if tag else "")
-        return Meeting(self.place, number, self.ranks, f"{what} of {self.name!r}")
-
-    def watch(self, number: int, verb: str, tag: str) -> Watch:
-        """Return the watch for a wait of the calling thread for the operation ``number``."""
-        return Watch(self.board, self.meeting(number, verb, tag), self.ranks[self.rank])
-
-    @final
-    def abort(self, reason: str) -> None:
-        """Break the communicator, on every rank where the implementation can."""
-        self.fail(aborted(self.ranks[self.rank], reason))
-
-    @abstractmethod
-    def fail(self, failure: Failure) -> None:
-        """Break it likewise, for ``failure``; the first one stays."""
-
-    def drain(self) -> None:
-        """Wait until operations started here are done or have failed: other ranks may need this one's part."""
-        return
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free resources; operations not waited for fail. Calling it again does nothing."""
 
     @abstractmethod
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle: ...
@@ -184,3 +171,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle: ...
+
+    @abstractmethod
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle: ...
+
+    @abstractmethod
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle: ...

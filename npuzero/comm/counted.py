@@ -58,6 +58,13 @@ class Counted(Communicator):
         self._count("broadcast", buffer, tag)
         return self.communicator._broadcast(buffer, root, tag)
 
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+        self._count("send", buffer, tag)
+        return self.communicator._send(buffer, to, tag)
+
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+        return self.communicator._recv(buffer, from_, tag)
+
     def _count(self, verb: str, whole: torch.Tensor, tag: str) -> None:
         nbytes = whole.numel() * whole.element_size()
         self.counter[verb] = self.counter.get(verb, 0) + ring_bytes(verb, nbytes, self.size)

@@ -84,5 +84,15 @@ class HierarchicalCommunicator(Communicator):
         return self._lane.run(step)
 
     def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
-        place = self.flat.ranks.index(self.ranks[root])
+        place = self._place_of(root)
         return self._lane.run(lambda: self.flat.broadcast(buffer, root=place, tag=tag).wait())
+
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+        return self.flat.send(buffer, self._place_of(to), tag)
+
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+        return self.flat.recv(buffer, self._place_of(from_), tag)
+
+    def _place_of(self, member: int) -> int:
+        """Return the index in the flat group of one of this."""
+        return self.flat.ranks.index(self.ranks[member])

@@ -155,7 +155,7 @@ class ThreadWorld(World):
     def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
         region = self._run.region(ranks, name)
         return shared_memory.SharedMemoryCommunicator(
-            region, ranks, ranks.index(self.rank), name, pids=(), timeout_s=self.timeout_s
+            region, ranks, ranks.index(self.rank), name, pids=(), timeout_s=self.timeout_s, make=self._make
         )
 
 

@@ -6,7 +6,8 @@ and (for bf16 and f16) a precision of their own, and only in ascending order of 
 other orders. What hccl cannot sum (float64 above all, in which the gradient's norm is) is gathered and summed here.
 
 torch sorts the ranks of a group; ``places`` here say which part of the gathered buffer belongs to its k-th rank. Calls
-are not compared between ranks: a collective that differs ends in gloo's error or in a timeout.
+are not compared between ranks: a collective that differs ends in gloo's error or in a timeout. Only the two ends of a
+send over gloo tell each other first what they are about to do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from npuzero.comm import fork
 from npuzero.comm.board import Failure, patience
 from npuzero.comm.calls import subject
+from npuzero.comm.channels import Channelled
 from npuzero.comm.checks import INTEGERS
 from npuzero.comm.communicator import Communicator
 from npuzero.device import Handle, HostLane
@@ -28,6 +30,11 @@ from npuzero.errors import CollectiveError, ConfigError
 
 #: Below this many elements an all_reduce gathers all buffers: one step instead of two.
 _SMALL_NUMEL = 8192
+
+#: Bytes by which the two ends of a send over gloo tell each other what it is.
+_SAID_BYTES = 256
+
+_DIFFERS = "Look for a branch that differs between ranks, or sends that are received in another order."
 
 #: What hccl's reductions take. Its averages are not used: the sum is scaled as gradients are packed.
 _HCCL_SUMS = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
@@ -61,23 +68,26 @@ class ProcessGroupCommunicator(Communicator):
         super().__init__(ranks, rank, name, device)
         self.group = group
         self.backend = backend
-        self._broken: CollectiveError | None = None
+        self._errors: list[CollectiveError] = []  # the first one stays
 
     def fail(self, failure: Failure) -> None:
-        self._broken = self._broken or failure.error(f"{self.name!r} on rank {self.ranks[self.rank]}")
+        self._errors.append(failure.error(f"{self.name!r} on rank {self.ranks[self.rank]}"))
+
+    def _check_unbroken(self) -> None:
+        if self._errors:
+            raise self._errors[0]
 
     def _next(self) -> int:
-        if self._broken is not None:
-            raise self._broken
+        self._check_unbroken()
         self.started += 1
         return self.started
 
     def _fail(self, verb: str, sequence: int, tag: str, error: BaseException) -> CollectiveError:
-        if self._broken is None:
+        if not self._errors:
             mine = self._error(verb, sequence, tag, f"{type(error).__name__}: {error}")
             failure = self.board and self.board.cause(mine.expected, mine.got)
-            self._broken = failure.error(mine.subject, verb=verb, sequence=sequence, tag=tag) if failure else mine
-        return self._broken
+            self._errors.append(failure.error(mine.subject, verb=verb, sequence=sequence, tag=tag) if failure else mine)
+        return self._errors[0]
 
     def _error(self, verb: str, sequence: int, tag: str, got: str) -> CollectiveError:
         return CollectiveError(
@@ -99,8 +109,8 @@ _ADVICE = {
 }
 
 
-class GlooCommunicator(ProcessGroupCommunicator):
-    """Run collectives on host tensors over gloo, in order, on a thread of their own."""
+class GlooCommunicator(ProcessGroupCommunicator, Channelled):
+    """Run collectives on host tensors over gloo, in order, on a thread of their own; each channel has one, too."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], rank: int, name: str) -> None:
         super().__init__(group, ranks, rank, name, torch.device("cpu"), "gloo")
@@ -113,6 +123,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def close(self) -> None:
         self._lane.close(timeout_s=1.0)
+        super().close()
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
         return self._run("all_gather", tag, whole.numel(), lambda: self._gather(whole, shard))
@@ -156,15 +167,49 @@ class GlooCommunicator(ProcessGroupCommunicator):
         sequence = self._next()
 
         def guarded() -> None:
-            if self._broken is not None:
-                raise self._broken
+            self._check_unbroken()
             try:
                 if numel:
                     step()
             except RuntimeError as error:
                 raise self._fail(verb, sequence, tag, error) from error
 
-        return self._lane.run(guarded, patience(lambda: self.watch(sequence, verb, tag)))
+        return self._lane.run(guarded, patience(lambda: self.watch(sequence, verb, tag), self._check_unbroken))
+
+    def _make_channel(self, ranks: tuple[int, int], name: str) -> GlooCommunicator:
+        made = GlooCommunicator(self.group, ranks, ranks.index(self.ranks[self.rank]), name)
+        made._errors = self._errors
+        return made
+
+    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> Handle:
+        here, peer = self.ranks[self.rank], self.ranks[1 - self.rank]
+        sequence = self.started + 1
+        what = f"send #{sequence} of {buffer.numel()} {buffer.dtype}".replace("torch.", "")
+        mine = _short(what + (f" tagged {tag!r}" if tag else ""))
+        move, way = (dist.send if verb == "send" else dist.recv), int(self._ascending)
+
+        def step() -> None:
+            theirs = self._tell(mine, peer, way)
+            if theirs != mine:
+                got = "; ".join(f"rank {rank}: {said}" for rank, said in sorted({here: mine, peer: theirs}.items()))
+                failure = Failure("mismatch", here, "the same size, dtype and tag on both ranks", got, _DIFFERS)
+                about = subject(self.meeting(sequence, verb, tag).text, here)
+                self._errors.append(failure.error(about, verb=verb, sequence=sequence, tag=tag))
+                self._check_unbroken()
+            if buffer.numel():
+                move(_bytes(buffer), peer, group=self.group, tag=way)
+
+        return self._run(verb, tag, 1, step)
+
+    def _tell(self, said: str, peer: int, way: int) -> str:
+        """Tell the peer of a channel what is about to be sent, and return what it says; gloo's tag is the ``way``."""
+        mine = torch.frombuffer(bytearray(said.encode().ljust(_SAID_BYTES)), dtype=torch.uint8)
+        theirs = torch.empty_like(mine)
+        told = dist.isend(mine, peer, group=self.group, tag=way)
+        dist.recv(theirs, peer, group=self.group, tag=way)
+        if told is not None:
+            told.wait()
+        return bytes(theirs.tolist()).decode().rstrip()
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         if self._ascending:
@@ -294,6 +339,15 @@ class AcceleratorCommunicator(ProcessGroupCommunicator):
             "broadcast", tag, lambda: dist.broadcast(_carried(buffer), source, group=self.group, async_op=True)
         )
 
+    # torch connects two ranks when one first sends to the other, and runs both directions on one queue.
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+        peer = self.ranks[to]
+        return self._start("send", tag, lambda: dist.isend(_carried(buffer), peer, group=self.group))
+
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+        peer = self.ranks[from_]
+        return self._start("recv", tag, lambda: dist.irecv(_carried(buffer), peer, group=self.group))
+
     def _start(self, verb: str, tag: str, call: Callable[[], Any], after: Callable[[], None] | None = None) -> Handle:
         where = (verb, self._next(), tag)
         try:
@@ -309,6 +363,10 @@ def add_in_order(out: torch.Tensor, rows: torch.Tensor, accumulate: bool = False
     for row in rows[1:]:
         total += row
     out.copy_(total.add_(out) if accumulate else total)
+
+
+def _short(text: str) -> str:
+    return text.encode()[:_SAID_BYTES].decode(errors="ignore").rstrip()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

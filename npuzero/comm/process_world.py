@@ -101,7 +101,14 @@ class ProcessWorld(World):
         if on_host and self._backend != "gloo" and set(ranks) <= set(self.local):
             pids = [self._pids[rank] for rank in ranks]
             return shared_memory.connect(
-                self._store, ranks, here, name, pids=pids, timeout_s=self.timeout_s, named=self._named
+                self._store,
+                ranks,
+                here,
+                name,
+                pids=pids,
+                timeout_s=self.timeout_s,
+                make=self._make,
+                named=self._named,
             )
         if self._backend == "shm":
             raise ConfigError(

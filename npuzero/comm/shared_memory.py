@@ -11,18 +11,21 @@ import json
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from npuzero import _native, observe
 from npuzero.comm.board import Failure, Watch
 from npuzero.comm.calls import subject
-from npuzero.comm.communicator import Communicator
+from npuzero.comm.channels import Channelled
 from npuzero.comm.store import Store
 from npuzero.device import Handle
 from npuzero.errors import CollectiveError, OutOfSpace
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 native = _native.comm
 
@@ -72,6 +75,7 @@ class SharedMemoryHandle(Handle):
 
     def _look(self) -> None:
         """Look at the board, which breaks the communicator if the wait is in vain; called in long waits only."""
+        self._communicator.heed()
         if self._watch is None:
             self._watch = self._communicator.watch(self._operation.sequence, self._verb, self._tag)
         self._watch.look()
@@ -87,13 +91,14 @@ class SharedMemoryHandle(Handle):
         return self._well or self._communicator.native.done(self._operation)
 
 
-class SharedMemoryCommunicator(Communicator):
+class SharedMemoryCommunicator(Channelled):
     """Run collectives over a region of memory that the ranks of a group share.
 
     Args:
         region: the native region; all ranks of the group hold the same.
         pids: of the ranks' processes, in group order; empty where ranks are threads of one process.
         timeout_s: seconds an operation may wait for other ranks.
+        make: returns another of some of these ranks, with a name and a region of its own.
         arena: whether the processes can open each other's memory, so that buffers lie where others read them in place.
     """
 
@@ -106,9 +111,11 @@ class SharedMemoryCommunicator(Communicator):
         *,
         pids: Sequence[int],
         timeout_s: float,
+        make: Callable[[tuple[int, ...], str], Any],
         arena: bool = False,
     ) -> None:
         super().__init__(ranks, rank, name, _CPU)
+        self._make = make
         self._arena = arena
         self.native = native.Communicator(region, rank, list(ranks), list(pids), name, timeout_s)
         # Tensors of operations under way: the progress thread writes to them even if the caller forgets the handle.
@@ -140,10 +147,18 @@ class SharedMemoryCommunicator(Communicator):
     def drain(self) -> None:
         for operation, _ in list(self._kept):
             SharedMemoryHandle(self, operation, "operation", "").finish()
+        super().drain()
 
     def close(self) -> None:
         self.native.close()
         self._kept.clear()
+        super().close()
+
+    def heed(self) -> None:
+        """Break a channel whose communicator is broken."""
+        failure = self.of.native.failure() if self.of is not None else None
+        if failure is not None:
+            self.native.abort(*failure)
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
         return self._submit("all_gather", (whole, shard), _call(shard, whole, shard), tag, shard.dtype)
@@ -161,6 +176,14 @@ class SharedMemoryCommunicator(Communicator):
 
     def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
         return self._submit("broadcast", (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype, root=root)
+
+    def _make_channel(self, ranks: tuple[int, int], name: str) -> Self:
+        made: Self = self._make(ranks, name)
+        return made
+
+    def _carry(self, verb: str, buffer: torch.Tensor, tag: str) -> Handle:
+        self.heed()
+        return self._submit(verb, (buffer,), _call(buffer, buffer, buffer), tag, buffer.dtype)
 
     def _submit(  # noqa: PLR0917 - as the extension has it
         self,
@@ -204,6 +227,8 @@ class SharedMemoryCommunicator(Communicator):
         if found.kind == "mismatch":
             with self.watch(sequence, verb, tag) as watch:
                 found = watch.explain(found)
+        if self.of is not None:
+            self.of.fail(found)
         about = subject(self.meeting(sequence, verb, tag).text, self.ranks[self.rank])
         return found.error(about, verb=verb, sequence=sequence, tag=tag)
 
@@ -216,12 +241,14 @@ def connect(
     *,
     pids: Sequence[int],
     timeout_s: float,
+    make: Callable[[tuple[int, ...], str], Any],
     named: bool = False,
 ) -> SharedMemoryCommunicator:
     """Return the communicator of processes on one host. Nobody waits: the first to come makes the region.
 
     Args:
         store: where the maker says how to open the region.
+        make: see :class:`SharedMemoryCommunicator`.
         named: use a named shared-memory object, for hosts where one process may not open another's descriptors.
 
     Raises:
@@ -237,7 +264,9 @@ def connect(
     if accepted != offer:
         address, nonce = json.loads(accepted)
         region = native.Region.open(address, len(ranks), SLOT_BYTES, nonce)
-    return SharedMemoryCommunicator(region, ranks, rank, name, pids=pids, timeout_s=timeout_s, arena=not named)
+    return SharedMemoryCommunicator(
+        region, ranks, rank, name, pids=pids, timeout_s=timeout_s, make=make, arena=not named
+    )
 
 
 def _call(count: torch.Tensor, out: torch.Tensor, inp: torch.Tensor) -> tuple[int, int, int, int]:

@@ -41,6 +41,12 @@ class SingleCommunicator(Communicator):
         self._check_unbroken()
         return _READY
 
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+        raise AssertionError("refused at the door: there is nobody to send to")
+
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+        raise AssertionError("refused at the door: there is nobody to receive from")
+
     def barrier(self) -> None:
         self._check_unbroken()
 

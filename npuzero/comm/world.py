@@ -236,7 +236,8 @@ class World(ABC):
 
     def _arrived(self) -> dict[str, int]:
         """Return how often this rank has come to each place."""
-        return {made.place: made.started for made in list(self._communicators.values())}
+        made = list(self._communicators.values())
+        return {place: number for each in made for place, number in each.arrived().items()}
 
     def _check_birthplace(self, subject: str) -> None:
         if self.inherited:

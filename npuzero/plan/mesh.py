@@ -85,9 +85,11 @@ def ring_bytes(verb: str, nbytes: int, size: int) -> int:
     fewest).
 
     Args:
-        verb: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast or barrier.
+        verb: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, barrier, or send: there the sender's bytes.
         nbytes: bytes of the unsharded buffer, size times the shard.
-        size: ranks that take part.
+        size: ranks that take part; of a send, ranks of the group.
     """
+    if verb == "send":
+        return nbytes
     factors = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "barrier": 0}
     return factors[verb] * nbytes * (size - 1) // size

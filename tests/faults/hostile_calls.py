@@ -111,6 +111,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "an output at the end of memory": verb("broadcast", output=2**64 - 4),
     "root 2 of 2": verb("broadcast", root=2),
     "root -1": verb("broadcast", root=-1),
+    "a sender 2 of 2": verb("send", root=2),
+    "nothing to receive into": verb("recv", output=0),
     "a tag of None": submit(tag=None),
     "waits for nothing": lambda: communicator().wait(None, lambda: None),
     "watched by nobody": lambda: (lambda of: of.wait(of_another(), None))(alone()),

@@ -197,12 +197,17 @@ def test_close_ends_what_is_under_way() -> None:
     assert comm.run_threads(2, body) == ["closed", "closed"]
 
 
+def _by_hand(region: Any) -> comm.Communicator:
+    native = comm.shared_memory.SharedMemoryCommunicator
+    return native(region, (0, 1), 0, "by hand", pids=(), timeout_s=1.0, make=lambda ranks, name: None)
+
+
 def test_half_built_is_destroyed_cleanly() -> None:
     region = comm.shared_memory.native.Region.in_threads(2, 4096)
     for _ in range(20):
-        group = comm.shared_memory.SharedMemoryCommunicator(region, (0, 1), 0, "never used", pids=(), timeout_s=1.0)
+        group = _by_hand(region)
         del group
-    group = comm.shared_memory.SharedMemoryCommunicator(region, (0, 1), 0, "under way", pids=(), timeout_s=1.0)
+    group = _by_hand(region)
     group.all_reduce(torch.ones(4))
     del group, region
 

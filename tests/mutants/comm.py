@@ -29,8 +29,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a broadcast comes from another rank than the one named",
         "comm/hierarchical.py",
-        "place = self.flat.ranks.index(self.ranks[root])",
-        "place = root",
+        "return self.flat.ranks.index(self.ranks[member])",
+        "return member",
         ("world/test_comm.py::test_hierarchical_equals_flat",),
     ),
     Mutant(

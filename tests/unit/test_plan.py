@@ -312,8 +312,8 @@ def test_a_report_adds_up_by_state_and_by_memory():
 def test_a_verb_is_listed_where_it_is_sent():
     always = {"all_gather": 0, "reduce_scatter": 5, "all_reduce": 0, "control": 7}
     assert sent_by_verb({"reduce_scatter": 5, "all_to_all": 0}, 7) == always
-    listed = sent_by_verb({"all_to_all": 3, "reduce_scatter": 5}, 7)
-    assert listed == always | {"all_to_all": 3} and list(listed)[-1] == "control"
+    listed = sent_by_verb({"all_to_all": 3, "reduce_scatter": 5, "send": 4}, 7)
+    assert listed == always | {"all_to_all": 3, "send": 4} and list(listed)[-1] == "control"
 
 
 @pytest.mark.parametrize(
@@ -325,6 +325,7 @@ def test_ring_bytes(verb, factor):
         assert ring_bytes(verb, whole, size) == factor * 512 * (size - 1)
     assert ring_bytes(verb, 0, 8) == 0
     assert ring_bytes("barrier", 4096, 8) == 0
+    assert ring_bytes("send", 4096, 8) == ring_bytes("send", 4096, 2) == 4096
 
 
 def test_an_all_reduce_costs_what_its_two_halves_do():

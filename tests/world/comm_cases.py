@@ -120,6 +120,20 @@ def check_broadcast(group: Communicator, dtype: torch.dtype, n: int, put: Put = 
         assert_bits(buffer, drawn(group.ranks[root], n, dtype), f"broadcast {dtype} {n} from {root}")
 
 
+def check_send(group: Communicator, dtype: torch.dtype, n: int, put: Put = as_it_is) -> None:
+    """Around a ring both ways at once: each rank first sends to its neighbours, and receives later."""
+    neighbours = sorted({(group.rank + 1) % group.size, (group.rank - 1) % group.size})
+    mine = put(drawn(group.ranks[group.rank], n, dtype))
+    got = [torch.zeros(n, dtype=dtype) for _ in neighbours]
+    handles = [group.send(mine, to, f"to {to}") for to in neighbours]
+    handles += [group.recv(buffer, peer, f"to {group.rank}") for buffer, peer in zip(got, neighbours, strict=True)]
+    for handle in handles:
+        handle.wait()
+    for buffer, peer in zip(got, neighbours, strict=True):
+        assert_bits(buffer, drawn(group.ranks[peer], n, dtype), f"send {dtype} {n} from {peer}")
+    assert_bits(mine, drawn(group.ranks[group.rank], n, dtype), "what was sent")
+
+
 def every_verb(world: World, few: bool = False) -> None:
     """Every verb, dtype, size around a border, and order of the group."""
     for group in groups(world):
@@ -129,6 +143,7 @@ def every_verb(world: World, few: bool = False) -> None:
             (check_all_reduce, SUMMED),
             (check_all_to_all, MOVED),
             (check_broadcast, MOVED),
+            (check_send, MOVED[::3]),
         ):
             for dtype in dtypes[:3] if few else dtypes:
                 numels = sizes(group, dtype.itemsize)
@@ -154,6 +169,7 @@ def in_place(world: World) -> None:
             (check_all_reduce, SUMMED),
             (check_all_to_all, (torch.bfloat16, torch.int64)),
             (check_broadcast, (torch.bfloat16,)),
+            (check_send, (torch.float32, torch.int8)),
         ):
             for dtype in dtypes:
                 n = (1 << 17) // dtype.itemsize + 37
@@ -201,6 +217,72 @@ def two_channels(world: World) -> None:
         assert buffer[0] == buffer[-1] == first * world.size**4
 
 
+def pipeline(world: World) -> None:
+    """1F1B over all ranks: stages hand activations ahead and gradients back, and wait for what they receive alone."""
+    rank, last = world.rank, world.size - 1
+    group = world.communicator(range(world.size), "stages")
+    micro_batches, n = 2 * world.size, 60_000
+    sent: list[torch.Tensor] = []
+    handles: list[comm.Handle] = []
+
+    def take(peer: int, tag: str) -> torch.Tensor:
+        buffer = torch.zeros(n)
+        group.recv(buffer, peer, tag).wait()
+        return buffer
+
+    def give(buffer: torch.Tensor, peer: int, tag: str) -> None:
+        sent.append(buffer)
+        handles.append(group.send(buffer, peer, tag))
+
+    def forward(k: int) -> None:
+        value = take(rank - 1, f"ahead {k}") if rank else drawn(k, n, torch.float32)
+        if rank < last:
+            give(value + rank, rank + 1, f"ahead {k}")
+        else:
+            arrived.append(value)
+
+    def backward(k: int) -> None:
+        value = take(rank + 1, f"back {k}") if rank < last else -arrived[k]
+        if rank:
+            give(2 * value, rank - 1, f"back {k}")
+        else:
+            expected = drawn(k, n, torch.float32)
+            for stage in range(last):
+                expected = expected + stage
+            assert_bits(value, -expected * 2**last, f"micro-batch {k}")
+
+    arrived: list[torch.Tensor] = []
+    warm = min(micro_batches, last - rank)
+    for k in range(warm):
+        forward(k)
+    for k in range(warm, micro_batches):
+        forward(k)
+        backward(k - warm)
+    handles.append(group.all_reduce(torch.ones(100)))  # a collective of the same communicator, wherever the stages are
+    for k in range(micro_batches - warm, micro_batches):
+        backward(k)
+    for handle in handles:
+        handle.wait()
+    group.barrier()
+
+
+def sends_of_some(world: World) -> None:
+    """Two ranks send to each other while the others, and their own collectives, are elsewhere."""
+    group = world.communicator(range(world.size), "some")
+    n, first, last = 50_000, 0, world.size - 1
+    if world.rank in (first, last):
+        peer = last - world.rank
+        kept = [torch.full((n,), float(k)) for k in range(30)]
+        got = [torch.zeros(n) for _ in kept]
+        for k, buffer in enumerate(kept):
+            group.send(buffer, peer, f"u{k}")  # nobody keeps its handle
+        handles = [group.recv(buffer, peer, f"u{k}") for k, buffer in enumerate(got)]
+        for handle in reversed(handles):
+            handle.wait()
+        assert all(torch.equal(*pair) for pair in zip(got, kept, strict=True))
+    group.barrier()
+
+
 def subgroups(world: World) -> None:
     """Halves of the world work by themselves, and a group of one rank does too."""
     mesh = comm.Mesh(world, 2 if world.size % 2 == 0 else 1)
@@ -211,6 +293,8 @@ def subgroups(world: World) -> None:
         check_all_reduce(group, torch.float16, 1111)
         check_all_to_all(group, torch.int64, 111)
         check_broadcast(group, torch.float32, 11)
+        if group.size > 1:
+            check_send(group, torch.int64, 111)
         group.barrier()
 
 
@@ -243,3 +327,5 @@ def all_cases(world: World, few: bool = False) -> None:
     many_in_flight(world)
     two_channels(world)
     subgroups(world)
+    sends_of_some(world)
+    pipeline(world)

@@ -73,6 +73,7 @@ def uses_npuzero(training: Training) -> None:
         lambda: comm.current_world().communicator(range(2), "of a child"),
         lambda: training.communicator.all_reduce(torch.ones(3)),
         training.communicator.barrier,
+        lambda: training.communicator.send(torch.ones(3), 1 - training.communicator.rank),
         training.optimizer.step,
         lambda: training.loss(0).backward(),
     ):

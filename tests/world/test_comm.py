@@ -17,7 +17,8 @@ import torch
 from npuzero import comm, observe
 from npuzero.comm import World, shared_memory
 from npuzero.comm.hierarchical import HierarchicalCommunicator
-from npuzero.errors import OutOfSpace
+from npuzero.comm.process_group import AcceleratorCommunicator, make_group
+from npuzero.errors import CollectiveError, OutOfSpace
 from world import comm_cases
 from world.comm_ranks import SLOT_BYTES, run_ranks, values
 
@@ -53,6 +54,7 @@ def test_full_slots() -> None:
         comm_cases.check_all_gather(group, torch.float32, 300_001)
         comm_cases.check_all_reduce(group, torch.float32, 1_000_003)
         comm_cases.check_all_to_all(group, torch.float32, 300_001)
+        comm_cases.check_send(group, torch.float32, 300_001)
 
     comm.run_threads(3, large)
 
@@ -112,6 +114,7 @@ def _hierarchical(world: World) -> None:
             comm_cases.check_all_gather(group, dtype, n)
             comm_cases.check_all_to_all(group, dtype, n)
             comm_cases.check_broadcast(group, dtype, n)
+            comm_cases.check_send(group, dtype, n)
             comm_cases.check_all_reduce(group, dtype, n)
         for wire in comm_cases.WIRES:
             whole = torch.arange(world.size * n, dtype=torch.float32).remainder(5).add(world.rank).to(wire)
@@ -121,6 +124,28 @@ def _hierarchical(world: World) -> None:
             expected = 1 + world.size * part + world.size * (world.size - 1) / 2
             comm_cases.assert_bits(shard, expected, f"hierarchical reduce_scatter {wire} {n}")
     group.barrier()
+
+
+@pytest.mark.world
+def test_sends_as_accelerators_make_them(tmp_path: Path) -> None:
+    values(run_ranks(3, _as_on_accelerators, folder=tmp_path, backend="gloo"))
+
+
+def _as_on_accelerators(world: World) -> None:
+    """By torch's isend and irecv alone, with gloo where nccl or hccl would be."""
+    ranks = range(world.size)
+    backend = make_group(ranks, "gloo", "device", timeout_s=20.0)
+    group = AcceleratorCommunicator(backend, ranks, world.rank, "stages", torch.device("cpu"), "nccl")
+    for n in (1, 5, 4000):
+        comm_cases.check_send(group, torch.float32, n)
+        comm_cases.check_send(group, torch.bool, n)
+    if world.rank < 2:
+        call = group.recv if world.rank else group.send
+        call(torch.ones(3), 1 - world.rank, "x").wait()
+    if world.rank == 1:
+        group.abort("enough")
+        with pytest.raises(CollectiveError, match="enough"):
+            group.send(torch.ones(3), 0)
 
 
 def test_operations_are_observed() -> None:
@@ -140,6 +165,19 @@ def test_operations_are_observed() -> None:
         assert {gather.category, reduce.category} == {"comm gather"}
         assert gather.facts == {"verb": "all_gather", "sequence": 1}
         assert gather.begin_s <= gather.end_s <= reduce.begin_s <= reduce.end_s <= time.perf_counter()
+
+
+def test_both_ends_of_a_send_are_observed() -> None:
+    def body(world: World) -> None:
+        group = world.communicator((0, 1), "stages")
+        (group.recv if world.rank else group.send)(torch.ones(6), 1 - world.rank, "ahead 0").wait()
+
+    with observe.recording(observe.Events()) as seen:
+        comm.run_threads(2, body)
+    spans = {event.rank: event for event in seen.events if isinstance(event, observe.Span)}
+    for rank, verb in enumerate(("send", "recv")):
+        assert (spans[rank].category, spans[rank].name) == ("comm stages", "ahead 0")
+        assert spans[rank].facts == {"verb": verb, "sequence": 1}
 
 
 @pytest.mark.world

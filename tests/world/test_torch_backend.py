@@ -189,6 +189,13 @@ def _rest_of_the_verbs(world: World, folder: Path) -> None:
         ):
             work.wait()
         assert (got == left).all()
+        across = torch.zeros(4, 3)[:, ::2]  # not contiguous: received beside it
+        works = [dist.isend(torch.full((4, 2), float(tag)).T, right, tag=tag) for tag in (7, 8)]
+        for tag in (8, 7):  # another tag does not wait for this
+            dist.recv(across, left, tag=tag)
+            assert (across == tag).all()
+        for work in works:
+            work.wait()
 
         objects: list[Any] = [None] * size
         dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})

@@ -5,8 +5,8 @@
 
 A collective that npuzero's communicators have is theirs, and runs beside the caller. The others are composed of them:
 a reduction other than a sum is an all_gather and a reduction in ascending order of the ranks; gather and scatter travel
-as all_gather and broadcast; a send is a broadcast between two. An all_to_all with split sizes agrees on the largest
-part first, on a thread and a communicator of its own.
+as all_gather and broadcast. An all_to_all with split sizes agrees on the largest part first, on a thread and a
+communicator of its own.
 
 Differences from gloo: sums of bf16 and f16 are made in f32 and rounded once; AVG is that sum, divided; a send ends when
 it is received; no sparse tensors and no receiving from any source.

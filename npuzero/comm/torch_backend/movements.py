@@ -86,21 +86,22 @@ class Movements(Members):
         return self._work([handle], [], output_tensors)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> ShmWork:
-        return self._carry(tensors, self._group.rank, dst, tag)
+        group = self._tagged(tag)
+        return self._work([group.send(flat_of(tensor), dst) for tensor in tensors], [], tensors)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> ShmWork:
-        return self._carry(tensors, src, self._group.rank, tag)
+        group = self._tagged(tag)
+        flats, afters = landings(tensors)
+        return self._work([group.recv(flat, src) for flat in flats], afters, tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         raise ContractError(
             f"recv on {NAME}", expected="a source rank", got="none: any source", do="Name src, or use gloo."
         )
 
-    def _carry(self, tensors: list[Tensor], src: int, dst: int, tag: int) -> ShmWork:
-        """Send one tensor from ``src`` to ``dst``, on a communicator of their own: pairs do not wait for others."""
-        pair = self._world.communicator((src, dst), f"send {tag}")
-        flats, afters = landings(tensors)
-        return self._work([pair.broadcast(flat, root=0) for flat in flats], afters, tensors)
+    def _tagged(self, tag: int) -> Communicator:
+        """Return a communicator of its own for each of torch's tags: what has one does not wait for what has others."""
+        return self._world.communicator(range(self._group.size), f"tag {tag}")
 
     def _exchange_parts(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         """Send part j of the inputs to rank j, whatever its size: each is padded to the longest."""

@@ -62,6 +62,8 @@ for _name, _call, _says in [
     ("all_reduce: on meta", lambda group: group.all_reduce(torch.ones(2, device="meta")), ("meta",)),
     ("all_to_all: not divisible", lambda group: group.all_to_all(torch.ones(3), torch.ones(3)), ("3",)),
     ("broadcast: root outside", lambda group: group.broadcast(torch.ones(3), root=2), ("root", "2")),
+    ("send: to oneself", lambda group: group.send(torch.ones(3), group.rank), ("send: to", "another rank")),
+    ("recv: from nobody", lambda group: group.recv(torch.ones(3), -1), ("recv: from_", "another rank", "-1")),
 ]:
     bad(_name, ContractError, *_says, ranks=2)(lambda world, call=_call: call(world.communicator((0, 1), "all")))
 
@@ -76,6 +78,12 @@ bad("communicator of a rank twice", ContractError, "different", ranks=2)(
 @bad("ranks send different sizes", CollectiveError, "rank 0", "rank 1", "3", "4", ranks=2)
 def _(world: World) -> None:
     world.communicator((0, 1), "all").all_reduce(torch.ones(3 + world.rank)).wait()
+
+
+@bad("ranks send what is not received", CollectiveError, "rank 0", "rank 1", "ahead", "back", ranks=2)
+def _(world: World) -> None:
+    group = world.communicator((0, 1), "all")
+    (group.recv(torch.ones(3), 0, "back") if world.rank else group.send(torch.ones(3), 1, "ahead")).wait()
 
 
 bad("the mean of a text", ContractError, r"world\.mean", r"'x' \(str\)", r"world\.exchange", ranks=2)(

@@ -53,12 +53,12 @@ def test_a_wrong_result_is_found_out_and_nothing_is_written(tmp_path, capsys, mo
 @pytest.mark.slow
 @pytest.mark.world
 def test_collectives_are_measured_on_two_and_four_ranks(tmp_path, capsys):
-    wanted = ["barrier", "all_to_all/int8", "reduce_scatter/bf16", "update/bf16"]
+    wanted = ["barrier", "all_to_all/int8", "send", "reduce_scatter/bf16", "update/bf16"]
     assert main(["bench", "comm", "--quick", "--only", *wanted, "--out", str(tmp_path)]) == 0
     record = Record.read(tmp_path / "comm.json")
     names = [f"{name}/{ranks}" for ranks in (2, 4) for name in ("barrier", "reduce_scatter/bf16/64")]
     assert {result.name for result in record.results} >= set(names)
-    assert len(record.results) == 8
+    assert len(record.results) == 10
     assert {result.parameters["ranks"] for result in record.results} == {2, 4}
     assert "reduce_scatter of 64 KiB bf16, 4 ranks" in capsys.readouterr().out
 

@@ -56,6 +56,12 @@ REFUSED: dict[str, tuple[Callable[[Communicator], object], str]] = {
     "exchange dtypes": (lambda c: c.all_to_all(torch.ones(4), torch.ones(4).half()), "of one dtype"),
     "root too high": (lambda c: c.broadcast(ten, root=2), "0 to 1; got 2"),
     "root below": (lambda c: c.broadcast(ten, root=-1), "0 to 1; got -1"),
+    "send two dimensions": (lambda c: c.send(torch.ones(2, 2), 1 - c.rank), "1-D contiguous"),
+    "receive into released": (lambda c: c.recv(released(8), 1 - c.rank), "32 bytes; got 0 bytes: it was released"),
+    "send to itself": (lambda c: c.send(ten, c.rank), "send: to: expected the index in the group of another rank: 1"),
+    "send outside": (lambda c: c.send(ten, 2), "another rank: 1; got 2"),
+    "send to no index": (lambda c: c.send(ten, "1"), "another rank: 1; got '1'"),  # type: ignore[arg-type]
+    "receive from below": (lambda c: c.recv(ten, -1), "recv: from_: expected the index in the group of another rank"),
 }
 
 
@@ -77,6 +83,9 @@ def test_refused_by_a_rank_alone_too() -> None:
     group = comm.SingleWorld().communicator((0,), "alone")
     with pytest.raises(ContractError):
         group.all_reduce(torch.ones(2, 2))
+    for call in (group.send, group.recv):
+        with pytest.raises(ContractError, match="a group of several ranks; got a rank alone: there is nobody else"):
+            call(torch.ones(2), 0)
 
 
 @pytest.mark.parametrize(("wire", "result"), [(f32, f32), (bf16, bf16), (bf16, f32), (f16, f32)])
@@ -115,13 +124,18 @@ def test_counted_adds_what_a_ring_sends() -> None:
         group.all_reduce(whole).wait()
         group.all_to_all(torch.ones(40), whole).wait()
         group.broadcast(shard, root=1).wait()
+        if world.rank < 2:
+            (group.recv if world.rank else group.send)(whole, 1 - world.rank, "ahead").wait()
+            (group.send if world.rank else group.recv)(shard, 1 - world.rank, "back").wait()
         group.barrier()
         with pytest.raises(ContractError):
             group.all_gather(whole, torch.ones(3))
+        with pytest.raises(ContractError):
+            group.send(whole, world.rank)
         return sent
 
     expected = {"all_gather": 240, "reduce_scatter": 60, "all_reduce": 240, "all_to_all": 120, "broadcast": 30}
-    assert comm.run_threads(4, body) == [expected] * 4
+    assert comm.run_threads(4, body) == [expected | {"send": 160}, expected | {"send": 40}, expected, expected]
 
 
 def test_counted_counts_as_a_verb_is_called() -> None:
@@ -142,6 +156,9 @@ def test_counted_counts_as_a_verb_is_called() -> None:
             group.all_to_all(torch.ones(40), whole),
             group.broadcast(whole, root=1),
         ]
+        if world.rank in (0, 3):
+            peer = group.ranks.index(3 - world.rank)
+            handles += [group.recv(torch.ones(40), peer), group.send(whole, peer)]
         counted = Counter(sent)
         if not world.rank:
             assert not any(handle.done() for handle in handles)
@@ -152,7 +169,8 @@ def test_counted_counts_as_a_verb_is_called() -> None:
         return counted
 
     expected = {"all_gather": 120, "reduce_scatter": 120, "all_reduce": 240, "all_to_all": 120, "broadcast": 120}
-    assert comm.run_threads(4, body) == [expected] * 4
+    sender = expected | {"send": 160}
+    assert comm.run_threads(4, body) == [sender, expected, expected, sender]
 
 
 @pytest.mark.parametrize(("size", "local"), [(1, 1), (4, 2), (6, 3), (8, 4), (8, 8), (8, 1)])

@@ -1,0 +1,295 @@
+"""A send that differs from its recv, is not received, or whose other rank fails: an error on both, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npuzero import comm
+from npuzero.comm import World
+from npuzero.errors import CollectiveError
+from world.comm_ranks import run_ranks
+
+#: What goes wrong on one of two ranks must be noticed by the other within this.
+NOTICED_S = 2.0
+
+
+def stages(world: World) -> comm.Communicator:
+    return world.communicator(range(world.size), "stages")
+
+
+def met_on_threads(size: int, fn: Callable[[World], Any], timeout_s: float = 20.0) -> dict[int, CollectiveError]:
+    """The CollectiveError of each rank."""
+    met: dict[int, CollectiveError] = {}
+
+    def body(world: World) -> None:
+        try:
+            fn(world)
+        except CollectiveError as error:
+            met[world.rank] = error
+            time.sleep(0.5)  # so that nobody learns it from this rank's end
+
+    comm.run_threads(size, body, timeout_s=timeout_s)
+    return met
+
+
+def caught(call: Callable[[], object]) -> CollectiveError:
+    with pytest.raises(CollectiveError) as met:
+        call()
+    return met.value
+
+
+# --- ends that differ -------------------------------------------------------------------------------------------------
+
+#: numel, dtype and tag of two sends, and of the two recvs that await them.
+DIFFERENT = {
+    "size": ([(12, "float32", "a"), (12, "float32", "b")], [(12, "float32", "a"), (13, "float32", "b")], 2),
+    "size, larger than a slot": ([(900_000, "float32", "a")], [(800_000, "float32", "a")], 1),
+    "nothing": ([(0, "float32", "a")], [(12, "float32", "a")], 1),
+    "dtype": ([(12, "float32", "a")], [(12, "int32", "a")], 1),
+    "tag": ([(12, "float32", "a")], [(12, "float32", "b")], 1),
+    "order": ([(12, "float32", "a"), (12, "float32", "b")], [(12, "float32", "b"), (12, "float32", "a")], 1),
+}
+
+
+def different(world: World, case: str) -> list[tuple[str, str, str, int]]:
+    """What each of two ranks, and then its next calls, raise: kind, text, tag and number."""
+    group = stages(world)
+    sends, recvs, _ = DIFFERENT[case]
+    buffers = [
+        (torch.zeros(numel, dtype=getattr(torch, dtype)), 1 - world.rank, tag)
+        for numel, dtype, tag in (sends, recvs)[world.rank]
+    ]
+    handles = [(group.recv if world.rank else group.send)(*call) for call in buffers]
+    errors = [caught(lambda: [handle.wait() for handle in handles])]
+    errors += [caught(call) for call in (group.barrier, lambda: group.send(torch.ones(1), 1 - world.rank).wait())]
+    return [(e.facts["kind"], e.got, f"{e.facts['tag']} {e.subject}", e.facts["sequence"]) for e in errors]
+
+
+def check_different(case: str, seen: list[list[tuple[str, str, str, int]]]) -> None:
+    sends, recvs, number = DIFFERENT[case]
+    said = [f"send #{number} of {n} {dtype} tagged {tag!r}" for n, dtype, tag in (sends[number - 1], recvs[number - 1])]
+    for rank, ((kind, got, about, sequence), *later) in enumerate(seen):
+        assert kind == "mismatch" and sequence == number
+        assert sorted(got.split("; ")) == [f"rank 0: {said[0]}", f"rank 1: {said[1]}"]
+        tag = (sends, recvs)[rank][number - 1][2]
+        assert f"{('send', 'recv')[rank]} #{number} tagged {tag!r} of 'stages' on rank {rank}" in about
+        assert all(kind == "mismatch" and said == got for kind, said, *_ in later), "broken for good"
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_ends_that_differ_are_named_on_both_ranks(case: str) -> None:
+    check_different(case, comm.run_threads(2, lambda world: different(world, case)))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    ("backend", "case"), [(None, "tag"), *(("gloo", case) for case in ("nothing", "dtype", "order"))]
+)
+def test_processes_whose_ends_differ(backend: str | None, case: str, tmp_path: Path) -> None:
+    outcomes = run_ranks(2, different, case, folder=tmp_path, backend=backend)
+    for outcome in outcomes:
+        assert outcome.error is None and outcome.exit_code == 0, outcome.trace
+    check_different(case, [outcome.value for outcome in outcomes])
+
+
+def test_others_of_the_group_hear_of_it() -> None:
+    """Rank 2 waits for rank 1, which has met rank 0 in vain."""
+
+    def body(world: World) -> None:
+        group = stages(world)
+        if world.rank < 2:
+            different(world, "tag")
+            time.sleep(1.0)
+        else:
+            group.recv(torch.ones(3), 1, "mine").wait()
+
+    met = met_on_threads(3, body)
+    assert met[2].facts["kind"] == "mismatch" and "tagged 'a'; rank 1: send #1" in met[2].got
+
+
+# --- a rank that does not come ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["send", "recv"])
+def test_a_send_without_a_recv_ends_at_the_timeout(verb: str) -> None:
+    late: list[CollectiveError] = []
+
+    def body(world: World) -> None:
+        group = stages(world)
+        if world.rank:
+            time.sleep(1.0)
+            late.append(caught(lambda: (group.recv if verb == "send" else group.send)(torch.ones(4), 0, "x").wait()))
+        else:
+            getattr(group, verb)(torch.ones(4), 1, "x").wait()
+
+    (error,) = met_on_threads(2, body, timeout_s=0.4).values()
+    assert error.facts["kind"] == late[0].facts["kind"] == "timeout"
+    assert error.subject == f"{verb} #1 tagged 'x' of 'stages' on rank 0"
+    assert "send #1 of 4 float32 tagged 'x' within 0.4 s" in error.expected and "waits for rank 1" in error.got
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_all_receive_first_are_told_so(size: int) -> None:
+    """Around a ring: nobody would ever send."""
+    begin = time.monotonic()
+    met = met_on_threads(
+        size, lambda world: stages(world).recv(torch.ones(4), (world.rank + 1) % size, f"x{world.rank}").wait()
+    )
+    assert time.monotonic() - begin < 5 + NOTICED_S
+    assert sorted(met) == list(range(size))
+    for error in met.values():
+        assert error.facts["kind"] == "diverged"
+        assert all(f"waits in recv #1 tagged 'x{rank}' of 'stages'" in error.got for rank in range(size)), error.got
+
+
+def test_a_send_is_where_it_was_started() -> None:
+    """The board must not take a rank that has sent, and waits elsewhere, for one that never comes."""
+
+    def body(world: World) -> dict[str, int]:
+        group = stages(world)
+        call = group.recv if world.rank else group.send
+        handles = [call(torch.ones(4), 1 - world.rank, "x") for _ in range(3)]
+        for handle in handles:
+            handle.wait()
+        group.barrier()
+        return group.arrived()
+
+    here, there = comm.run_threads(2, body)
+    assert here == there and sorted(here.values()) == [1, 3]
+
+
+# --- a rank that fails ------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_frees_whoever_sends_or_receives() -> None:
+    kinds: dict[int, str] = {}
+
+    def body(world: World) -> None:
+        group = stages(world)
+        if world.rank == 1:
+            group.send(torch.ones(1_000_000), 0, "never received")
+            raise KeyError("mine")
+        call = group.send if world.rank else group.recv
+        kinds[world.rank] = str(caught(lambda: call(torch.ones(9), 1, "x").wait()).facts["kind"])
+
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="mine"):
+        comm.run_threads(3, body)
+    assert time.monotonic() - begin < NOTICED_S + 1
+    assert kinds.keys() == {0, 2} and set(kinds.values()) <= {"aborted", "closed", "mismatch"}
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_who_waits_for_a_rank_that_gives_up_is_told(how: str) -> None:
+    """Rank 0 has not sent yet, nor opened a channel."""
+
+    def body(world: World) -> None:
+        group = stages(world)
+        if world.rank == 0:
+            time.sleep(0.3)
+            group.abort("no memory left") if how == "abort" else group.close()
+            group.send(torch.ones(4), 1, "x").wait()
+        group.recv(torch.ones(4), 0, "x").wait()
+
+    begin = time.monotonic()
+    met = met_on_threads(2, body)
+    assert time.monotonic() - begin < NOTICED_S + 1
+    assert sorted(met) == [0, 1]
+    kind = "aborted" if how == "abort" else "closed"
+    assert all(error.facts["kind"] == kind and error.facts["tag"] == "x" for error in met.values())
+
+
+def test_a_rank_that_ends_with_sends_under_way_finishes_them() -> None:
+    def body(world: World) -> float:
+        group = stages(world)
+        buffer = torch.zeros(1_000_000)
+        if world.rank:
+            time.sleep(0.3)
+            group.recv(buffer, 0, "last").wait()
+        else:
+            group.send(buffer + 1, 1, "last")
+        return float(buffer.sum())
+
+    assert comm.run_threads(2, body) == [0, 1_000_000]
+
+
+def killed(world: World, in_place: bool) -> tuple[float, str, str]:
+    """Rank 1 is killed while rank 0 sends to it, and receives from it, without end."""
+    group = stages(world)
+    n = 1 << 18
+    out, back = (group.buffer(n, torch.float32) if in_place else torch.ones(n) for _ in range(2))
+    group.barrier()
+    if world.rank == 1:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    peer = 1 - world.rank
+    try:
+        while True:
+            handles = [group.send(out, peer, "out") for _ in range(3)]
+            for _ in range(3):
+                group.recv(back, peer, "out").wait()
+            for handle in handles:
+                handle.wait()
+    except CollectiveError as error:
+        return time.monotonic(), str(error.facts.get("kind")), str(error)
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(("backend", "in_place"), [(None, False), (None, True), ("gloo", False)])
+def test_killed_rank(backend: str | None, in_place: bool, tmp_path: Path) -> None:
+    outcomes = run_ranks(2, killed, in_place, folder=tmp_path, backend=backend, limit_s=30)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    assert outcomes[0].error is None and outcomes[0].exit_code == 0, outcomes[0].trace
+    _, kind, text = outcomes[0].value
+    assert "tagged 'out' of 'stages' on rank 0" in text
+    assert "rank 1 is dead" in text or (kind != "dead" and backend == "gloo")
+
+
+def killed_before_it_sends(world: World) -> tuple[float, float, str]:
+    group = stages(world)
+    group.barrier()
+    at = time.monotonic() + 0.3
+    if world.rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = caught(group.recv(torch.ones(10), 1, "x").wait)
+    return at, time.monotonic(), error.got
+
+
+@pytest.mark.world
+def test_killed_rank_is_noticed_in_time(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, killed_before_it_sends, folder=tmp_path, limit_s=30)
+    assert outcomes[0].error is None, outcomes[0].trace
+    killed_s, noticed_s, got = outcomes[0].value
+    assert "rank 1 is dead; rank 1 has not opened this communicator" in got
+    assert noticed_s - killed_s < NOTICED_S
+
+
+def waits_elsewhere(world: World) -> tuple[str, float]:
+    """Rank 0 waits for what rank 1 never sends, after what both met in vain."""
+    group = stages(world)
+    other = 1 - world.rank
+    if world.rank:
+        group.recv(torch.ones(3), other, "b")
+        time.sleep(1.5)
+        return "", 0.0
+    group.send(torch.ones(3), other, "a")
+    begin = time.monotonic()
+    error = caught(group.recv(torch.ones(3), other, "never").wait)
+    return str(error.facts.get("kind")), time.monotonic() - begin
+
+
+@pytest.mark.world
+def test_over_gloo_one_failure_ends_every_wait(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, waits_elsewhere, folder=tmp_path, backend="gloo", timeout_s=20)
+    assert outcomes[0].error is None, outcomes[0].trace
+    kind, waited_s = outcomes[0].value
+    assert kind == "mismatch" and waited_s < NOTICED_S
