@@ -141,7 +141,8 @@ class Plan:
         """Return the plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
         Args:
-            name: one of :data:`PRESETS` or :data:`OFFLOADED`, or 0, 1, 2, 3, 1.5.
+            name: one of :data:`PRESETS` or :data:`OFFLOADED`, or 0, 1, 2, 3, 1.5; or ``"isp"``, for ranks that share
+                sequences.
             precision: None keeps each parameter's dtype; a name of :data:`PRECISIONS`, a dtype that the parameters
                 are converted to, or a :class:`Precision`.
             local_size: see :class:`Plan`.
@@ -158,7 +159,7 @@ class Plan:
         if not isinstance(key, str) or key not in _ROWS:
             raise ConfigError(
                 "plan preset",
-                expected=f"one of {', '.join((*PRESETS, *OFFLOADED))} or a stage 0, 1, 1.5, 2, 3",
+                expected=f"one of {', '.join((*PRESETS, *OFFLOADED, *SEQUENCED))} or a stage 0, 1, 1.5, 2, 3",
                 got=repr(name),
                 do=did_you_mean(name, _SPELLINGS, "Choose a preset, or build a Plan from Placements."),
             )
@@ -282,13 +283,16 @@ class Plan:
             world: their number; or a mesh's sizes, which are kept but for the plan's ``local_size``.
 
         Raises:
-            ConfigError: the world is not divisible by the group size.
+            ConfigError: the world is not divisible by the group size; a preset for ranks that share sequences, and none
+                do.
         """
         if isinstance(world, MeshShape):
-            if self.local_size is None:
-                return world
-            groups = self.mesh_shape(world.node * world.local)
-            return replace(world, node=groups.node, local=groups.local)
+            shape = world
+            if self.local_size is not None:
+                groups = self.mesh_shape(world.node * world.local)
+                shape = replace(world, node=groups.node, local=groups.local)
+            _check_sequence(self, shape)
+            return shape
         if not _is_int(world) or world < 1:
             raise ConfigError(
                 "world", expected="a positive number of ranks", got=repr(world), do="Give the world size."
@@ -304,7 +308,10 @@ class Plan:
                 world=world,
                 local_size=local,
             )
-        return MeshShape(world // local, local)
+        shape = MeshShape(world // local, local)
+        if host_size is not None:  # ranks that there are, not their number alone
+            _check_sequence(self, shape)
+        return shape
 
 
 _D: Axes = (NODE, LOCAL)
@@ -321,6 +328,7 @@ _ROWS: dict[str, tuple[Axes, Axes, Axes, Axes]] = {
     "hpz": (_HPZ, _L, _HPZ, _HPZ),
     "hsdp": (_L, _L, _L, _L),
     "mics": (_L, _L, _L, _L),
+    "isp": (_L, _L, _L, _HPZ),
 }
 #: What ``offload`` takes, and what rests where then.
 OFFLOADS: dict[str, dict[str, Memory]] = {
@@ -338,12 +346,14 @@ _OFFLOADED = {
 }
 # preset: the one of which it delays the updates
 _DELAYED = {"delayed": "offload"}
+#: Those for ranks that share sequences (InternEvo's isp: the local axis is its weight axis).
+SEQUENCED = ("isp",)
 #: Names :meth:`Plan.preset` takes: those with everything on the device, and others.
-PRESETS = tuple(_ROWS)
+PRESETS = tuple(name for name in _ROWS if name not in SEQUENCED)
 OFFLOADED = (*_OFFLOADED, *_DELAYED)
 # What people call some of them elsewhere.
 _SPELLINGS = {
-    **{name: name for name in (*PRESETS, *OFFLOADED)},
+    **{name: name for name in (*PRESETS, *OFFLOADED, *SEQUENCED)},
     **{name.removeprefix("zero"): name for name in PRESETS},
     **{name.replace("zero", "stage"): name for name in PRESETS},
     "ddp": "zero0",
@@ -425,6 +435,17 @@ def _check_placement(plan: str, part: str, placement: Placement) -> None:
             expected="a number above 0, up to 1" if shared else "1.0: states alone, off the device, are divided",
             got=repr(share),
             do="Give the part of a shard that rests off the device.",
+        )
+
+
+def _check_sequence(plan: Plan, shape: MeshShape) -> None:
+    if plan.name.partition("+")[0] in SEQUENCED and shape.local > 1 == shape.sequence:
+        raise ConfigError(
+            f"plan {plan.name!r}",
+            expected="ranks that share sequences: a mesh with a sequence axis",
+            got=f"sequence=1 beside weights that are sharded over {shape.local} ranks",
+            do="Give npuzero.mesh(sequence=...), or take 'hsdp', which shards weights alone.",
+            local_size=shape.local,
         )
 
 

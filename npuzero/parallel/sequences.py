@@ -1,0 +1,246 @@
+"""Sequences divided over ranks: each has a slice of every sequence, and within attention a slice of the heads.
+
+Outside of attention a token is computed without the others, so a rank that has ``1 / q`` of them computes and keeps
+``1 / q`` of the activations. Around attention two all_to_alls change slices (DeepSpeed-Ulysses, Jacobs et al. 2023)::
+
+    [batch, heads, seq / q, dim]  ->  [batch, heads / q, seq, dim]  ->  attention  ->  [batch, heads, seq / q, dim]
+
+With ``t`` query and ``k`` key heads a layer's forward sends ``batch * seq * (2 t + 2 k) * dim / q * (q - 1) / q``
+elements from each rank, and its backward as many. Ranks that share a sequence are data ranks all the same: each sees
+other tokens, so gradients are averaged over them as ever, and :func:`token_loss` makes that the mean over all tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npuzero.comm import Communicator, Mesh
+from npuzero.errors import ConfigError
+from npuzero.parallel.functions import divisors, swap
+from npuzero.plan import DATA, SEQUENCE
+
+_Attention = TypeVar("_Attention", bound=Callable[..., Tensor])
+
+#: The label of tokens that no loss counts, as torch has it.
+IGNORED = -100
+#: Of packed sequences, which one each token of the unsharded sequence belongs to: [batch, seq] int64.
+PACKED = "sequence_ids"
+
+
+def attention(function: _Attention, mesh: Mesh) -> _Attention:
+    """Wrap an attention function, so that it sees whole sequences and some of the heads; call it with slices of them.
+
+    Args:
+        function: ``(q, k, v, ...) -> out`` of [batch, heads / ranks, seq, dim]; k and v may have fewer heads than q.
+            Whatever else it takes is passed on as it is. Heads of k and v that the ranks do not divide are repeated.
+        mesh: as :func:`npuzero.mesh` made it; every rank of its ``sequence`` axis calls what is returned.
+
+    Returns:
+        The same of slices: [batch, heads, seq / ranks, dim].
+
+    Raises:
+        ConfigError: when it is called, the ranks do not divide the heads.
+
+    Example::
+
+        mesh = npuzero.mesh(sequence=1)
+        attend = npuzero.parallel.attention(torch.nn.functional.scaled_dot_product_attention, mesh)
+        q = k = v = torch.randn(2, 4, 16, 8)
+        out = attend(q, k, v, is_causal=True)
+    """
+    group = sequence_group(mesh)
+    if group.size == 1:
+        return function
+
+    @functools.wraps(function)
+    def over_slices(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        return swap(function(*whole_sequences(q, k, v, group), *args, **options), group, 2, 1)
+
+    return cast(_Attention, over_slices)
+
+
+def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's heads of whole sequences, from all heads of its slice of them: [batch, heads, seq, dim]."""
+    check_heads("attention", q.shape[1], group.size)
+    # The fewest copies that the ranks divide; they divide the heads of q, so each head of k serves as many of these.
+    k, v = (x.repeat_interleave(group.size // math.gcd(x.shape[1], group.size), 1) for x in (k, v))
+    q, k, v = (swap(x, group, 1, 2) for x in (q, k, v))
+    return q, k, v
+
+
+def check_heads(subject: str, heads: int, ranks: int) -> None:
+    """Raise ConfigError where the ranks do not divide the heads."""
+    if heads % ranks:
+        raise ConfigError(
+            subject,
+            expected=f"heads that the {ranks} ranks of the sequence axis divide",
+            got=f"{heads} heads",
+            do=f"Choose sequence among {', '.join(map(str, divisors(heads)))}.",
+            heads=heads,
+            sequence=ranks,
+            divisors=divisors(heads),
+        )
+
+
+@overload
+def slice(batch: Tensor, mesh: Mesh) -> Tensor: ...
+
+
+@overload
+def slice(batch: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]: ...
+
+
+def slice(batch: Tensor | Mapping[str, Any], mesh: Mesh) -> Tensor | dict[str, Any]:
+    """Return this rank's slice of whole sequences, which all ranks of its ``sequence`` axis give.
+
+    Of a mapping, as a model of transformers is called with it: tensors [batch, seq, ...] are sliced, after ``labels``
+    are shifted so that a token's label is the next token; ``position_ids`` are added where there are none; an
+    ``attention_mask`` stays whole, since attention sees whole sequences. Where position ids begin again within a row,
+    the row is several sequences: then ``sequence_ids`` say which, for :func:`sequence`. All else is as it was.
+
+    Args:
+        batch: [batch, seq, ...], or tensors by name, ``input_ids``, ``inputs_embeds`` or ``labels`` among them.
+        mesh: as :func:`npuzero.mesh` made it.
+
+    Raises:
+        ConfigError: the ranks do not divide the sequence; nothing says how long it is.
+
+    Example::
+
+        mesh = npuzero.mesh(sequence=1)
+        tokens = torch.randint(100, (2, 16))
+        part = npuzero.parallel.slice({"input_ids": tokens, "labels": tokens}, mesh)
+        assert part["position_ids"].shape == part["labels"].shape == (2, 16 // mesh.size(("sequence",)))
+    """
+    group = sequence_group(mesh)
+    if isinstance(batch, Tensor):
+        return _slice(batch, group)
+    names = [name for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor)]
+    if not names:
+        raise ConfigError(
+            "parallel.slice",
+            expected="input_ids, inputs_embeds or labels, which say how long sequences are",
+            got=f"{', '.join(map(repr, batch)) or 'nothing'}",
+            do="Name one of the tensors so, or slice each by itself.",
+        )
+    example = batch[names[0]]
+    whole = dict(batch)
+    if "labels" in whole:
+        whole["labels"] = F.pad(whole["labels"][:, 1:], (0, 1), value=IGNORED)
+    packed = _packed(whole["position_ids"]) if whole.get("position_ids") is not None else None
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(example.shape[1], device=example.device).expand(example.shape[:2])
+    parts = {
+        name: _slice(value, group)
+        if isinstance(value, Tensor) and value.shape[1:2] == example.shape[1:2] and name != "attention_mask"
+        else value
+        for name, value in whole.items()
+    }
+    return parts if packed is None else {**parts, PACKED: packed}
+
+
+def _packed(positions: Tensor) -> Tensor | None:
+    """Return the number of the sequence that each token is of, [batch, seq]; None where a row is one sequence."""
+    begins = positions.diff(dim=1) != 1
+    return F.pad(begins.cumsum(1), (1, 0)) if begins.any() else None
+
+
+def _slice(x: Tensor, group: Communicator) -> Tensor:
+    length = x.shape[1] if x.dim() > 1 else 0
+    if not length or length % group.size:
+        raise ConfigError(
+            "parallel.slice",
+            expected=f"[batch, seq, ...] with a seq that the {group.size} ranks of the sequence axis divide",
+            got=str(list(x.shape)),
+            do=f"Choose sequence among {', '.join(map(str, divisors(length)))}, or pad to "
+            f"{-(-length // group.size) * group.size}."
+            if length
+            else "Give whole sequences.",
+            seq=length,
+            sequence=group.size,
+            divisors=divisors(length) if length else [],
+        )
+    return x.chunk(group.size, 1)[group.rank].contiguous()
+
+
+def token_loss(logits: Tensor, labels: Tensor, mesh: Mesh, *, tokens: float | Tensor | None = None) -> Tensor:
+    """Return the mean loss over the tokens of all ranks, the same bits on each; every data rank calls it.
+
+    Ranks have slices, and some more labels than others. The gradient of each rank's own tokens is weighted so that
+    the mean over data ranks, which training takes, is the gradient of the mean over all tokens.
+
+    Args:
+        logits: [batch, seq, classes], whose cross entropy it is, in float32; or losses: [batch, seq], one a token.
+        labels: [batch, seq] int64, of the same tokens, as :func:`slice` shifted them; -100 does not count.
+        mesh: as :func:`npuzero.mesh` made it.
+        tokens: how many labels count, over all ranks; None: of this call. A step of several micro-batches is the mean
+            over all its tokens where each is given their number.
+
+    Returns:
+        () float32. Without any label that counts: NaN, as torch's.
+
+    Raises:
+        ConfigError: shapes that differ.
+
+    Example::
+
+        mesh = npuzero.mesh(sequence=1)
+        logits, labels = torch.randn(2, 16, 100, requires_grad=True), torch.randint(100, (2, 16))
+        npuzero.parallel.token_loss(logits, labels, mesh).backward()
+    """
+    counts = labels != IGNORED
+    if logits.shape[:-1] == labels.shape:
+        losses = F.cross_entropy(
+            logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+    elif logits.shape == labels.shape:
+        losses = logits.float().masked_fill(~counts, 0.0)
+    else:
+        raise ConfigError(
+            "parallel.token_loss",
+            expected=f"logits {[*labels.shape, 'classes']} or losses {list(labels.shape)}, as labels are",
+            got=str(list(logits.shape)),
+            do="Give what the model makes of the same slice.",
+        )
+    sums = torch.stack((losses.sum(dtype=torch.float64), counts.sum(dtype=torch.float64)))
+    sums = cast(Tensor, _Sums.apply(sums, _communicator(mesh, DATA)))  # type: ignore[no-untyped-call]
+    return (sums[0] / (sums[1] if tokens is None else tokens)).float()
+
+
+class _Sums(torch.autograd.Function):
+    """Add up what ranks have. Gradients are weighted by their number, for the engine takes the mean over them."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, everyone: Communicator) -> Tensor:
+        ctx.ranks = everyone.size
+        sums = sums.clone()
+        everyone.all_reduce(sums, tag="token loss").wait()
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.ranks, None
+
+
+def sequence_group(mesh: Mesh) -> Communicator:
+    """Return the ranks that share this rank's sequences.
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    return _communicator(mesh, (SEQUENCE,))
+
+
+def _communicator(mesh: Mesh, axes: tuple[str, ...]) -> Communicator:
+    if not isinstance(mesh, Mesh):
+        raise ConfigError(
+            "npuzero.parallel: mesh", expected="a Mesh", got=repr(mesh), do="Pass what npuzero.mesh() returned."
+        )
+    return mesh.communicator(axes, SEQUENCE)
