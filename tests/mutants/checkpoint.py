@@ -233,17 +233,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("checkpoint/test_exact.py::test_equally_long_groups_of_plain_torch_keep_their_own_states",),
     ),
     Mutant(
-        "replicas of a shard write one part of it several times, and the rest never",
+        "each replica of a shard writes all of it",
         "checkpoint/parts.py",
-        "shape.index(axes + axes_beyond(axes), rank)",
-        "shape.index(axes, rank)",
+        "        axes += axes_beyond(axes, plan.reduced)\n",
+        "",
         ("checkpoint/test_resume.py::test_some_pairs",),
     ),
     Mutant(
         "replicas write the ranges of one another",
         "checkpoint/parts.py",
-        "shape.index(axes + axes_beyond(axes), rank)",
-        "shape.index(axes_beyond(axes) + axes, rank)",
+        "axes += axes_beyond(axes, plan.reduced)",
+        "axes = axes_beyond(axes, plan.reduced) + axes",
         ("checkpoint/test_resume.py::test_some_pairs",),
     ),
     Mutant(

@@ -147,8 +147,8 @@ MUTANTS = (
     Mutant(
         "a save brings all of a shard to memory",
         "checkpoint/parts.py",
-        "limit = ITEM_BYTES // cut.dtype.itemsize",
-        "limit = None",
+        "sites(begin, end, ITEM_BYTES // cut.dtype.itemsize)",
+        "sites(begin, end)",
         ("checkpoint/test_streams.py::test_no_more_than_a_few_pieces_are_in_memory",),
     ),
     Mutant(
