@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import npuzero
-from npuzero import checkpoint
+from npuzero import checkpoint, parallel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,6 +63,7 @@ def public() -> dict[str, Any]:
     """What users call, by name. Errors are not called; the root of their tree shows how all are caught."""
     named = [(f"npuzero.{name}", getattr(npuzero, name)) for name in npuzero.__all__]
     named += [(f"checkpoint.{name}", getattr(checkpoint, name)) for name in checkpoint.__all__]
+    named += [(f"parallel.{name}", getattr(parallel, name)) for name in parallel.__all__]
     given = {"CutTensor", "Loaded", "Saving", "Stateful"}  # what calls return and take: nobody makes one
     return {
         name: each

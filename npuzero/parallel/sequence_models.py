@@ -12,12 +12,13 @@ import inspect
 import itertools
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from npuzero.comm import Mesh
+from npuzero.comm import Communicator, Mesh
 from npuzero.errors import ConfigError
 from npuzero.parallel.functions import swap
 from npuzero.parallel.sequences import PACKED, check_heads, sequence_group, token_loss, whole_sequences
@@ -55,8 +56,7 @@ def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
     """
     group = sequence_group(mesh)
     _check_model(model, group.size)
-    if group.size > 1:
-        _Slices(model, mesh)
+    _Slices(model, group)
     if _predicts_tokens(model):
         model.loss_function = _loss(mesh)
     return model
@@ -65,8 +65,8 @@ def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
 class _Slices:
     """Stand before the forward, the masks and the attention of one model on one rank."""
 
-    def __init__(self, model: Any, mesh: Mesh) -> None:
-        self._group = sequence_group(mesh)
+    def __init__(self, model: Any, group: Communicator) -> None:
+        self._group = group
         self._own = model.config._attn_implementation or "eager"
         self._takes = list(inspect.signature(model.forward).parameters)
         self._learns = _predicts_tokens(model)
@@ -80,9 +80,10 @@ class _Slices:
 
     def _install(self, model: Any, name: str) -> None:
         tables = self._attention, self._masking.ALL_MASK_ATTENTION_FUNCTIONS
-        for table, function in zip(tables, (self.attend, self.mask), strict=True):
-            type(table).register(name, function)
-            weakref.finalize(model, type(table)._global_mapping.pop, name, None)
+        methods: tuple[Callable[..., Any], ...] = (self.attend, self.mask)
+        for table, method in zip(tables, methods, strict=True):
+            type(table).register(name, _weakly(weakref.WeakMethod(method)))
+            weakref.finalize(self, type(table)._global_mapping.pop, name, None)
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             raise ConfigError(
@@ -179,6 +180,17 @@ class _Slices:
         """Return the attention that ``module`` would call itself: the table has all but ``eager``, its file's own."""
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
         return self._attention.get_interface(self._own, eager)
+
+
+def _weakly(method: weakref.WeakMethod[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return what calls ``method`` as long as the hook of a model, or of a copy of it, keeps its object."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        bound = method()
+        assert bound is not None
+        return bound(*args, **options)
+
+    return call
 
 
 class _Part:

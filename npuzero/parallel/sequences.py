@@ -70,7 +70,9 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: Communicator) -> tup
     """Return this rank's heads of whole sequences, from all heads of its slice of them: [batch, heads, seq, dim]."""
     check_heads("attention", q.shape[1], group.size)
     # The fewest copies that the ranks divide; they divide the heads of q, so each head of k serves as many of these.
-    k, v = (x.repeat_interleave(group.size // math.gcd(x.shape[1], group.size), 1) for x in (k, v))
+    copies = group.size // math.gcd(k.shape[1], group.size)
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
     q, k, v = (swap(x, group, 1, 2) for x in (q, k, v))
     return q, k, v
 

@@ -128,10 +128,12 @@ def saved_bytes(compute: Callable[[], Tensor]) -> tuple[Tensor, int]:
     return result, sum(kept)
 
 
-def on_rank(world: World, plan: Any, sizes: dict[str, int], recipe: Recipe, layers: int = LAYERS) -> dict[str, Any]:
+def on_rank(
+    world: World, plan: Any, sizes: dict[str, int], recipe: Recipe, layers: int = LAYERS, **more: Any
+) -> dict[str, Any]:
     mesh = Watched(world, **sizes)
     group = mesh.index(DATA) // mesh.shape.sequence
-    model = npuzero.zero(prepared(mesh, layers), plan=plan, mesh=mesh)
+    model = npuzero.zero(prepared(mesh, layers), plan=plan, mesh=mesh, **more)
     kind, options = _KINDS[recipe.optimizer]
     own = {"sgd": lambda *a, **o: npuzero.ZeroOptimizer(kind, *a, **o), "adamw": npuzero.AdamW}[recipe.optimizer]
     optimizer = own(model.parameters(), **options)
@@ -154,9 +156,9 @@ def on_rank(world: World, plan: Any, sizes: dict[str, int], recipe: Recipe, laye
         optimizer.zero_grad()
         held.append(npuzero.report(model).bytes_held)
     report = npuzero.report(model)
-    predicted = npuzero.predict(
-        model, plan, mesh, clip=True, micro_batches=recipe.micro_batches, moments=0 if recipe.optimizer == "sgd" else 2
-    )
+    moments = {"sgd": 0, "adamw": 2}[recipe.optimizer]  # torch's optimizers have theirs to themselves
+    facts = {"clip": True, "micro_batches": recipe.micro_batches, "moments": moments}
+    predicted = npuzero.predict(model, plan, mesh, **facts, **more)
     assert report.bytes_sent == predicted.bytes_sent and report.bytes_held == predicted.bytes_held
     return {
         "state": {"norms": torch.stack(norms), **npuzero.full_state_dict(model, rank0_only=False)},

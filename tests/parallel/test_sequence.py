@@ -14,6 +14,7 @@ from npuzero import ConfigError, Plan, parallel
 from npuzero.comm import World, run_threads
 from npuzero.plan import MeshShape
 from parallel.sequence_training import DIM, SEQUENCE, Recipe, check, on_rank
+from world.train import assert_same_bits
 
 EIGHT = [
     (weight, sequence, pod, kind)
@@ -81,6 +82,22 @@ def test_two_layers_are_unsharded_at_a_time_however_many_there_are() -> None:
     layer = 4 * (4 * DIM * DIM + 4 * DIM * DIM)  # its matrices, in bytes
     assert few["buffers"] < many["buffers"] + layer and many["buffers"] < few["buffers"] + layer
     assert many["parameters"] > few["parameters"] + layer
+
+
+@pytest.mark.parametrize("overlap", [False, "gradients", "parameters"])
+def test_overlap_moves_no_bit(overlap: Any) -> None:
+    sizes, recipe = {"sequence": 4}, Recipe(steps=2)
+    found = [
+        run_threads(
+            4,
+            lambda world, how=how: on_rank(
+                world, isp(2), sizes, recipe, settings=npuzero.Settings(overlap=how, prefetch=2 if how else 0)
+            ),
+        )
+        for how in (True, overlap)
+    ]
+    for mine, other in zip(*found, strict=True):
+        assert_same_bits(mine["state"], other["state"])
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuzero.plan import (
-    AXES,
+    LOCAL,
+    NODE,
     MOMENT_BLOCK,
     OFFLOADED,
     FlatSize,
@@ -105,8 +106,8 @@ def test_what_is_moved_in_a_step(name, precision, passes):
 @pytest.mark.parametrize("memory", [Memory.HOST, Memory.NVME])
 @pytest.mark.parametrize("homed", [False, True])
 def test_a_share_keeps_the_front_of_each_shard_on_the_device(memory, homed):
-    gradients = Placement(AXES, Memory.HOST if homed else Memory.DEVICE)
-    plan = Plan(gradients=gradients, states=Placement(AXES, memory, 0.7), precision=Precision(torch.bfloat16))
+    gradients = Placement((NODE, LOCAL), Memory.HOST if homed else Memory.DEVICE)
+    plan = Plan(gradients=gradients, states=Placement((NODE, LOCAL), memory, 0.7), precision=Precision(torch.bfloat16))
     flat = FlatSize(0, 8 * 64 * 1000, torch.bfloat16)
     near, far = 64 * 300, 64 * 700
     report = predict_bytes(plan, [flat], RANKS, Step(1))
