@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -15,11 +18,14 @@ import npuzero
 from npuzero import checkpoint, comm
 from npuzero.checkpoint import CutTensor
 from npuzero.checkpoint.files import data_name
+from npuzero.checkpoint.parts import Piece
 from npuzero.checkpoint.source import Source
 from npuzero.comm import World
 from npuzero.plan import DATA as AXES
-from npuzero.plan import Relation
+from npuzero.plan import Cut, Portion, Relation
+from npuzero.shard.layout import Slot
 from npuzero.shard.relations import relate_parameter
+from npuzero.shard.tiles import Rows
 from world.cutting import Words, shard, train_cut
 from world.toy import build
 from world.train import assert_close, assert_same_bits
@@ -110,6 +116,37 @@ def test_a_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_p
 )
 def test_every_mesh_goes_on_where_another_stopped(first: Where, second: Where, tmp_path: Path) -> None:
     check(first, second, tmp_path)
+
+
+@st.composite
+def portions(draw: st.DrawFn) -> Portion:
+    """This rank's part of a tensor of one to four dimensions, cut along any of them."""
+    count = draw(st.integers(2, 3))
+    spans = tuple(count * k for k in draw(st.lists(st.integers(1, 3), max_size=3)))
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    dim = draw(st.integers(0, len(shape) - 1))
+    shape[dim] = sum(spans) or count * shape[dim]
+    return Portion(Cut("tensor", dim, spans), torch.Size(shape), count, draw(st.integers(0, count - 1)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(portions(), st.data(), st.none() | st.integers(1, 30))
+def test_boxes_of_a_part_are_where_the_whole_has_them(portion: Portion, data: st.DataObject, limit: int | None) -> None:
+    """Any range of a part: each of its elements lies in one box of the tensor, and is what the tensor has there."""
+    whole = torch.arange(portion.whole.numel()).view(portion.whole)
+    begin = 16
+    slot = Slot("weight", portion.shape, begin)
+    flat = torch.full((slot.end + 5,), -1)
+    flat[begin : slot.end] = portion.take(whole).reshape(-1)
+    first = data.draw(st.integers(begin, slot.end))
+    last = data.draw(st.integers(first, slot.end))
+    found = []
+    for site in Piece(slot, Rows("weight", portion.whole, 0), portion).sites(first, last, limit):
+        values = site.of(flat[slice(*site.range)])
+        at = tuple(slice(o, o + n) for o, n in zip(site.box.offsets, site.box.sizes, strict=True))
+        assert torch.equal(values, whole[at])
+        found += values.reshape(-1).tolist()
+    assert sorted(found) == sorted(flat[first:last].tolist())
 
 
 def test_a_save_beside_training_has_what_was_there_when_it_began(tmp_path: Path) -> None:
