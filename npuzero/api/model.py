@@ -17,8 +17,8 @@ from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, descri
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.parallel.mesh import given
 from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
+from npuzero.shard import build
 from npuzero.shard.buffers import BUFFER_RULES
-from npuzero.shard.build import predict as _predict
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
 from npuzero.shard.origin import Origin
@@ -126,9 +126,6 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     """
     _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
-    if world is None and mesh is None:
-        world = comm.current_world()
-    ranks = given(world, mesh)
     settings = _settings(settings)
     if buffers is not None:
         Rule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
@@ -138,6 +135,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
         plans = Plans.named(_plan(stage, plan, precision, local_size), unit_plans, offload)
+        ranks = given(world, mesh) or comm.current_world()
         engine = Engine(model, plans, ranks, settings, units, origin, buffers)
     attach(engine, model)
     return model
@@ -183,12 +181,8 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         do = "Give the number of backward passes a step."
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     chosen = _plan(None, plan, precision, local_size)
-    if isinstance(world, World):
-        shape = chosen.mesh_shape(world.size, len(world.local))
-    else:
-        shape = chosen.mesh_shape(world.shape if isinstance(world, Mesh) else world)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
-    return _predict(model, Plans.named(chosen, unit_plans, offload), shape, units, _settings(settings), **facts)
+    return build.predict(model, Plans.named(chosen, unit_plans, offload), world, units, _settings(settings), **facts)
 
 
 def report(model: nn.Module) -> Report:

@@ -35,6 +35,10 @@ class ArcFace:
     Attributes:
         m: radians.
         s: the factor of all cosines.
+
+    Example::
+
+        head = npuzero.parallel.ClassHead(8, classes=10, mesh=npuzero.mesh(), margin=npuzero.parallel.ArcFace(m=0.3))
     """
 
     m: float = 0.5
@@ -55,6 +59,10 @@ class CosFace:
     Attributes:
         m: of the cosine; 0: a softmax over cosines as they are.
         s: the factor of all cosines.
+
+    Example::
+
+        head = npuzero.parallel.ClassHead(8, classes=10, mesh=npuzero.mesh(), margin=npuzero.parallel.CosFace(m=0.2))
     """
 
     m: float = 0.35

@@ -52,12 +52,14 @@ def mesh(
     return made
 
 
-def given(world: object, mesh: object) -> World | Mesh:
-    """Return the ranks that a program trains on, of which it gave a world, a mesh, or a mesh and its world.
+def given(world: object, mesh: object) -> World | Mesh | None:
+    """Return the ranks that a program gave: a world, a mesh, a mesh and its world, or none.
 
     Raises:
         ConfigError: neither is what it should be, or they are not of one another.
     """
+    if world is None and mesh is None:
+        return None
     ranks, kind, name = (world, World, "world") if mesh is None else (mesh, Mesh, "mesh")
     if not isinstance(ranks, kind):
         do = (

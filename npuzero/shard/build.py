@@ -61,7 +61,7 @@ def agree(
     problem: NpuZeroError | None = None
     try:
         device.get(world.device).set_matmul(plans.model.precision.matmul)
-        shape = _shape(plans.model, ranks)
+        shape = shape_on(plans.model, ranks)
         specs = _discover(model, rule)
         own = plans.of([spec.name for spec in specs])
         _check_memories([plans.model, *own], settings, world.device)
@@ -92,10 +92,12 @@ def train_together(ranks: World | Mesh) -> World:
     return ranks.part(STAGE) if isinstance(ranks, Mesh) else ranks
 
 
-def _shape(plan: Plan, ranks: World | Mesh) -> MeshShape:
+def shape_on(plan: Plan, ranks: World | Mesh | MeshShape | int) -> MeshShape:
     """Return the sizes of the axes that ``plan`` is followed on; a mesh and a plan may both name ``local_size``."""
     if isinstance(ranks, World):
         return plan.mesh_shape(ranks.size, len(ranks.local))
+    if not isinstance(ranks, Mesh):
+        return plan.mesh_shape(ranks)
     shape = plan.mesh_shape(ranks.shape)
     if ranks.local_size is not None and shape.local != ranks.shape.local:
         raise ConfigError(
@@ -133,9 +135,15 @@ def build_units(
 
 
 def predict(
-    model: nn.Module, plans: Plans, shape: MeshShape, rule: UnitRule, settings: Settings, **facts: Any
+    model: nn.Module,
+    plans: Plans,
+    ranks: World | Mesh | MeshShape | int,
+    rule: UnitRule,
+    settings: Settings,
+    **facts: Any,
 ) -> Report:
     """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
+    shape = shape_on(plans.model, ranks)
     specs = _checked(model, rule)
     _check_cuts(model, specs, shape)
     units = [_facts(spec) for spec in specs]

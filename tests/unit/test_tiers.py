@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from npuzero.plan import (
     LOCAL,
-    NODE,
     MOMENT_BLOCK,
+    NODE,
     OFFLOADED,
     FlatSize,
     Memory,
