@@ -154,7 +154,8 @@ def _check_loadable(model: nn.Module, state: object, prefix: str, metadata: Mapp
     """
     engine = engine_of(model)
     engine.values.check_here()
-    guarded = any(unit.guarded for unit in engine.units)
+    cut = any(portion_of(parameter) for unit in engine.units for parameter in unit.parameters())
+    guarded = cut or any(unit.guarded for unit in engine.units)
     if guarded or metadata.get("assign_to_params_buffers"):
         raise StateError(
             f"load_state_dict of {type(model).__name__}",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import npuzero
 import npuzero.checkpoint.export as exporting
-from npuzero import ConfigError, comm, observe
+from npuzero import ConfigError, StateError, comm, observe
 from npuzero.comm import World
 from npuzero.plan import DATA, Cut
 from npuzero.shard import cuts, values
@@ -75,6 +75,8 @@ def test_each_rank_has_its_part_of_what_rank_0_has_built(plan: str) -> None:
                 how = cut_of(name)
                 part = expected[name] if how is None else how.take(expected[name], 2, mesh.index(TENSOR))
                 assert torch.equal(parameter, part), name
+        with pytest.raises(StateError, match="load_full_state_dict"):
+            model.load_state_dict(expected)
 
     comm.run_threads(4, rank)
 
