@@ -233,6 +233,8 @@ def _check_model(model: Any, ranks: int) -> None:
         got, do = f"{name}, which is more than that", "Prepare its causal model of text alone."
     elif getattr(model, "_is_stateful", False) or any(isinstance(m, nn.Conv1d | nn.RNNBase) for m in model.modules()):
         got, do = f"{name}, with layers that bring tokens together without attention", "Use another model."
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        got, do = f"{name}, which takes no position_ids, and would count from 0 in every slice", "Use another model."
     elif str(config._attn_implementation).startswith("npuzero_slices"):
         got, do = f"{name}, which is prepared already", "Call it once."
     else:
