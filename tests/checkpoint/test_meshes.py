@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 import npuzero
 from npuzero import checkpoint, comm
 from npuzero.checkpoint import CutTensor
-from npuzero.checkpoint.files import data_name
+from npuzero.checkpoint.files import MANIFEST, data_name
 from npuzero.checkpoint.parts import Piece
 from npuzero.checkpoint.source import Source
 from npuzero.comm import World
@@ -174,6 +176,31 @@ def test_states_off_the_device(options: Any, tmp_path: Path) -> None:
     expected = saved(CUT, tmp_path, **options)
     for state in comm.run_threads(4, lambda world: loaded(world, (4, 4, "zero3"), tmp_path, **options)):
         assert_same_bits(state, expected)
+
+
+def test_an_update_that_is_pending(tmp_path: Path) -> None:
+    expected = saved((4, 2, "delayed"), tmp_path)
+    assert any(name.endswith(".ahead") for name in expected)
+    for state in comm.run_threads(2, lambda world: loaded(world, (2, 2, "delayed"), tmp_path)):
+        assert_same_bits(state, expected)
+
+
+def test_parts_that_leave_holes_are_refused(tmp_path: Path) -> None:
+    """The columns of one tensor rank, moved onto those of another."""
+    saved(CUT, tmp_path)
+    path = checkpoint.latest(tmp_path)
+    assert path is not None
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    key = "model.layers.0.down.weight"
+    chunk = next(chunk for chunk in metadata.state_dict_metadata[key].chunks if chunk.offsets[1])
+    index = next(index for index in metadata.storage_data if (index.fqn, index.offset) == (key, chunk.offsets))
+    chunk.offsets = torch.Size([chunk.offsets[0], chunk.offsets[1] - 1])
+    metadata.storage_data[replace(index, offset=chunk.offsets)] = metadata.storage_data.pop(index)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / MANIFEST).unlink()  # it has the checksum; without it this is a checkpoint of somebody else's
+    for where in (CUT, ALONE):
+        with pytest.raises(npuzero.CheckpointError, match=rf"{key}.*so that others are missing"):
+            comm.run_threads(where[0], lambda world, where=where: loaded(world, where, path))
 
 
 def test_what_ranks_repeat_is_written_once_by_the_first(tmp_path: Path) -> None:

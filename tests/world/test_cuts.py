@@ -246,20 +246,21 @@ def test_a_cut_over_data_ranks() -> None:
     comm.run_threads(4, rank)
 
 
+def test_a_size_that_does_not_divide_is_told_on_every_rank() -> None:
+    def rank(world: World) -> None:
+        mesh = mesh_of(world, 4)
+        model = build(make=Words)
+        cut_parameter(model.layers[1].packed, Cut("tensor", 1, (36, 12)))
+        cut_parameter(model.layers[1].bias, Cut("tensor", 0, (6, 6)))
+        with pytest.raises(ConfigError, match=r"layers\.1\.bias.*tensor.*4 ranks.*: 1, 2, 3, 6"):
+            npuzero.zero(model, mesh=mesh)
+        with pytest.raises(ConfigError, match=r"layers\.1\.bias"):
+            npuzero.predict(model, "zero3", mesh)
+
+    comm.run_threads(4, rank)
+
+
 class TestMisfits:
-    def test_a_size_that_does_not_divide_is_told_on_every_rank(self) -> None:
-        def rank(world: World) -> None:
-            mesh = mesh_of(world, 4)
-            model = build(make=Words)
-            cut_parameter(model.layers[1].packed, Cut("tensor", 1, (36, 12)))
-            cut_parameter(model.layers[1].bias, Cut("tensor", 0, (6, 6)))
-            with pytest.raises(ConfigError, match=r"layers\.1\.bias.*tensor.*4 ranks.*: 1, 2, 3, 6"):
-                npuzero.zero(model, mesh=mesh)
-            with pytest.raises(ConfigError, match=r"layers\.1\.bias"):
-                npuzero.predict(model, "zero3", mesh)
-
-        comm.run_threads(4, rank)
-
     def test_one_parameter_has_one_cut(self) -> None:
         model = Words()
         cut_parameter(model.tokens.weight, Cut("tensor", 1))
