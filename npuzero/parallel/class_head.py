@@ -31,18 +31,19 @@ from npuzero.errors import ConfigError, ContractError
 from npuzero.parallel import functions
 from npuzero.parallel.margins import Margin
 from npuzero.parallel.vocabulary import softmax_loss
-from npuzero.plan import DATA, TENSOR, Relation
-from npuzero.shard.relations import relate_parameter
+from npuzero.plan import DATA, TENSOR, Cut
+from npuzero.shard.cuts import cut_parameter, portion_of
 
-#: Standard deviation of first centres, and of how many classes at a time they are drawn: no rank draws them all.
-DEVIATION, BLOCK = 0.01, 4096
+#: Standard deviation of the first centres.
+DEVIATION = 0.01
 
 
 class ClassHead(nn.Module):
     """Compute the loss of features that belong to one of many classes, whose centres are cut over the data ranks.
 
-    It is the last module of a model that :func:`npuzero.zero` shards over the same mesh; ``zero`` leaves the centres to
-    their ranks, and neither gathers nor reduces anything of them. Checkpoints and state dicts have each rank's rows.
+    It is the last module of a model that :func:`npuzero.zero` shards over the same mesh. It has all centres until then
+    (none on ``meta``); ``zero`` leaves each rank its own, and neither gathers nor reduces anything of them. State dicts
+    and checkpoints have whole tensors, for any number of ranks.
 
     Args:
         features: elements of a feature.
@@ -52,11 +53,11 @@ class ClassHead(nn.Module):
             the batch do in any case.
         margin: ``ArcFace``, ``CosFace`` or another that is called as they are: logits are ``margin.s`` times cosines;
             None: inner products.
-        device, dtype: of the centres. With the same default generator on all ranks the first centres do not depend on
-            the number of ranks.
+        device, dtype: of the centres.
 
     Attributes:
-        weight: [ceil(C / n), features]: this rank's centres; where it has one fewer, the last row is padding.
+        weight: [C, features]; sharded: [ceil(C / n), features], this rank's, where it has one fewer then a row of
+            padding.
         first, local: the first class of this rank, and how many it has.
         group: the data ranks.
 
@@ -90,26 +91,13 @@ class ClassHead(nn.Module):
         self.local = share + (index < more)
         self.group = mesh.communicator(DATA, "classes")
         self._repeated = mesh.communicator((TENSOR,), "classes")
-        # As many rows on all ranks, so that all have flats of one size.
-        self.weight = nn.Parameter(torch.empty(share + (more > 0), features, device=device, dtype=dtype))
-        for axis in DATA:
-            relate_parameter(self.weight, axis, Relation.CUT)
-        self._seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self.weight = nn.Parameter(torch.empty(classes, features, device=device, dtype=dtype))
+        cut_parameter(self.weight, Cut(DATA, 0, uneven=True))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw this rank's rows of the first centres; the whole, [C, features], is the same on any number of ranks."""
-        if self.weight.is_meta:
-            return
-        with torch.no_grad():
-            self.weight[self.local :].zero_()
-            for block in range(self.first // BLOCK, math.ceil((self.first + self.local) / BLOCK)):
-                begin, end = block * BLOCK, min((block + 1) * BLOCK, self.classes)
-                generator = torch.Generator().manual_seed((self._seed + block) % 2**63)
-                drawn = torch.randn(end - begin, self.features, generator=generator) * DEVIATION
-                mine = slice(max(self.first - begin, 0), min(self.first + self.local, end) - begin)
-                to = begin + mine.start - self.first
-                self.weight[to : to + mine.stop - mine.start].copy_(drawn[mine])
+        """Draw the first centres: normal, with deviation 0.01."""
+        nn.init.normal_(self.weight, std=DEVIATION)
 
     def extra_repr(self) -> str:
         """Describe it, for ``print``."""
@@ -140,12 +128,14 @@ class ClassHead(nn.Module):
         if every.requires_grad and self.group.size > 1:
             every.register_hook(lambda grad: grad * self.group.size)
         own = self._own(labels)
+        # Until zero() cuts them there are all centres, afterwards this rank's, and maybe a row of padding.
+        weight = self.weight.narrow(0, 0 if portion_of(self.weight) else self.first, self.local)
         if self.training and self.sample_rate < 1.0:
             rows = self.sample(own)
-            centres = self.weight[rows]
+            centres = weight[rows]
             own = torch.where(own >= 0, torch.searchsorted(rows, own.clamp(min=0)), -1)
         else:
-            centres = self.weight[: self.local]
+            centres = weight
         return softmax_loss(self._logits(every, centres, own), own, self.group, self.classes).mean()
 
     def sample(self, own: Tensor) -> Tensor:

@@ -33,9 +33,12 @@ class Cut:
         axis: of the mesh; or several, outermost first, whose ranks are counted as those of one.
         dim: the dimension along which the tensor is divided.
         spans: sizes of what is packed along it, each of which is divided by itself; ``()``: the dimension is one span.
+        uneven: the first dimension need not divide: the first parts have one row more than the last ones, which end
+            with a row of padding instead, so that parts are equal in size all the same.
 
     Raises:
-        ConfigError: no axis, a negative dimension, or a span that is no positive size.
+        ConfigError: no axis, a negative dimension, a span that is no positive size, or an uneven cut of anything but
+            the first dimension.
 
     Example::
 
@@ -46,11 +49,13 @@ class Cut:
     axis: str | Axes
     dim: int
     spans: tuple[int, ...] = ()
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         counts = (self.dim, *self.spans) if isinstance(self.spans, tuple) else ()
         whole = bool(counts) and all(isinstance(n, int) and not isinstance(n, bool) for n in counts)
-        if not (self.axis and whole and self.dim >= 0 and all(span > 0 for span in self.spans)):
+        fits = not self.uneven or not (self.dim or self.spans)
+        if not (self.axis and whole and fits and self.dim >= 0 and all(span > 0 for span in self.spans)):
             raise ConfigError(
                 "cut",
                 expected="an axis, a dimension counted from 0, and spans as a tuple of positive sizes",
@@ -80,25 +85,30 @@ class Cut:
                 do="Give a dimension of the parameter, and the sizes of all that is packed along it, or no spans.",
             )
         whole = self._spans(shape)
-        wrong = next((span for span in whole if span % n), None)
+        wrong = next((span for span in whole if (span < n if self.uneven else span % n)), None)
         if wrong is not None:
             common = math.gcd(*whole)
             fitting = ", ".join(str(k) for k in range(1, common + 1) if common % k == 0)
             raise ConfigError(
                 subject,
-                expected=f"a size that {n} ranks divide" + (f" in every span of {whole}" if self.spans else ""),
+                expected=f"a size that {n} ranks {'all have a part of' if self.uneven else 'divide'}"
+                + (f" in every span of {whole}" if self.spans else ""),
                 got=f"{wrong}" + (f" of shape {tuple(shape)}" if not self.spans else ""),
                 do=f"Give the axis {self._called} one of these sizes: {fitting}; or leave the parameter uncut.",
             )
 
     def shape(self, whole: Sequence[int], n: int) -> torch.Size:
         """Return the shape of each of ``n`` parts of a tensor of shape ``whole``."""
-        return torch.Size((*whole[: self.dim], whole[self.dim] // n, *whole[self.dim + 1 :]))
+        return torch.Size((*whole[: self.dim], -(-whole[self.dim] // n), *whole[self.dim + 1 :]))
 
     def pieces(self, whole: Sequence[int], n: int, index: int) -> list[tuple[int, int]]:
         """Return what part ``index`` of ``n`` has: ranges ``[begin, end)`` of the cut dimension, in their order."""
         if n == 1:
             return [(0, whole[self.dim])]
+        if self.uneven:
+            share, more = divmod(whole[0], n)
+            begin = index * share + min(index, more)
+            return [(begin, begin + share + (index < more))]
         begins = itertools.accumulate(self._spans(whole), initial=0)
         sizes = [span // n for span in self._spans(whole)]
         return [(begin + index * size, begin + (index + 1) * size) for begin, size in zip(begins, sizes, strict=False)]
@@ -106,12 +116,17 @@ class Cut:
     def take(self, whole: Tensor, n: int, index: int) -> Tensor:
         """Return part ``index`` of ``n`` of a tensor; a view of it where the part is one range."""
         ranges = [whole.narrow(self.dim, a, b - a) for a, b in self.pieces(whole.shape, n, index)]
+        padding = self.shape(whole.shape, n)[self.dim] - sum(each.shape[self.dim] for each in ranges)
+        if padding:
+            ranges.append(whole.new_zeros(padding, *whole.shape[1:]))
         return ranges[0] if len(ranges) == 1 else torch.cat(ranges, self.dim)
 
     def put(self, whole: Tensor, n: int, index: int, part: Tensor) -> None:
         """Write part ``index`` of ``n`` where it belongs in a tensor."""
         pieces = self.pieces(whole.shape, n, index)
-        for (begin, end), values in zip(pieces, part.split([b - a for a, b in pieces], self.dim), strict=True):
+        sizes = [b - a for a, b in pieces]
+        present = part.narrow(self.dim, 0, sum(sizes))
+        for (begin, end), values in zip(pieces, present.split(sizes, self.dim), strict=True):
             whole.narrow(self.dim, begin, end - begin).copy_(values)
 
     def _spans(self, whole: Sequence[int]) -> tuple[int, ...]:

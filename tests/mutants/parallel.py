@@ -122,17 +122,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{HEAD}[3-zero0-cos-sgd-1.0]",),
     ),
     Mutant(
-        "the first centres depend on the number of ranks",
+        "of classes that do not divide, ranks that have one fewer compute with another's centres",
         "parallel/class_head.py",
-        "manual_seed((self._seed + block) % 2**63)",
-        "manual_seed((self._seed + block + self.first) % 2**63)",
-        ("parallel/test_class_head.py::test_the_first_centres_are_those_of_one_rank[2]",),
-    ),
-    Mutant(
-        "centres are averaged over the data ranks as if all had the same",
-        "parallel/class_head.py",
-        "relate_parameter(self.weight, axis, Relation.CUT)",
-        "relate_parameter(self.weight, axis, Relation.AVERAGED)",
-        (f"{HEAD}[2-zero2-None-sgd-1.0]",),
+        "0 if portion_of(self.weight) else self.first, self.local)",
+        "0 if portion_of(self.weight) else self.first, len(self.weight))",
+        (f"{HEAD}[3-zero0-cos-sgd-1.0]",),
     ),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,19 +131,14 @@ def on_rank(world: World, plan: str, rate: float, margin: str | None, kind: str,
     if kind == "adamw":
         assert report.bytes_held == predicted.bytes_held
     assert report.bytes_sent == predicted.bytes_sent
-    state["head.weight"] = state["head.weight"][: model.head.local]
     return {**state, "losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
 def check(ranks: int, plan: str, rate: float, margin: str | None, kind: str = "sgd", tensor: int = 1) -> None:
     found = comm.run_threads(ranks * tensor, lambda world: on_rank(world, plan, rate, margin, kind, tensor))
-    weights = [state.pop("head.weight") for state in found]
     for state in found:
-        assert_same_bits(state, found[0])  # losses, norms, and what is trained alike
-    for rank in range(0, ranks * tensor, tensor):
-        assert all(weights[rank].equal(each) for each in weights[rank : rank + tensor])
-    expected = on_one_process(ranks, rate, margin, kind)
-    assert_close({**found[0], "head.weight": torch.cat(weights[::tensor])}, expected, 1e-6 if kind == "sgd" else 1e-4)
+        assert_same_bits(state, found[0])
+    assert_close(found[0], on_one_process(ranks, rate, margin, kind), 1e-6 if kind == "sgd" else 1e-4)
 
 
 @pytest.mark.parametrize("rate", (1.0, 0.3))
@@ -199,31 +195,79 @@ def test_positives_come_first_and_negatives_up_to_the_quota() -> None:
     assert len({tuple(head.sample(torch.tensor([0])).tolist()) for _ in range(20)}) > 10
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
-def test_the_first_centres_are_those_of_one_rank(ranks: int) -> None:
-    """More classes than are drawn at once; made with values, and on meta."""
-    classes = 10_001
+@pytest.mark.parametrize("plan", ("zero0", "zero3"))
+def test_on_meta_it_begins_with_the_same_centres(plan: str) -> None:
+    """Each rank has its share of them, whether classes divide or not."""
 
-    def make(mesh: Mesh) -> ClassHead:
-        return ClassHead(4, classes, mesh)
-
-    def body(world: World) -> tuple[Tensor, Tensor]:
+    def body(world: World) -> None:
         mesh = npuzero.mesh(world=world)
-        head, meta = build(make=lambda: make(mesh)), build(make=lambda: make_on_meta(mesh))
-        npuzero.zero(meta, "zero3", mesh=mesh)
-        state = npuzero.full_state_dict(meta, rank0_only=False)
-        assert not head.weight[head.local :].any()
-        return head.weight[: head.local].detach(), state["weight"][: head.local]
 
-    def make_on_meta(mesh: Mesh) -> ClassHead:
-        with torch.device("meta"):
-            return make(mesh)
+        def on_meta() -> ClassHead:
+            with torch.device("meta"):
+                return ClassHead(4, CLASSES, mesh)
 
-    whole = build(make=lambda: make(alone())).weight.detach()
-    assert abs(whole.std() - 0.01) < 1e-4
-    found = comm.run_threads(ranks, body)
-    assert torch.cat([head for head, _ in found]).equal(whole)
-    assert torch.cat([meta for _, meta in found]).equal(whole)
+        def fill(module: nn.Module) -> None:
+            if isinstance(module, ClassHead):
+                module.weight.copy_(whole)
+
+        with torch.no_grad():
+            head = npuzero.zero(on_meta(), plan, mesh=mesh, initialize=fill)
+        assert head.weight.shape == (8, 4)
+        assert npuzero.full_state_dict(head, rank0_only=False)["weight"].equal(whole)
+        head(torch.randn(2, 4), torch.tensor([0, 21])).backward()
+        own = head(torch.zeros(2, 4), torch.tensor([0, 21]))
+        assert abs(own.item() - math.log(CLASSES)) < 1e-5
+
+    whole = torch.randn(CLASSES, 4)
+    comm.run_threads(3, body)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), ((3, 2), (2, 3), (1, 3)))
+def test_checkpoints_load_on_another_number_of_ranks(saved: int, loaded: int, tmp_path: Path) -> None:
+    """Centres and their moments, of classes that do not divide."""
+
+    def made(world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = npuzero.mesh(world=world)
+        model = build(make=lambda: Net(lambda: ClassHead(FEATURES, CLASSES, mesh)))
+        npuzero.zero(model, "zero2", mesh=mesh)
+        return model, optimizer_of("adamw", model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, world: World) -> None:
+        x, y = (torch.cat(parts) for parts in zip(*(batch(number, rank) for rank in range(6)), strict=True))
+        model(x.chunk(world.size)[world.rank], y.chunk(world.size)[world.rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save(world: World) -> dict[str, Tensor]:
+        model, optimizer = made(world)
+        step(model, optimizer, 0, world)
+        npuzero.checkpoint.save(tmp_path / "checkpoint", model, optimizer, step=1)
+        step(model, optimizer, 1, world)
+        return npuzero.full_state_dict(model, rank0_only=False)
+
+    def load(world: World) -> dict[str, Tensor]:
+        model, optimizer = made(world)
+        assert npuzero.checkpoint.load(tmp_path / "checkpoint", model, optimizer).step == 1
+        step(model, optimizer, 1, world)
+        return npuzero.full_state_dict(model, rank0_only=False)
+
+    expected, found = (comm.run_threads(ranks, fn)[0] for ranks, fn in ((saved, save), (loaded, load)))
+    assert expected["head.weight"].shape == (CLASSES, FEATURES)
+    assert_close(found, expected, 1e-5)
+
+
+def test_exported_weights_are_read_by_another_number_of_ranks(tmp_path: Path) -> None:
+    def made(world: World, seed: int, **given: Any) -> dict[str, Tensor]:
+        mesh = npuzero.mesh(world=world)
+        model = build(seed, make=lambda: Net(lambda: ClassHead(FEATURES, CLASSES, mesh)))
+        npuzero.zero(model, "zero3", mesh=mesh, **given)
+        if not given:
+            npuzero.export(model, tmp_path / "weights")
+        return npuzero.full_state_dict(model, rank0_only=False)
+
+    expected = comm.run_threads(3, lambda world: made(world, 1))[0]
+    for found in comm.run_threads(4, lambda world: made(world, 2, weights=tmp_path / "weights")):
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("margin", (None, CosFace()))
