@@ -2,7 +2,8 @@
 
 ``functions`` has the collectives that autograd differentiates, each its partner's conjugate; ``vocabulary`` an
 embedding and a cross entropy over a sharded vocabulary; ``ClassHead`` a softmax over more classes than a device holds.
-``sequences`` divides sequences, and ``sequence_models`` prepares models of transformers for that.
+``sequences`` divides sequences, and ``sequence_models`` prepares models of transformers for that. ``tensor`` divides
+layers: by ``words``, of which ``division`` makes data, and ``regions`` hooks.
 """
 
 from npuzero.parallel.class_head import ClassHead
@@ -10,5 +11,17 @@ from npuzero.parallel.margins import ArcFace, CosFace
 from npuzero.parallel.relate import relate
 from npuzero.parallel.sequence_models import sequence
 from npuzero.parallel.sequences import attention, slice, token_loss
+from npuzero.parallel.tensor import tensor, tensor_bytes
 
-__all__ = ["ArcFace", "ClassHead", "CosFace", "attention", "relate", "sequence", "slice", "token_loss"]
+__all__ = [
+    "ArcFace",
+    "ClassHead",
+    "CosFace",
+    "attention",
+    "relate",
+    "sequence",
+    "slice",
+    "tensor",
+    "tensor_bytes",
+    "token_loss",
+]

@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
-from . import activations, axes, between, checkpoint, comm, cuts, optim, parallel, plan, sends, sequences, shard, tiers
+from . import (
+    activations,
+    axes,
+    between,
+    checkpoint,
+    comm,
+    cuts,
+    optim,
+    parallel,
+    plan,
+    sends,
+    sequences,
+    shard,
+    tensor,
+    tiers,
+)
 from .mutant import Mutant
 
-PARTS = (plan, shard, axes, between, cuts, activations, tiers, checkpoint, optim, comm, sends, parallel, sequences)
+PARTS = (
+    plan,
+    shard,
+    axes,
+    between,
+    cuts,
+    activations,
+    tensor,
+    tiers,
+    checkpoint,
+    optim,
+    comm,
+    sends,
+    parallel,
+    sequences,
+)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)

@@ -1,0 +1,255 @@
+"""What stands around cut Linears, embeddings and blocks: forward hooks with the collectives of each mode.
+
+Linears that take one input share what is done to it: the first of them to be called has it copied or gathered, and the
+others take the same tensor. Invariants:
+
+    * an input is held no longer than until all of its region's Linears, or the one behind them, have been called;
+    * the bias of a Linear cut by rows is added once, behind the sum of the ranks' parts: that Linear runs without it;
+    * under ``fsp`` autograd saves this rank's slice of an input, and who first needs the whole gathers it for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from npuzero.comm import Communicator
+from npuzero.errors import ContractError
+from npuzero.parallel.functions import collect, copy, divisors, gather, scatter, split, total
+
+#: The dimension of activations that has positions.
+SEQUENCE_DIM = 1
+
+
+class Inputs:
+    """Stand before Linears that may share an input, each cut by columns.
+
+    Args:
+        sliced: the input is this rank's slice of the sequence.
+        thrifty: of the gathered input only the slice is saved for backward.
+        around: the module that gets the input, and shapes by it what these Linears return; None: none does.
+    """
+
+    def __init__(self, group: Communicator, sliced: bool, thrifty: bool, around: nn.Module | None = None) -> None:
+        self._group = group
+        self._sliced = sliced
+        self._thrifty = thrifty
+        self._linears: set[nn.Module] = set()
+        self._waiting: set[nn.Module] = set()  # for the present input
+        self._given: tuple[Tensor, int] | None = None
+        self._taken: Tensor | None = None
+        self._saving: saved_tensors_hooks | None = None
+        self._open: saved_tensors_hooks | None = None
+        self._around = around is not None
+        if around is not None:
+            around.register_forward_pre_hook(self._before_all, with_kwargs=True)
+
+    def serve(self, linear: nn.Linear) -> None:
+        """Have ``linear`` take its input from here."""
+        self._linears.add(linear)
+        if not self._around:
+            linear.register_forward_pre_hook(self._before)
+        if self._thrifty:
+            linear.register_forward_pre_hook(self._begin_saving)
+            linear.register_forward_hook(self._end_saving, always_call=True)
+
+    def forget(self) -> None:
+        """Let go of the present input."""
+        self._given = self._taken = self._saving = None
+        self._waiting.clear()
+
+    def _before_all(self, _around: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _with_activations(args, kwargs, self._take)
+
+    def _before(self, linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        given = x, 0 if x.is_inference() else x._version
+        known = self._given is not None and self._given[0] is x and self._given[1] == given[1]
+        if not known or linear not in self._waiting:
+            self._given, self._waiting, self._taken = given, set(self._linears), self._take(x)
+        self._waiting.discard(linear)
+        taken = self._taken
+        if not self._waiting:
+            self._given = self._taken = None
+        return taken, *args[1:]
+
+    def _begin_saving(self, _linear: nn.Module, _args: tuple[Any, ...]) -> None:
+        self._open = self._saving
+        if self._open is not None:
+            self._open.__enter__()
+
+    def _end_saving(self, _linear: nn.Module, _args: tuple[Any, ...], _output: Tensor | None) -> None:
+        if self._open is not None:
+            self._open.__exit__()
+            self._open = None
+
+    def _take(self, x: Tensor) -> Tensor:
+        if not self._sliced:
+            return copy(x, self._group)
+        whole = gather(x, self._group, SEQUENCE_DIM)
+        self._saving = None
+        if self._thrifty and torch.is_grad_enabled() and self._group.size > 1:
+            kept = _Kept(x.detach(), whole, self._group)
+            self._saving = saved_tensors_hooks(kept.pack, kept.unpack)
+        return whole
+
+
+class _Kept:
+    """Keep this rank's slice of a gathered input for backward, in place of all of it."""
+
+    def __init__(self, own: Tensor, whole: Tensor, group: Communicator) -> None:
+        self._own = own
+        self._group = group
+        self._storage = whole.untyped_storage().data_ptr()
+        self._users = 0
+        self._left = 0  # of them, in this backward
+        self._whole: Tensor | None = None
+
+    def pack(self, saved: Tensor) -> Any:
+        if saved.untyped_storage().data_ptr() != self._storage:
+            return saved
+        self._users += 1
+        return saved.size(), saved.stride(), saved.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self._whole is None:
+            self._whole, self._left = gather(self._own, self._group, SEQUENCE_DIM), self._users
+        whole = self._whole.as_strided(*packed)
+        self._left -= 1
+        if not self._left:
+            self._whole = None
+        return whole
+
+
+def gather_output(linear: nn.Linear, group: Communicator) -> None:
+    """Have a Linear cut by columns return all of its features."""
+    linear.register_forward_hook(lambda _linear, _args, output: collect(output, group, -1))
+
+
+class Sums:
+    """Stand around a Linear cut by rows: its outputs are parts of a sum.
+
+    Args:
+        sliced: each rank gets its slice of the sequence of the sum; else all of it.
+        whole: the Linear's input is whole, and alike on all ranks.
+        inputs: of its region, which are not needed any more.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, group: Communicator, sliced: bool, whole: bool, inputs: Inputs | None
+    ) -> None:
+        self._group = group
+        self._sliced = sliced
+        self._whole = whole
+        self._inputs = inputs
+        linear.register_forward_pre_hook(self._before)
+        linear.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, linear: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self._inputs is not None:
+            self._inputs.forget()
+        linear.__dict__["bias"] = None  # found before the parameter, which stays registered
+        return (split(args[0], self._group, -1), *args[1:]) if self._whole else None
+
+    def _after(self, linear: nn.Linear, _args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        linear.__dict__.pop("bias", None)
+        if output is None:  # it has raised
+            return None
+        done = scatter(output, self._group, SEQUENCE_DIM) if self._sliced else total(output, self._group)
+        return done if linear.bias is None else done + linear.bias
+
+
+class Rows:
+    """Stand around an embedding of which this rank has the rows ``[first, first + rows)``."""
+
+    def __init__(self, embedding: nn.Embedding, group: Communicator, rows: int) -> None:
+        self._group = group
+        self._rows = rows
+        self._first = group.rank * rows
+        self._elsewhere: Tensor | None = None
+        self._padding: int | None = None
+        embedding.register_forward_pre_hook(self._before)
+        embedding.register_forward_hook(self._after, always_call=True)
+
+    def _before(self, embedding: nn.Embedding, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids = args[0] - self._first
+        self._elsewhere = (ids < 0) | (ids >= self._rows)
+        strange = (args[0] < 0) | (args[0] >= self._rows * self._group.size)  # for the lookup itself to refuse
+        self._padding = embedding.padding_idx
+        own = -1 if self._padding is None else self._padding - self._first
+        embedding.padding_idx = own if 0 <= own < self._rows else None
+        return ids.masked_fill(self._elsewhere, 0).masked_fill(strange, -1), *args[1:]
+
+    def _after(self, embedding: nn.Embedding, _args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        embedding.padding_idx, elsewhere, self._elsewhere = self._padding, self._elsewhere, None
+        if output is None or elsewhere is None:
+            return None
+        return total(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)
+
+
+def slice_between(first: nn.Module, last: nn.Module, group: Communicator) -> None:
+    """Have each rank compute its slice of the sequence from ``first`` to ``last``, which are called in this order."""
+    first.register_forward_pre_hook(_entering(group), with_kwargs=True)
+    last.register_forward_hook(_leaving(group))
+
+
+def _entering(group: Communicator) -> Callable[..., tuple[Any, Any]]:
+    def slice_of(x: Tensor) -> Tensor:
+        _check_sequence(x, group)
+        return split(x, group, SEQUENCE_DIM)
+
+    return lambda _module, args, kwargs: _with_activations(args, kwargs, slice_of)
+
+
+def _with_activations(
+    args: tuple[Any, ...], kwargs: dict[str, Any], become: Callable[[Tensor], Tensor]
+) -> tuple[Any, Any]:
+    """Return the arguments of a call, with its activations replaced: the first argument, or ``hidden_states``."""
+    if args:
+        return (become(args[0]), *args[1:]), kwargs
+    tensors = [name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()]
+    if not tensors:
+        raise ContractError(
+            "parallel.tensor(): mode 'msp'",
+            expected="a call with activations",
+            got=f"arguments {', '.join(kwargs) or 'of none'}",
+            do="Pass activations first, or as hidden_states, or use mode='mtp'.",
+        )
+    name = "hidden_states" if "hidden_states" in tensors else tensors[0]
+    return args, {**kwargs, name: become(kwargs[name])}
+
+
+def _leaving(group: Communicator) -> Callable[..., Any]:
+    def leave(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return collect(output, group, SEQUENCE_DIM)
+        return type(output)((collect(output[0], group, SEQUENCE_DIM), *output[1:]))
+
+    return leave
+
+
+def _check_sequence(x: Any, group: Communicator) -> None:
+    shape = tuple(x.shape) if isinstance(x, Tensor) else None
+    if shape is None or len(shape) != 3:
+        raise ContractError(
+            "parallel.tensor(): mode 'msp': the input of the first block",
+            expected="activations of shape [batch, sequence, features], before all else",
+            got=f"shape {shape}" if shape is not None else type(x).__name__,
+            do="Have blocks take and return such, or use mode='mtp'.",
+        )
+    if shape[SEQUENCE_DIM] % group.size:
+        fitting = divisors(shape[SEQUENCE_DIM])
+        raise ContractError(
+            "parallel.tensor(): axis tensor: sequence of the first block's input",
+            expected=f"a length that {group.size} tensor ranks divide",
+            got=f"{shape[SEQUENCE_DIM]}, of shape {shape}",
+            do=f"Pad sequences, choose tensor={' or '.join(map(str, fitting))}, or use mode='mtp'.",
+            axis="tensor",
+            divisors=fitting,
+        )

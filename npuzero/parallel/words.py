@@ -1,0 +1,120 @@
+"""The words of tensor parallel plans: which part of a module its ranks have. Pure data.
+
+The words are those of transformers' ``base_model_tp_plan`` (``transformers/distributed/tensor_parallel.py``), and
+one of our own, ``vocabulary``. Pairs of words make regions: what lies between Linears that are cut by columns and one
+that is cut by rows is computed by each rank for its own heads or hidden elements.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from npuzero.errors import ConfigError, did_you_mean
+
+
+class Kind(enum.Enum):
+    """Name what a word does with a module."""
+
+    COLUMNS = "output features cut"
+    ROWS = "input features cut"
+    VOCABULARY = "rows of an embedding or a head cut"
+    SUMMED = "whole, sees a part of the activations on each rank"
+    OUTSIDE = "whole, beside the regions"
+
+
+@dataclass(frozen=True)
+class Word:
+    """Describe one word.
+
+    Attributes:
+        kind: what is cut.
+        packed: several things lie side by side along what is cut, each of which is divided by itself.
+        whole: where this Linear's activations would be cut they are whole: its output is gathered, or its input split.
+        spans: sizes, or the number of equal sizes, of what is packed; ``()``: by the module's name.
+    """
+
+    kind: Kind
+    packed: bool = False
+    whole: bool = False
+    spans: int | tuple[int, ...] = ()
+
+
+_COLUMNS_GATHERED = Word(Kind.COLUMNS, whole=True)
+_ROWS_SPLIT = Word(Kind.ROWS, whole=True)
+
+WORDS: dict[str, Word] = {
+    "colwise": Word(Kind.COLUMNS),
+    "rowwise": Word(Kind.ROWS),
+    "packed_colwise": Word(Kind.COLUMNS, packed=True),
+    "colwise_gather_output": _COLUMNS_GATHERED,
+    "colwise_rep": _COLUMNS_GATHERED,
+    "rowwise_split_input": _ROWS_SPLIT,
+    "rowwise_rep": _ROWS_SPLIT,
+    "embedding_rowwise": Word(Kind.VOCABULARY),
+    "vocabulary": Word(Kind.VOCABULARY),
+    "replicated_with_grad_allreduce": Word(Kind.SUMMED),
+    "sequence_parallel": Word(Kind.OUTSIDE),
+    "replicate": Word(Kind.OUTSIDE),
+}
+
+_EXPERTS = "experts are 3-D parameters behind a router, which tensor ranks do not divide here"
+_LOCAL = "it leaves what happens between ranks to the model's own forward"
+
+#: Words that transformers has, or had, and why they are refused.
+REFUSED: dict[str, str] = {
+    "moe_tp_experts": _EXPERTS,
+    "moe_identity_expert": _EXPERTS,
+    "grouped_gemm": _EXPERTS,
+    "ep_dispatch_experts": _EXPERTS,
+    "ep_router": _EXPERTS,
+    "packed_rowwise": _EXPERTS,
+    "mla_kv_a_proj": "multi-head latent attention compresses keys and values into what all heads share",
+    "embedding_colwise": "an embedding is cut along the vocabulary (embedding_rowwise), not along its features",
+    "all_reduce": "the sum of a module's outputs stands behind the Linear that is cut by rows",
+    "local_params": "it cuts parameters that no Linear has, such as attention sinks",
+    "local": _LOCAL,
+    "local_colwise": _LOCAL,
+    "local_rowwise": _LOCAL,
+    "local_packed_rowwise": _LOCAL,
+    "gather": _LOCAL,
+    "isolated": _LOCAL,
+}
+
+#: A plan as people write it: patterns of module names, in which ``*`` is one component, to words. A word of something
+#: packed may come with its spans: ("packed_colwise", 3), or ("packed_colwise", (64, 16, 16)).
+Words = Mapping[str, "str | tuple[str, int | Sequence[int]]"]
+
+
+def word_of(pattern: str, said: object) -> Word:
+    """Return what ``said`` stands for.
+
+    Raises:
+        ConfigError: nobody knows it, it is refused, or its spans are none.
+    """
+    name, spans = said if isinstance(said, tuple) and len(said) == 2 else (said, ())
+    subject = f"parallel.tensor(): plan[{pattern!r}]"
+    if name in REFUSED:
+        raise ConfigError(
+            subject,
+            expected=f"words among {', '.join(WORDS)}",
+            got=f"{name!r}: {REFUSED[name]}",
+            do="Leave these modules out of the plan, so that each rank has all of them; under mode='mtp'.",
+            word=name,
+        )
+    if not isinstance(name, str) or name not in WORDS:
+        do = did_you_mean(name, list(WORDS), "See docs/tensor.md for what each word does.")
+        raise ConfigError(subject, expected=f"words among {', '.join(WORDS)}", got=repr(name), do=do, word=name)
+    word = WORDS[name]
+    if spans == ():
+        return word
+    sizes = (spans,) if isinstance(spans, int) else tuple(spans) if isinstance(spans, Sequence) else (0,)
+    if not word.packed or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError(
+            subject,
+            expected="spans beside 'packed_colwise' alone: their number, or their sizes",
+            got=repr(said),
+            do="Say e.g. ('packed_colwise', 3), or ('packed_colwise', (64, 16, 16)).",
+        )
+    return Word(word.kind, packed=True, spans=spans if isinstance(spans, int) else sizes)

@@ -1,0 +1,96 @@
+"""Mutants of layers divided over tensor ranks."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+TRAINS = "parallel/test_tensor.py::test_every_model_trains_as_in_one_process"
+BYTES = "parallel/test_tensor.py::test_bytes_of_a_layer"
+FSP = "parallel/test_tensor.py::test_fsp_keeps_slices_of_what_it_gathers"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "the bias behind a sum over tensor ranks is added once more on each of them",
+        "parallel/regions.py",
+        '        linear.__dict__["bias"] = None  # found before the parameter, which stays registered\n',
+        "",
+        (f"{TRAINS}[biased-mtp]",),
+    ),
+    Mutant(
+        "norms of heads follow the heads of their rank alone, and drift apart",
+        "parallel/division.py",
+        "return Relation.SUMMED if word.kind is Kind.SUMMED else outside",
+        "return outside",
+        (f"{TRAINS}[qwen3-mtp]",),
+    ),
+    Mutant(
+        "norms follow the positions of their rank alone, and drift apart",
+        "parallel/division.py",
+        "outside = Relation.SUMMED if division.in_stack(name) else Relation.REPEATED",
+        "outside = Relation.REPEATED",
+        (f"{TRAINS}[llama-msp]",),
+    ),
+    Mutant(
+        "packed queries, keys and values are cut as if they were one",
+        "parallel/division.py",
+        'division.cuts[f"{path}.{name}"] = Cut(TENSOR, 0, spans)',
+        'division.cuts[f"{path}.{name}"] = Cut(TENSOR, 0)',
+        (f"{TRAINS}[phi3-mtp]",),
+    ),
+    Mutant(
+        "a model that asks its config takes all heads for a rank's",
+        "parallel/heads.py",
+        "module.config = RankConfig(config, **counts)",
+        "module.config = RankConfig(config)",
+        (f"{TRAINS}[phi3-mtp]",),
+    ),
+    Mutant(
+        "what is gathered for a layer gets one rank's gradient",
+        "parallel/regions.py",
+        "whole = gather(x, self._group, SEQUENCE_DIM)",
+        "whole = collect(x, self._group, SEQUENCE_DIM)",
+        (f"{TRAINS}[llama-msp]",),
+    ),
+    Mutant(
+        "an embedding that is cut adds other ranks' tokens as its first",
+        "parallel/regions.py",
+        "return total(output.masked_fill(elsewhere.unsqueeze(-1), 0.0), self._group)",
+        "return total(output, self._group)",
+        (f"{TRAINS}[llama-mtp]",),
+    ),
+    Mutant(
+        "queries, keys and values each send what they could share",
+        "parallel/regions.py",
+        "if not known or linear not in self._waiting:",
+        "if True:",
+        (BYTES,),
+    ),
+    Mutant(
+        "fsp keeps all of what it gathers",
+        "parallel/regions.py",
+        "if saved.untyped_storage().data_ptr() != self._storage:",
+        "if True:",
+        (FSP, BYTES),
+    ),
+    Mutant(
+        "in backward fsp gathers for each Linear again",
+        "parallel/regions.py",
+        "        if not self._left:\n            self._whole = None",
+        "        self._whole = None",
+        (BYTES,),
+    ),
+    Mutant(
+        "ranks that were told different things go on",
+        "parallel/tensor.py",
+        "if other is not None:",
+        "if False:",
+        ("parallel/test_tensor.py::test_ranks_that_differ", "parallel/test_tensor.py::test_meshes_that_differ"),
+    ),
+    Mutant(
+        "ranks drop different elements of what they hold alike",
+        "parallel/division.py",
+        "if division.in_stack(path) and path not in whole:",
+        "if True:",
+        ("parallel/test_tensor.py::test_dropout",),
+    ),
+)
