@@ -433,6 +433,8 @@ def _beside(model: nn.Module, division: Division, name: str, around: str) -> Rel
     divides = width and any(each.out_features % width[0] == 0 for each in columns)
     if divides and "norm" in type(module).__name__.lower():
         return Relation.SUMMED
+    if not divides and isinstance(module, nn.Linear):  # it could not take what a rank has of anything
+        return None
     raise _refuse(
         f"parameter {name}",
         expected="a word in the plan, for a module beside Linears that are cut",

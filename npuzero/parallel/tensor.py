@@ -128,6 +128,12 @@ def tensor_bytes(model: nn.Module) -> dict[str, int]:
 
     Raises:
         StateError: the model is not divided.
+
+    Example::
+
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+        mesh, plan = npuzero.mesh(tensor=1), {"0": "colwise", "2": "rowwise"}
+        print(npuzero.parallel.tensor_bytes(npuzero.parallel.tensor(layers, mesh, plan=plan)))
     """
     sent: dict[str, int] | None = getattr(model, _SENT, None)
     if sent is None:

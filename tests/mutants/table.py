@@ -27,7 +27,6 @@ PARTS = (
     between,
     cuts,
     activations,
-    tensor,
     tiers,
     checkpoint,
     optim,
@@ -35,5 +34,6 @@ PARTS = (
     sends,
     parallel,
     sequences,
+    tensor,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)
