@@ -57,7 +57,8 @@ class Sums:
         """Return () float64: the p-norm of the unique elements of all gradients."""
         if p == 2.0:  # of the pass that also counts what is not finite, and may have run already
             return self.total()[0].sqrt()
-        mine = [_norm(flat.own_gradient, p).to(self._device) for flat in self._flats if flat in self._counted]
+        shards = [flat.own_gradient for flat in self._flats if flat in self._counted and flat.own_gradient.numel()]
+        mine = [_norm(own, p).to(self._device) for own in shards]
         return self._norm_of_parts(_norm(torch.stack(mine) if mine else self._parts.new_empty(0), p), p)
 
     def norms(self, places: Sequence[tuple[Flat, int]], p: float) -> Tensor:
