@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload, loss_of
 
 
 @dataclass
@@ -30,6 +30,7 @@ class Steps:
         forward: entered around the forward pass (autocast).
         plan_bytes: what the contender says a rank will hold, activations aside.
         only_computes: nobody wants the gradients.
+        loss: of the model and tokens.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class Steps:
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     plan_bytes: int | None = None
     only_computes: bool = False
+    loss: Callable[[nn.Module, Tensor], Tensor] = loss_of
 
 
 Build = Callable[[nn.Module, Workload], Steps]

@@ -24,7 +24,7 @@ import torch
 import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is made, in every contender with one: 70 MB
 
 from benchmarks.step import memory
-from benchmarks.step.workload import Workload, loss_of
+from benchmarks.step.workload import Workload
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
@@ -153,7 +153,7 @@ class Rank:
             tokens = self._workload.tokens(batch, self._taken).to(self._device)
             begin_s = mark("data", begin_s)
             with self._steps.forward():
-                loss = loss_of(self._steps.model, tokens) / len(self._batches)
+                loss = self._steps.loss(self._steps.model, tokens) / len(self._batches)
             begin_s = mark("forward", begin_s)
             self._steps.backward(loss)
             begin_s = mark("backward", begin_s)

@@ -1,0 +1,121 @@
+"""Contenders whose ranks share batches, side by side: started, held against plain torch, timed in rounds, looked at."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.axes.llama import Llama
+from benchmarks.step.compare import BANDS, ROOT
+from npuzero.bench import Benchmark, Effort, Result, Team, python_worker, run
+from npuzero.errors import BenchmarkError
+
+
+@dataclass(frozen=True)
+class Side:
+    """A contender, and what it trains on.
+
+    Attributes:
+        name: for people.
+        contender: of benchmarks.axes.contenders.
+        sizes: of its model and batches.
+        shared: neighbouring ranks that compute one batch together.
+    """
+
+    name: str
+    contender: str
+    sizes: Llama
+    shared: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of both comparisons."""
+    Llama.add_options(parser)
+    parser.add_argument("--ranks", type=int, default=2, help="each a process with one thread")
+    parser.add_argument("--rounds", type=int, default=15, help="at the most")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of rounds, at the most")
+    parser.add_argument("--visit", type=float, default=0.5, help="seconds of a contender in a round, at the least")
+    parser.add_argument("--checked", type=int, default=2, help="steps whose losses are compared with plain torch's")
+    parser.add_argument("--out", type=Path, help="write the record there (JSON)")
+
+
+def measure(name: str, title: str, sides: Sequence[Side], options: argparse.Namespace) -> Result:
+    """Return the times of all sides, the first of which is the baseline, and what each held.
+
+    Raises:
+        BenchmarkError: one of them does not start, or learns something else than plain torch.
+    """
+    wanted = {side.name: reference(side, options) for side in sides}
+    with ExitStack() as stack:
+        teams = {}
+        for side in sides:
+            print(f"starting {side.name}", flush=True)
+            batches = [[rank // side.shared] for rank in range(options.ranks)]
+            teams[side.name] = stack.enter_context(_team(side.name, side.contender, side.sizes, batches))
+
+        def check() -> str:
+            return "; ".join(_learns(side, teams[side.name], wanted[side.name]) for side in sides)
+
+        parameters = {"ranks": options.ranks, "sides": {side.name: asdict(side.sizes) for side in sides}}
+        contenders = [team.contender() for team in teams.values()]
+        effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=options.visit, warm_up=1)
+        benchmark = Benchmark(name, title, contenders, sides[0].name, check, parameters)
+        result = run(benchmark, effort)
+        for side in sides:
+            looks = teams[side.name].ask("look", steps=1)
+            held = [look["peak_bytes"] - look["base_bytes"] for look in looks]
+            parts = {part: max(look["parts_s"][part] for look in looks) for part in looks[0]["parts_s"]}
+            result.values[side.name].update(held_bytes=max(held), parts_s=parts)
+    return result
+
+
+def told(result: Result) -> str:
+    """For people: times beside the baseline's, and memory."""
+    lines = [f"{result.title}: {len(result.seconds[result.baseline])} rounds; {result.checked}"]
+    for name, seconds in result.seconds.items():
+        slow, held = result.slowdown(name), result.values[name]["held_bytes"] / 1e6
+        parts = ", ".join(f"{part} {value * 1e3:.0f}" for part, value in result.values[name]["parts_s"].items())
+        own_ms = statistics.median(seconds) * 1e3
+        lines.append(f"{name:24}{slow.median:7.3f} MAD {slow.mad:.3f} {own_ms:8.0f} ms {held:8.1f} MB; ms of {parts}")
+    return "\n".join(lines)
+
+
+def reference(side: Side, options: argparse.Namespace) -> list[float]:
+    """Plain torch's losses, one process taking the batches of all ranks."""
+    batches = [list(range(options.ranks // side.shared))]
+    print(f"plain torch, as {side.name} is to learn", flush=True)
+    with _team("plain", "plain", side.sizes, batches, threads=2) as team:
+        losses: list[float] = team.ask("train", steps=options.checked)[0]
+    return losses
+
+
+def _learns(side: Side, team: Team, wanted: list[float]) -> str:
+    by_rank = team.ask("train", steps=len(wanted))
+    losses = [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
+    band = BANDS[side.sizes.precision]
+    if not all(abs(loss - want) <= band for loss, want in zip(losses, wanted, strict=True)):
+        raise BenchmarkError(
+            f"losses of {side.name}",
+            expected=f"within {band} of {wanted}",
+            got=str(losses),
+            do="No figure is taken of a contender that learns something else: correct it.",
+        )
+    return f"losses of {side.name} within {band} of plain torch's: {', '.join(f'{loss:.4f}' for loss in wanted)}"
+
+
+def _team(name: str, contender: str, sizes: Llama, batches: list[list[int]], threads: int = 1) -> Team:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return Team(
+        name,
+        python_worker("benchmarks.axes.work"),
+        len(batches),
+        options={"contender": f"benchmarks.axes.contenders:{contender}", "batches": batches, "workload": asdict(sizes)},
+        threads=threads,
+        variables={"PYTHONPATH": path},
+        start_s=600.0,
+    )

@@ -1,0 +1,139 @@
+"""Contenders whose ranks share batches, and the plain training that they are held against; see benchmarks.step.
+
+Those of tensor ranks divide the same layers in the same way: Linears by transformers' own plan, the embedding and the
+head along the vocabulary, with logits gathered. In bf16 all compute and send bfloat16, and keep float32 shards:
+npuzero's precision is then ``bf16-split``, the layout of FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.axes.llama import loss_of
+from benchmarks.peers.contenders import join
+from benchmarks.step.contenders import Build, Steps, plain_steps
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+
+RANKS = 2  # that share a batch
+
+
+def plain() -> Build:
+    """Plain torch in one process."""
+    return lambda model, workload: replace(plain_steps(model.to(workload.dtype)), loss=loss_of)
+
+
+def tensor(mode: str) -> Build:
+    """npuzero: tensor ranks, and stage 3 over data ranks."""
+    import npuzero
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        npuzero.init()
+        mesh = npuzero.mesh(tensor=RANKS)
+        words = {**model.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+        words["lm_head"] = "colwise_gather_output"
+        npuzero.parallel.tensor(model, mesh, mode=mode, plan=words)
+        return sharded(model, workload, mesh, "zero3")
+
+    return build
+
+
+def isp() -> Build:
+    """npuzero: ranks that share a sequence, and stage 3 over all of them."""
+    import npuzero
+    from npuzero import parallel
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        npuzero.init()
+        mesh = npuzero.mesh(sequence=RANKS, local_size=RANKS)
+
+        def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+            inputs, labels = (parallel.slice(part, mesh) for part in (tokens[:, :-1], tokens[:, 1:]))
+            return parallel.token_loss(model(input_ids=inputs).logits, labels, mesh)
+
+        parallel.sequence(model, mesh)
+        return replace(sharded(model, workload, mesh, "isp"), loss=loss)
+
+    return build
+
+
+def zero3() -> Build:
+    """npuzero: ranks with sequences of their own, and stage 3 over all of them."""
+    import npuzero
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        npuzero.init()
+        return sharded(model, workload, npuzero.mesh(), "zero3")
+
+    return build
+
+
+def sharded(model: nn.Module, workload: Workload, mesh: Any, preset: str) -> Steps:
+    """npuzero's training under a preset."""
+    import npuzero
+
+    precision = workload.precision + ("-split" if workload.precision == "bf16" else "")
+    npuzero.zero(model, plan=npuzero.Plan.preset(preset, precision=precision), mesh=mesh)
+    optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+
+    def update() -> None:
+        npuzero.clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Steps(model, update, loss=loss_of)
+
+
+def torchs(backend: str) -> Build:
+    """parallelize_module over tensor ranks, FSDP2 over data ranks: torch's own, as its tutorial has them."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        join(backend)
+        shape = (dist.get_world_size() // RANKS, RANKS)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        words = model.config.base_model_tp_plan
+        plan: dict[str, Any] = {f"model.{pattern}": styles[word]() for pattern, word in words.items()}
+        plan["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tensor"], plan)
+        policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=workload.dtype)
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh["data"], mp_policy=policy)
+        by_mesh: dict[Any, list[Tensor]] = {}  # norms are not cut; torch computes with tensors of one mesh at a time
+        for parameter in model.parameters():
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+        groups = list(by_mesh.values())
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True, **HYPER)
+
+        def update() -> None:
+            norms = [nn.utils.get_total_norm([each.grad for each in group]).full_tensor() for group in groups]
+            norm = torch.stack(norms).norm()
+            for group in groups:
+                nn.utils.clip_grads_with_norm_(group, MAX_NORM, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Steps(model, update, loss=loss_of)
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[], Build]] = {
+    "plain": plain,
+    "mtp": partial(tensor, "mtp"),
+    "msp": partial(tensor, "msp"),
+    "isp": isp,
+    "zero3": zero3,
+    "torch": partial(torchs, "gloo"),
+    "torch-shm": partial(torchs, "shm"),
+}

@@ -1,0 +1,46 @@
+"""A Llama of transformers, unchanged, as the workload of benchmarks in which ranks share a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.step.workload import Workload
+
+
+@dataclass(frozen=True)
+class Llama(Workload):
+    """Sizes of the model and of a step; with these it has 32.0 M parameters."""
+
+    vocabulary: int = 8192
+    key_value_heads: int = 4
+    hidden: int = 1408
+    batch: int = 1
+    precision: str = "fp32"
+
+    def model(self) -> Any:
+        """The model in float32 on the CPU; the same weights in every process."""
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.vocabulary,
+                hidden_size=self.dim,
+                intermediate_size=self.hidden,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.key_value_heads,
+                max_position_embeddings=self.sequence,
+                use_cache=False,
+            )
+        )
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of each token of ``tokens`` int64[B, T + 1] given those before it."""
+    logits = model(input_ids=tokens[:, :-1]).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

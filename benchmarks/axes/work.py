@@ -1,0 +1,17 @@
+"""One rank of a contender of these benchmarks, for npuzero.bench's worker; options as those of benchmarks.step.work."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from benchmarks.axes.llama import Llama
+from benchmarks.step.work import Rank
+
+
+def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+    """The rank of this team."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return Rank(rank, options, Llama)

@@ -1,0 +1,53 @@
+"""A step on a sequence that ranks share, beside one on a sequence for each. From the repository's root, or installed::
+
+    python -m benchmarks.sequence --out runs/bench/sequence.json         # about 3 minutes on two cores
+
+One wide layer of a Llama of transformers under npuzero's ``isp``, in which two ranks share a sequence of 4,096 tokens,
+beside its ``zero3``, in which each has one of 2,048: as many tokens of a rank. Goal: 1.10 of its time. In attention
+tokens of the longer sequence look back twice as far; the record has how much more work that alone is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.axes.beside import Side, add_options, measure, told
+from benchmarks.axes.contenders import RANKS
+from benchmarks.axes.llama import Llama
+from npuzero.bench import Record, fingerprint, typed
+
+GOAL = 1.10
+OWN, APART = "isp", "zero3"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.set_defaults(dim=1024, hidden=4096, layers=1, heads=8, vocabulary=4096, sequence=4096, visit=0.0)
+    options = parser.parse_args(arguments)
+    record = Record.begin("sequence", typed(), fingerprint())
+    shared = Llama.of(options)
+    apart = replace(shared, sequence=shared.sequence // RANKS)
+    sides = [Side(APART, "zero3", apart, 1), Side(OWN, "isp", shared, RANKS)]
+    title = f"step on sequences of {shared.sequence} that {RANKS} ranks share, {shared.precision}"
+    result = measure("sequence", title, sides, options)
+    result.parameters["work"] = work(shared) / work(apart)
+    record.results.append(result)
+    print(told(result))
+    print(f"{OWN}: {result.slowdown(OWN).median:.3f} of {APART}; goal {GOAL}; work {result.parameters['work']:.3f}")
+    if options.out is not None:
+        record.write(options.out)
+
+
+def work(sizes: Llama) -> float:
+    """Return the multiplications of a token's forward: of the Linears, and of causal attention, at the mean."""
+    features = sizes.dim * sizes.key_value_heads // sizes.heads
+    linears = sizes.layers * (2 * sizes.dim * (sizes.dim + features) + 3 * sizes.dim * sizes.hidden)
+    head, attention = sizes.dim * sizes.vocabulary, sizes.layers * sizes.sequence * sizes.dim
+    return linears + head + attention
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A training step over tensor ranks beside torch's, in the same rounds. From the repository's root, or installed::
+
+    python -m benchmarks.tensor --out runs/bench/tensor.json                          # about 3 minutes on two cores
+    python -m benchmarks.tensor --precision bf16 --out runs/bench/tensor-bf16.json
+    python -m benchmarks.tensor --ranks 4 --out runs/bench/tensor-4.json              # tensor 2 x data 2
+
+A Llama of transformers with 32 M parameters, its layers divided over two tensor ranks, its training state sharded over
+the others: npuzero (mode mtp, stage 3, shared memory) beside torch's parallelize_module and FSDP2, over gloo and over
+npuzero's backend "shm". Each clips by the norm of all gradients and updates with AdamW. Goals: 0.8 of torch's time,
+and no more memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from benchmarks.axes.beside import Side, add_options, measure, told
+from benchmarks.axes.contenders import RANKS
+from benchmarks.axes.llama import Llama
+from npuzero.bench import Record, fingerprint, typed
+
+GOAL = 0.8
+OWN, GLOO, SHM = "npuzero", "torch", 'torch on "shm"'
+CONTENDERS = {GLOO: "torch", SHM: "torch-shm", OWN: "mtp"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    record = Record.begin("tensor", typed(), fingerprint())
+    sizes = Llama.of(options)
+    sides = [Side(name, contender, sizes, RANKS) for name, contender in CONTENDERS.items()]
+    title = f"step over {RANKS} tensor ranks of {options.ranks}, {sizes.precision}, batch {sizes.batch}"
+    result = measure(f"tensor/{sizes.precision}-{options.ranks}", title, sides, options)
+    record.results.append(result)
+    print(told(result))
+    for other in (GLOO, SHM):
+        held = result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"]
+        slow = result.slowdown(OWN, other).median
+        print(f"beside {other}: time {slow:.3f}, goal {GOAL}; memory {held:.3f}, goal 1")
+    if options.out is not None:
+        record.write(options.out)
+
+
+if __name__ == "__main__":
+    main()
