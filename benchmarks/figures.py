@@ -31,6 +31,7 @@ _OWN, _FLATS, _IN_PLACE = "npuzero", "npuzero, in flats", "npuzero, read in plac
 _COMPUTE = "compute only"
 _DEEPSPEED_ADAM, _DEEPSPEED_SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
 _DEEPSPEED_NVME, _UNVERIFIED, _EARLY = "DeepSpeed, stage 3, NVMe", "npuzero, without verify", "npuzero, early"
+_TENSOR_TORCH = {"torch": "gloo", 'torch on "shm"': 'the backend "shm"'}
 _HOW = {_OWN: "", _IN_PLACE: ", read in place"}
 _LARGE_KIB = (16384, 32768, 65536)
 _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
@@ -159,6 +160,33 @@ def _far(name: str, against: str, goal: float, benchmark: str, contender: str) -
     return Figure("far", name, against, goal, (benchmark,), values, at_most=True)
 
 
+def _pair_of(mode: str, words: str) -> Figure:
+    """A row of the host's work for what stands before and behind cut Linears."""
+
+    def values(result: Result) -> list[float]:
+        return [result.values[mode]["pair_s"] / 15e-6]
+
+    name = f"host's work of {words}, forward and backward"
+    return Figure("axes", name, "15 µs a pair", 1.0, (f"host_axes/{mode}",), values, at_most=True)
+
+
+def _over_tensor_ranks(other: str) -> list[Figure]:
+    """Two rows of a step over tensor ranks beside torch's: time and memory."""
+
+    def slow(result: Result) -> list[float]:
+        return [result.slowdown(_OWN, other).median]
+
+    def held(result: Result) -> list[float]:
+        return [result.values[_OWN]["held_bytes"] / result.values[other]["held_bytes"]]
+
+    against = f"parallelize_module and FSDP2, {_TENSOR_TORCH[other]}"
+    benchmarks = tuple(f"tensor/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16"))
+    return [
+        Figure("axes", "a step over 2 tensor ranks", against, 0.8, benchmarks, slow, at_most=True),
+        Figure("axes", "memory of that step", against, 1.0, benchmarks, held, at_most=True),
+    ]
+
+
 def _op(name: str, against: str, goal: float, benchmark: str, contender: str = _OWN) -> Figure:
     return Figure("ops", name, against, goal, (benchmark,), _faster(contender))
 
@@ -264,6 +292,18 @@ FIGURES = (
         lambda result: [result.values[_OWN]["beyond_plan"]],
         at_most=True,
     ),
+    _pair_of("mtp", "copy before and total behind cut Linears"),
+    _pair_of("msp", "gather before and scatter behind them"),
+    *(row for other in _TENSOR_TORCH for row in _over_tensor_ranks(other)),
+    Figure(
+        "axes",
+        "isp, sequences of 4,096 tokens that 2 ranks share",
+        "zero3, a sequence of 2,048 for each",
+        1.1,
+        ("sequence",),
+        lambda result: [result.slowdown("isp").median],
+        at_most=True,
+    ),
 )
 
 GROUPS = {
@@ -273,6 +313,7 @@ GROUPS = {
     "step": "A training step: times as long",
     "disk": "States on a disk: times as fast",
     "far": "A step that keeps something off the device: times as long",
+    "axes": "Tensor and sequence ranks: times as long, or as much",
 }
 
 

@@ -50,7 +50,10 @@ def measure(name: str, title: str, sides: Sequence[Side], options: argparse.Name
     Raises:
         BenchmarkError: one of them does not start, or learns something else than plain torch.
     """
-    wanted = {side.name: reference(side, options) for side in sides}
+    wanted: dict[tuple[Llama, int], list[float]] = {}
+    for side in sides:
+        if (side.sizes, side.shared) not in wanted:
+            wanted[side.sizes, side.shared] = reference(side, options)
     with ExitStack() as stack:
         teams = {}
         for side in sides:
@@ -59,7 +62,7 @@ def measure(name: str, title: str, sides: Sequence[Side], options: argparse.Name
             teams[side.name] = stack.enter_context(_team(side.name, side.contender, side.sizes, batches))
 
         def check() -> str:
-            return "; ".join(_learns(side, teams[side.name], wanted[side.name]) for side in sides)
+            return "; ".join(_learns(side, teams[side.name], wanted[side.sizes, side.shared]) for side in sides)
 
         parameters = {"ranks": options.ranks, "sides": {side.name: asdict(side.sizes) for side in sides}}
         contenders = [team.contender() for team in teams.values()]

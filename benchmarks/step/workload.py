@@ -40,7 +40,11 @@ class Workload:
             choices = tuple(DTYPES) if item.name == "precision" else None
             help = "of parameters and wires" if choices else "sequences per rank" if item.name == "batch" else None
             parser.add_argument(
-                f"--{item.name}", type=type(item.default), default=item.default, choices=choices, help=help
+                f"--{item.name.replace('_', '-')}",
+                type=type(item.default),
+                default=item.default,
+                choices=choices,
+                help=help,
             )
 
     @classmethod

@@ -1,0 +1,74 @@
+"""The benchmarks of tensor and sequence ranks in tiny sizes: what they check, and whole runs that leave records."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks import figures, host_axes, sequence, tensor  # noqa: E402 - after it is known that transformers is there
+from benchmarks.axes.llama import Llama  # noqa: E402
+from npuzero.bench import Record  # noqa: E402
+from npuzero.errors import BenchmarkError  # noqa: E402
+
+TINY = shlex.split(
+    "--dim 32 --layers 2 --heads 4 --key-value-heads 2 --hidden 64 --vocabulary 64 --sequence 16 --rounds 1"
+    " --visit 0.001"
+)
+
+
+def shown(path: Path) -> list[str]:
+    """Names of the rows that a record fills."""
+    return [name for name, *_ in figures.rows({each.name: each for each in Record.read(path).results})["axes"]]
+
+
+def test_a_pair_of_each_mode_computes_what_plain_perceptrons_do():
+    for mode in host_axes.MODES:
+        assert "within" in host_axes.of_mode(mode, layers=2).check()
+
+
+def test_no_figure_is_taken_of_collectives_that_are_wrong(monkeypatch):
+    monkeypatch.setattr(host_axes.Alike, "_all_reduce", lambda self, buffer, tag: self._done(buffer.zero_))
+    with pytest.raises(BenchmarkError, match="mtp: output"):
+        host_axes.of_mode("mtp", layers=2).check()
+
+
+def test_the_hosts_work_is_recorded(tmp_path):
+    host_axes.main(["--layers", "2", "--seconds", "0.2", "--out", str(tmp_path / "record.json")])
+    assert len(shown(tmp_path / "record.json")) == 2
+
+
+def test_the_sizes_are_those_that_figures_are_quoted_for():
+    import torch
+
+    with torch.device("meta"):
+        model = Llama().model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 31_991_296
+    wide = Llama(dim=1024, hidden=4096, layers=1, heads=8, vocabulary=4096, sequence=4096)
+    assert round(sequence.work(wide) / sequence.work(replace(wide, sequence=2048)), 2) == 1.09
+
+
+@pytest.mark.slow
+@pytest.mark.world
+def test_a_step_over_tensor_ranks_is_compared_with_torchs(tmp_path):
+    out = tmp_path / "record.json"
+    tensor.main([*TINY, "--out", str(out)])
+    result = Record.read(out).result("tensor/fp32-2")
+    assert set(result.seconds) == {tensor.GLOO, tensor.SHM, tensor.OWN}
+    assert all(values["held_bytes"] > 0 for values in result.values.values())
+    assert len(shown(out)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.world
+def test_a_shared_sequence_is_compared_with_one_for_each(tmp_path):
+    out = tmp_path / "record.json"
+    sequence.main([*TINY, "--out", str(out)])
+    result = Record.read(out).result("sequence")
+    assert set(result.seconds) == {sequence.APART, sequence.OWN}
+    assert result.parameters["sides"][sequence.APART]["sequence"] == 8
+    assert len(shown(out)) == 1
