@@ -31,7 +31,8 @@ _OWN, _FLATS, _IN_PLACE = "npuzero", "npuzero, in flats", "npuzero, read in plac
 _COMPUTE = "compute only"
 _DEEPSPEED_ADAM, _DEEPSPEED_SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
 _DEEPSPEED_NVME, _UNVERIFIED, _EARLY = "DeepSpeed, stage 3, NVMe", "npuzero, without verify", "npuzero, early"
-_TENSOR_TORCH = {"torch": "gloo", 'torch on "shm"': 'the backend "shm"'}
+_TENSOR = "a step over 2 tensor ranks"
+_SHARED, _OF_EACH = "isp, sequences of 4,096 tokens that 2 ranks share", "zero3, a sequence of 2,048 for each"
 _HOW = {_OWN: "", _IN_PLACE: ", read in place"}
 _LARGE_KIB = (16384, 32768, 65536)
 _CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
@@ -160,35 +161,32 @@ def _far(name: str, against: str, goal: float, benchmark: str, contender: str) -
     return Figure("far", name, against, goal, (benchmark,), values, at_most=True)
 
 
-def _pair_of(mode: str, words: str) -> Figure:
-    """A row of the host's work for what stands before and behind cut Linears."""
-
-    def values(result: Result) -> list[float]:
-        return [result.values[mode]["pair_s"] / 15e-6]
-
-    name = f"host's work of {words}, forward and backward"
-    return Figure("axes", name, "15 µs a pair", 1.0, (f"host_axes/{mode}",), values, at_most=True)
+def _axes(name: str, against: str, goal: float, benchmarks: Sequence[str], value: Callable[[Result], float]) -> Figure:
+    """A row of tensor and sequence ranks."""
+    return Figure("axes", name, against, goal, tuple(benchmarks), lambda result: [value(result)], at_most=True)
 
 
-def _over_tensor_ranks(other: str) -> list[Figure]:
-    """Two rows of a step over tensor ranks beside torch's: time and memory."""
+def _pair(name: str, mode: str) -> Figure:
+    def value(result: Result) -> float:
+        return float(result.values[mode]["pair_s"]) / 15e-6
 
-    def slow(result: Result) -> list[float]:
-        return [result.slowdown(_OWN, other).median]
-
-    def held(result: Result) -> list[float]:
-        return [result.values[_OWN]["held_bytes"] / result.values[other]["held_bytes"]]
-
-    against = f"parallelize_module and FSDP2, {_TENSOR_TORCH[other]}"
-    benchmarks = tuple(f"tensor/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16"))
-    return [
-        Figure("axes", "a step over 2 tensor ranks", against, 0.8, benchmarks, slow, at_most=True),
-        Figure("axes", "memory of that step", against, 1.0, benchmarks, held, at_most=True),
-    ]
+    return _axes(f"host's work of {name}, forward and backward", "15 µs a pair", 1.0, [f"host_axes/{mode}"], value)
 
 
-def _op(name: str, against: str, goal: float, benchmark: str, contender: str = _OWN) -> Figure:
-    return Figure("ops", name, against, goal, (benchmark,), _faster(contender))
+def _over_tensor_ranks(other: str, backend: str) -> list[Figure]:
+    def held(result: Result) -> float:
+        return float(result.values[_OWN]["held_bytes"] / result.values[other]["held_bytes"])
+
+    against = f"parallelize_module and FSDP2, {backend}"
+    names = [f"tensor/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16")]
+    timed = _axes(_TENSOR, against, 0.8, names, lambda result: result.slowdown(_OWN, other).median)
+    return [timed, _axes("memory of that step", against, 1.0, names, held)]
+
+
+def _op(
+    name: str, against: str, goal: float, benchmark: str, contender: str = _OWN, baseline: str | None = None
+) -> Figure:
+    return Figure("ops", name, against, goal, (benchmark,), _faster(contender, baseline))
 
 
 def _share_of(name: str, probe: str, benchmark: str) -> Figure:
@@ -222,14 +220,7 @@ FIGURES = (
     _op("AdamW fp32, 400 tensors of a GPT", "torch fused", 1.2, "flat_adam/400"),
     _op("the same tensors in flats, as zero() lays them", "torch fused", 1.2, "flat_adam/400", _FLATS),
     _op("mixed step: bf16 gradients to bf16 parameters", "torch's passes", 2.0, "mixed_step"),
-    Figure(
-        "ops",
-        "the mixed step beside DeepSpeed's",
-        _DEEPSPEED_ADAM,
-        2.0,
-        ("deepspeed/mixed_step",),
-        _faster(_OWN, _DEEPSPEED_ADAM),
-    ),
+    _op("the mixed step beside DeepSpeed's", _DEEPSPEED_ADAM, 2.0, "deepspeed/mixed_step", baseline=_DEEPSPEED_ADAM),
     _op("pack 400 fp32 tensors to flat bf16, scaled", "loop of copy_ and mul_", 1.8, "pack"),
     _op("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
     _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
@@ -292,18 +283,11 @@ FIGURES = (
         lambda result: [result.values[_OWN]["beyond_plan"]],
         at_most=True,
     ),
-    _pair_of("mtp", "copy before and total behind cut Linears"),
-    _pair_of("msp", "gather before and scatter behind them"),
-    *(row for other in _TENSOR_TORCH for row in _over_tensor_ranks(other)),
-    Figure(
-        "axes",
-        "isp, sequences of 4,096 tokens that 2 ranks share",
-        "zero3, a sequence of 2,048 for each",
-        1.1,
-        ("sequence",),
-        lambda result: [result.slowdown("isp").median],
-        at_most=True,
-    ),
+    _pair("copy before and total behind cut Linears", "mtp"),
+    _pair("gather before and scatter behind them", "msp"),
+    *_over_tensor_ranks("torch", "gloo"),
+    *_over_tensor_ranks('torch on "shm"', 'the backend "shm"'),
+    _axes(_SHARED, _OF_EACH, 1.1, ["sequence"], lambda result: result.slowdown("isp").median),
 )
 
 GROUPS = {

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks import figures, host_axes, sequence, tensor  # noqa: E402 - after it is known that transformers is there
-from benchmarks.axes.llama import Llama  # noqa: E402
-from npuzero.bench import Record  # noqa: E402
-from npuzero.errors import BenchmarkError  # noqa: E402
+from benchmarks import figures, host_axes, sequence, tensor
+from benchmarks.axes.llama import Llama
+from npuzero.bench import Record
+from npuzero.errors import BenchmarkError
 
 TINY = shlex.split(
     "--dim 32 --layers 2 --heads 4 --key-value-heads 2 --hidden 64 --vocabulary 64 --sequence 16 --rounds 1"
