@@ -25,7 +25,8 @@ OWN, APART = "isp", "zero3"
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.set_defaults(dim=1024, hidden=4096, layers=1, heads=8, vocabulary=4096, sequence=4096, visit=0.0)
+    parser.set_defaults(dim=1024, hidden=4096, layers=1, heads=8, vocabulary=4096, sequence=4096)
+    parser.set_defaults(visit=0.0, seconds=90.0)
     options = parser.parse_args(arguments)
     record = Record.begin("sequence", typed(), fingerprint())
     shared = Llama.of(options)

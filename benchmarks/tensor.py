@@ -28,6 +28,7 @@ CONTENDERS = {GLOO: "torch", SHM: "torch-shm", OWN: "mtp"}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.set_defaults(rounds=40)
     options = parser.parse_args(arguments)
     record = Record.begin("tensor", typed(), fingerprint())
     sizes = Llama.of(options)
