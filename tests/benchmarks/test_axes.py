@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -31,8 +32,8 @@ def test_a_pair_of_each_mode_computes_what_plain_perceptrons_do():
         assert "within" in host_axes.of_mode(mode, layers=2).check()
 
 
-def test_no_figure_is_taken_of_collectives_that_are_wrong(monkeypatch):
-    monkeypatch.setattr(host_axes.Alike, "_all_reduce", lambda self, buffer, tag: self._done(buffer.zero_))
+def test_no_figure_is_taken_of_results_that_differ(monkeypatch):
+    monkeypatch.setattr(host_axes.Perceptron, "forward", lambda self, x: self.down(x) * torch.rand(1))
     with pytest.raises(BenchmarkError, match="mtp: output"):
         host_axes.of_mode("mtp", layers=2).check()
 
@@ -43,13 +44,11 @@ def test_the_hosts_work_is_recorded(tmp_path):
 
 
 def test_the_sizes_are_those_that_figures_are_quoted_for():
-    import torch
-
     with torch.device("meta"):
         model = Llama().model()
     assert sum(parameter.numel() for parameter in model.parameters()) == 31_990_272
-    wide = Llama(dim=1024, hidden=4096, layers=1, heads=8, vocabulary=4096, sequence=4096)
-    assert round(sequence.work(wide) / sequence.work(replace(wide, sequence=2048)), 2) == 1.09
+    wide = Llama(**sequence.SIZES)
+    assert round(sequence.work(wide) / sequence.work(replace(wide, sequence=2048)), 3) == 1.075
 
 
 @pytest.mark.slow
