@@ -2,9 +2,9 @@
 
     python -m benchmarks.sequence --out runs/bench/sequence.json         # about 3 minutes on two cores
 
-A layer of a Llama of transformers, as wide as larger models', under npuzero's ``isp``, in which two ranks share a sequence of 4,096 tokens,
-beside its ``zero3``, in which each has one of 2,048: as many tokens of a rank. Goal: 1.10 of its time. In attention
-tokens of the longer sequence look back twice as far; the record has how much more work that alone is.
+A layer of a Llama of transformers, as wide as larger models', under npuzero's ``isp``, in which two ranks share a
+sequence of 4,096 tokens, beside its ``zero3``, in which each has one of 2,048: as many tokens of a rank. Goal: 1.10 of
+its time. In attention tokens of the longer sequence look back twice as far; the record has how much more work that is.
 """
 
 from __future__ import annotations
