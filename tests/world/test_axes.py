@@ -204,6 +204,31 @@ def test_an_inf_in_one_ranks_part_skips_the_step_everywhere() -> None:
         assert scale == 4.0
 
 
+def test_a_guard_names_a_rank_of_any_axis() -> None:
+    """The same error on all ranks, and no step anywhere."""
+
+    def rank(world: World) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+        mesh = npuzero.mesh(tensor=2, world=world)
+        model = npuzero.zero(divided(mesh), stage=3, mesh=mesh)
+        optimizer = npuzero.AdamW(model.parameters(), lr=0.1)
+        before = npuzero.full_state_dict(model, rank0_only=False)
+        spoil = float("inf") if world.rank == 3 else 1.0
+        with npuzero.FiniteGuard(model) as guard:
+            loss = model(batch(0, world.rank // 2)).square().mean()
+            model.blocks[1].up.weight.register_hook(lambda gradient: gradient * spoil)
+            loss.backward()
+            guard.check(loss)
+            optimizer.step()
+            with pytest.raises(npuzero.NonFiniteError) as caught:
+                guard.look()
+        return str(caught.value), before, npuzero.full_state_dict(model, rank0_only=False)
+
+    found = comm.run_threads(4, rank)
+    assert len({text for text, _, _ in found}) == 1 and "blocks.1.up.weight" in found[0][0]
+    for _, before, after in found:
+        assert_same_bits(after, before)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
