@@ -52,7 +52,9 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _linear(grad, *ctx.pair), None, None
+        back, there = ctx.pair
+        # Where nobody asks for derivatives of gradients, a function more costs as much as the map.
+        return _linear(grad, back, there) if torch.is_grad_enabled() else back(grad), None, None
 
 
 def _linear(x: Tensor, there: _Map, back: _Map) -> Tensor:
@@ -67,7 +69,11 @@ def copy(x: Tensor, group: Communicator) -> Tensor:
     Args:
         x: [...], float; the same on all ranks.
     """
-    return x if group.size == 1 else _linear(x, _same, partial(_sum, group=group))
+    if group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    y = x.view_as(x)
+    y.register_hook(partial(_sum_gradient, group=group))  # cheaper than a function of Python
+    return y
 
 
 def total(x: Tensor, group: Communicator) -> Tensor:
@@ -200,6 +206,10 @@ def _over(
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
+
+
+def _sum_gradient(gradient: Tensor, group: Communicator) -> Tensor:
+    return total(gradient, group) if torch.is_grad_enabled() else _sum(gradient, group)
 
 
 def _sum(x: Tensor, group: Communicator) -> Tensor:

@@ -161,8 +161,19 @@ class Sums:
         linear.__dict__.pop("bias", None)
         if output is None:  # it has raised
             return None
-        done = scatter(output, self._group, SEQUENCE_DIM) if self._sliced else total(output, self._group)
+        done = scatter(output, self._group, SEQUENCE_DIM) if self._sliced else self._summed(output)
         return done if linear.bias is None else done + linear.bias
+
+    def _summed(self, output: Tensor) -> Tensor:
+        """Return the sum of the ranks' outputs: in their place, where that is seen by nobody else.
+
+        The gradient of a sum is each part's, so autograd has nothing to do; had anything saved the output for backward,
+        its version would tell.
+        """
+        if self._group.size == 1 or type(output) is not Tensor or not output.is_contiguous():
+            return total(output, self._group)
+        self._group.all_reduce(output.detach().view(-1)).wait()
+        return output
 
 
 class Rows:
