@@ -167,13 +167,18 @@ class Sums:
     def _summed(self, output: Tensor) -> Tensor:
         """Return the sum of the ranks' outputs: in their place, where that is seen by nobody else.
 
-        The gradient of a sum is each part's, so autograd has nothing to do; had anything saved the output for backward,
-        its version would tell.
+        The gradient of a sum is each part's, so autograd has nothing to do, unless derivatives of gradients are asked
+        for; had anything saved the output for backward, its version would tell.
         """
         if self._group.size == 1 or type(output) is not Tensor or not output.is_contiguous():
             return total(output, self._group)
         self._group.all_reduce(output.detach().view(-1)).wait()
+        if output.requires_grad:
+            output.register_hook(self._gradient)
         return output
+
+    def _gradient(self, gradient: Tensor) -> Tensor | None:
+        return copy(gradient, self._group) if torch.is_grad_enabled() else None
 
 
 class Rows:

@@ -12,8 +12,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the gradient before what ranks compute parts of is this rank's part alone",
         "parallel/functions.py",
-        "_linear(x, _same, partial(_sum, group=group))",
-        "_linear(x, _same, _same)",
+        "return total(gradient, group) if torch.is_grad_enabled() else _sum(gradient, group)",
+        "return gradient",
         (f"{VALUES}[copy-2]",),
     ),
     Mutant(

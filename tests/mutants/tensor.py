@@ -10,6 +10,13 @@ FSP = "parallel/test_tensor.py::test_fsp_keeps_slices_of_what_it_gathers"
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "derivatives of gradients are those of one tensor rank's part",
+        "parallel/regions.py",
+        "return copy(gradient, self._group) if torch.is_grad_enabled() else None",
+        "return None",
+        ("parallel/test_tensor.py::test_gradients_of_gradients",),
+    ),
+    Mutant(
         "the bias behind a sum over tensor ranks is added once more on each of them",
         "parallel/regions.py",
         '        linear.__dict__["bias"] = None  # found before the parameter, which stays registered\n',

@@ -383,3 +383,35 @@ def test_a_model_is_divided_once() -> None:
             tensor(model, mesh, plan=TOY_PLAN)
 
     comm.run_threads(2, rank)
+
+
+class Curved(nn.Module):
+    """A perceptron between Linears that all ranks have, so that second derivatives cross the collectives both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.up, self.down, self.leave = (nn.Linear(n, m) for n, m in ((4, 6), (6, 8), (8, 6), (6, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.enter(x))
+        return torch.tanh(self.leave(torch.tanh(self.down(torch.tanh(self.up(h))))))
+
+
+def test_gradients_of_gradients() -> None:
+    """As a penalty on the gradient of the input takes them."""
+
+    def second(model: nn.Module) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), x)
+        return [first.detach(), found]
+
+    def rank(world: World) -> list[Tensor]:
+        mesh = npuzero.mesh(tensor=2, world=world)
+        model = tensor(build(make=Curved), mesh, plan={"up": "colwise", "down": "rowwise"})
+        return second(npuzero.zero(model, stage=0, mesh=mesh))
+
+    expected = second(build(make=Curved))
+    for found in comm.run_threads(2, rank):
+        for mine, whole in zip(found, expected, strict=True):
+            assert torch.allclose(mine, whole, rtol=1e-5, atol=1e-6)
