@@ -12,7 +12,6 @@ from torch import nn
 from npuzero.cli.keys import DEPTH, missing, refuse_strangers
 from npuzero.config import describe
 from npuzero.errors import ConfigError, NpuZeroError
-from npuzero.shard.build import ParameterFacts, units_of
 
 #: What the file may say of how a model is stored, loaded and run; its shapes do not depend on it.
 _PASSED_OVER = (
@@ -43,8 +42,8 @@ def library() -> Any:
         return None
 
 
-def count(transformers: Any, values: Mapping[str, Any], name: str) -> tuple[str, list[list[ParameterFacts]]]:
-    """Return the class of the model that a JSON describes, and its parameters by unit, the root unit first.
+def build(transformers: Any, values: Mapping[str, Any], name: str) -> nn.Module:
+    """Return the model that a JSON describes, on meta.
 
     Raises:
         ConfigError: a class that transformers has not, or sizes that are missing, mistyped or impossible.
@@ -66,7 +65,7 @@ def count(transformers: Any, values: Mapping[str, Any], name: str) -> tuple[str,
             got=" ".join(f"{type(error).__name__}: {error}".split()),
             do="Correct the file, or install what the class asks for; or give --parameters instead.",
         ) from error
-    return type(model).__name__, units_of(model)
+    return model
 
 
 def _shapes_only(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,10 +109,10 @@ def _attention(sizes: Sizes, kv_heads: int | None, head: int | None, biased: tup
         head = _divided(sizes, "hidden_size", width, "num_attention_heads", heads)
     head = sizes.optional("head_dim", head, null)
     return [
-        *_linear("q_proj", width, heads * head, biased[0]),
-        *_linear("k_proj", width, kv_heads * head, biased[0]),
-        *_linear("v_proj", width, kv_heads * head, biased[0]),
-        *_linear("o_proj", heads * head, width, biased[1]),
+        *_linear("self_attn.q_proj", width, heads * head, biased[0]),
+        *_linear("self_attn.k_proj", width, kv_heads * head, biased[0]),
+        *_linear("self_attn.v_proj", width, kv_heads * head, biased[0]),
+        *_linear("self_attn.o_proj", heads * head, width, biased[1]),
     ]
 
 
@@ -130,9 +130,9 @@ def _divided(sizes: Sizes, key: str, width: int, by: str, heads: int) -> int:
 def _gated(sizes: Sizes, biased: bool = False) -> Shapes:
     width, inner = sizes.size("hidden_size"), sizes.size("intermediate_size")
     return [
-        *_linear("gate_proj", width, inner, biased),
-        *_linear("up_proj", width, inner, biased),
-        *_linear("down_proj", inner, width, biased),
+        *_linear("mlp.gate_proj", width, inner, biased),
+        *_linear("mlp.up_proj", width, inner, biased),
+        *_linear("mlp.down_proj", inner, width, biased),
     ]
 
 
@@ -174,7 +174,8 @@ def _qwen3(sizes: Sizes) -> Decoder:
     biased = sizes.flag("attention_bias", False)
     attention = _attention(sizes, 32, 128, (biased, biased))
     head = sizes.optional("head_dim", 128)
-    return _decoder(sizes, [*attention, *_norm("q_norm", head, False), *_norm("k_norm", head, False), *_gated(sizes)])
+    norms = [*_norm("self_attn.q_norm", head, False), *_norm("self_attn.k_norm", head, False)]
+    return _decoder(sizes, [*attention, *norms, *_gated(sizes)])
 
 
 def _gpt2(sizes: Sizes) -> Decoder:

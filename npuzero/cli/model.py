@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from npuzero.cli import classes, families
+from npuzero.cli import classes, families, modules
 from npuzero.config import Settings, describe
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.plan import Plan, Report
-from npuzero.shard.build import ParameterFacts, predict_units
+from npuzero.plan import MeshShape, Plan, Report
+from npuzero.shard.build import ParameterFacts, predict_units, units_of
 from npuzero.shard.tiles import rows_in
 
 #: A block's elements over its width squared (attention 4, feed-forward 8), and large models' width over their depth.
@@ -34,11 +36,13 @@ class ModelShape:
 
     Attributes:
         spans: which units run inside of which, as :class:`npuzero.plan.Step` has it.
+        module: makes its modules, on meta; None: they are not known.
     """
 
     name: str
     units: Sequence[Sequence[ParameterFacts]]
     spans: tuple[int, ...] = ()
+    module: Callable[[], nn.Module] | None = field(default=None, repr=False)
 
     @property
     def parameters(self) -> int:
@@ -50,7 +54,7 @@ class ModelShape:
         """Return those of them that the model itself does not train."""
         return sum(p.shape.numel() for unit in self.units for p in unit if not p.trainable)
 
-    def predict(self, plan: Plan, world: int, settings: Settings, **facts: Any) -> Report:
+    def predict(self, plan: Plan, world: int | MeshShape, settings: Settings, **facts: Any) -> Report:
         """Return what npuzero.predict gives for a module of these shapes; ``facts`` as there."""
         return predict_units(self.units, plan, plan.mesh_shape(world), settings, spans=self.spans, **facts)
 
@@ -115,7 +119,7 @@ def _divided(unit: Sequence[ParameterFacts], tiles: Mapping[str, int]) -> tuple[
     return rest, found
 
 
-def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None = None) -> ModelShape:
+def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None = None, ranks: int = 1) -> ModelShape:
     """Return a decoder of the Llama family with as many parameters, to the element.
 
     Depth: the cube root of parameters / (12 * 128^2), as where a model is 128 times as wide as deep; at least 24, and
@@ -127,6 +131,7 @@ def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None
         parameters: elements in all.
         blocks: None chooses the depth.
         vocabulary: None chooses.
+        ranks: divide its width, and the sizes that are chosen; it has a head for each.
 
     Raises:
         ConfigError: too few parameters for so many blocks or so large a vocabulary.
@@ -139,21 +144,30 @@ def from_size(parameters: int, blocks: int | None = None, vocabulary: int | None
     copies = 1 if tied else 2
     if vocabulary is None:
         widest = math.sqrt(parameters * 2 / 3 / (_BLOCK * depth))
-        vocabulary = max(1, min(_VOCABULARIES[tied], int(parameters / 3 / (copies * widest))))
+        vocabulary = _multiple(min(_VOCABULARIES[tied], int(parameters / 3 / (copies * widest))), ranks)
     # parameters = depth * 12 * width^2 + copies * vocabulary * width
     square, half = _BLOCK * depth, copies * vocabulary / 2
     width = (math.sqrt(half**2 + square * parameters) - half) / square
-    width = round(width / 128) * 128 if width >= 1024 else max(1, int(width))
+    unit = math.lcm(128, ranks)
+    width = _multiple(int(width + unit / 2), unit) if width >= 1024 else _multiple(int(width), ranks)
     ends = (copies * vocabulary + 1) * width
-    inner, rest = divmod(parameters - ends - depth * (4 * width + 2) * width, 3 * width * depth)
+    left = parameters - ends - depth * (4 * width + 2) * width
+    inner = left // (3 * width * depth * ranks) * ranks
+    rest = left - inner * 3 * width * depth
     if inner < 1:
         raise _too_few(parameters, f"enough for {depth} blocks beside a vocabulary of {vocabulary:,}")
     sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth, "vocab_size": vocabulary}
-    kind = {"model_type": "llama", "num_attention_heads": 1, "tie_word_embeddings": tied}
+    kind = {"model_type": "llama", "num_attention_heads": ranks, "tie_word_embeddings": tied}
     _, (root, *units) = families.count(sizes | kind, "--parameters")
     if rest:
         root.append(ParameterFacts("rest", torch.Size([rest])))
-    return ModelShape(f"decoder of {depth} blocks, width {width}, vocabulary {vocabulary:,}", (root, *units))
+    name = f"decoder of {depth} blocks, width {width}, vocabulary {vocabulary:,}"
+    return ModelShape(name, (root, *units), module=partial(modules.decoder, (root, *units), ranks))
+
+
+def _multiple(size: int, of: int) -> int:
+    """Return the largest multiple up to ``size``, but one at least."""
+    return max(of, size - size % of)
 
 
 def _too_few(parameters: int, expected: str) -> ConfigError:
@@ -186,15 +200,15 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         )
     config = {**config, "model_type": kind}
     if transformers is not None and kind in transformers.CONFIG_MAPPING:
-        counter, (described, units) = (
-            f"transformers {transformers.__version__}",
-            classes.count(transformers, config, name),
-        )
-    elif kind in families.KINDS:
-        counter, (described, units) = "npuzero", families.count(config, name)
-    else:
+        model = classes.build(transformers, config, name)
+        counted = f"{name}, {type(model).__name__} as transformers {transformers.__version__} counts it"
+        return ModelShape(counted, units_of(model), module=lambda: model)
+    if kind not in families.KINDS:
         raise _unknown(kind, transformers, name)
-    return ModelShape(f"{name}, {described} as {counter} counts it", units)
+    described, units = families.count(config, name)
+    known = kind in modules.DECODERS
+    module = partial(modules.decoder, units, config["num_attention_heads"]) if known else None
+    return ModelShape(f"{name}, {described} as npuzero counts it", units, module=module)
 
 
 def _kind_of(transformers: Any, architectures: Any) -> Any:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import families, tiers
+from npuzero.cli import axes, families, tiers
 from npuzero.cli.arguments import memory, named_number, number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRECISIONS, PRESETS, SUMS, Memory, Placement, Plan, Report
+from npuzero.plan import PRECISIONS, PRESETS, SEQUENCED, SUMS, Memory, MeshShape, Placement, Plan, Report
 
 _EPILOG = """\
 examples:
   npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB
   npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
   npuzero plan --parameters 70B --memory 64GiB --offload nvme --disk 5 --link 25
+  npuzero plan --config config.json --world 64 --local 8 --tensor 2 --mode msp --tokens 4096
 
 --config counts to the element: by the model's class where transformers is installed (on meta: nothing is downloaded,
 none of a repository's code is run), else by npuzero's own arithmetic for
@@ -90,6 +91,7 @@ def add_parser(commands: Any) -> None:
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
     tiers.add_options(parser)
+    axes.add_options(parser)
     parser.add_argument(
         "--tiles",
         type=named_number,
@@ -106,28 +108,33 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output."""
-    model = _model(options).tiled(dict(options.tiles))
+    axes.check_options(options)
+    model, layers = axes.divided(_model(options).tiled(dict(options.tiles)), options)
     reports = predictions(model, options)
     title = _title(model, options)
     if options.plot:
         plot(options.plot, title, reports, options.memory)
     if options.json:
         facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options)}
+        if axes.arranged(options):
+            facts |= {"mesh": asdict(axes.mesh_shape(options)), "layers_bytes_sent": layers}
         if options.memory:
             facts |= {"memory_bytes": options.memory, "first_fit": first_fit(reports, options.memory)}
         return json.dumps(facts, indent=2)
-    return render(title, reports, options)
+    return render(title, reports, options, layers)
 
 
 def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
     """Return a Report for each preset; and where options say so, for each with parts off the device."""
     settings = Settings(prefetch=options.prefetch)
     precision = replace(PRECISIONS[options.precision], sums=options.sums)
-    plans = [Plan.preset(preset, precision=precision, local_size=options.local) for preset in PRESETS]
+    mesh = axes.mesh_shape(options)
+    presets = (*PRESETS, *SEQUENCED) if mesh.sequence > 1 else PRESETS
+    plans = [Plan.preset(preset, precision=precision) for preset in presets]
     plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
     placed = [plan for plan in (tiers.place(plan, options) for plan in plans) if plan is not None]
     facts = {"micro_batches": options.micro_batches, "clip": options.clip}
-    return {plan.name: model.predict(plan, options.world, settings, **facts) for plan in (*plans, *placed)}
+    return {plan.name: model.predict(plan, mesh, settings, **facts) for plan in (*plans, *placed)}
 
 
 def as_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str, Any]:
@@ -139,6 +146,8 @@ def as_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str
 
 def _as_dict(report: Report, options: argparse.Namespace) -> dict[str, Any]:
     facts: dict[str, Any] = {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+    if axes.arranged(options):
+        facts |= {"bytes_sent_along": report.sent_along}
     if any(report.bytes_moved.values()):
         facts |= {"memory": report.memory, "bytes_moved": report.bytes_moved}
         facts |= {f"{what}_seconds": taken for what, taken in tiers.seconds(report, options).items()}
@@ -150,14 +159,13 @@ def first_fit(reports: dict[str, Report], memory_bytes: int) -> str | None:
     return next((name for name, report in reports.items() if _held(report) <= memory_bytes), None)
 
 
-def distinct(reports: dict[str, Report]) -> dict[str, Report]:
+def distinct(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
     """Return a report for each way to place the state on these ranks, by the names of all presets that come to it.
 
     On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
     """
     names: dict[tuple[Placement, ...], list[str]] = {}
     for name, report in reports.items():
-        mesh = report.plan.mesh_shape(report.world)
         # Over an axis of one rank nothing is divided.
         sharded = tuple(
             replace(part, axes=tuple(axis for axis in part.axes if mesh.size((axis,)) > 1))
@@ -169,19 +177,23 @@ def distinct(reports: dict[str, Report]) -> dict[str, Report]:
     return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
 
 
-def render(title: str, reports: dict[str, Report], options: argparse.Namespace) -> str:
+def render(title: str, reports: dict[str, Report], options: argparse.Namespace, layers: axes.LayerBytes) -> str:
     """Render two tables: memory by part, traffic by collective, each with its total; with a rank's memory which fit;
-    and where any row has parts off the device what that moves.
+    on a mesh of more axes that traffic by axes, and what layers send; and where any row has parts off the device what
+    that moves.
     """
-    rows = distinct(reports)
+    mesh = axes.mesh_shape(options)
+    rows = distinct(reports, mesh)
     memory_bytes: int | None = options.memory
     held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}
     sent = {name: report.bytes_sent for name, report in rows.items()}
-    cuts = {"sharded": {name: _cuts(report) for name, report in rows.items()}}
+    cuts = {"sharded": {name: _cuts(report.plan, mesh) for name, report in rows.items()}}
     fits = tiers.elsewhere(rows)
     if memory_bytes:
         fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
     tables = [_table("memory per rank", held, cuts, fits), _table("sent per rank and step", sent)]
+    if axes.arranged(options):
+        tables += [_along(rows), *_layers(layers, options)]
     advice = [_advice(reports, memory_bytes)] if memory_bytes else []
     legend = [_LEGEND]
     if moved := tiers.moved(rows):
@@ -189,14 +201,18 @@ def render(title: str, reports: dict[str, Report], options: argparse.Namespace) 
         took = {what: {name: f"{busy[name][what]:.3g} s" for name in moved} for what in next(iter(busy.values()))}
         tables.append(_table("moved between memories per rank and step", moved, after=took))
         legend.append(_FAR_LEGEND)
-    return "\n\n".join([title, *_coincidence(reports), *tables, *advice, *legend])
+    return "\n\n".join([title, *_coincidence(reports, mesh), *tables, *advice, *legend])
 
 
 _Texts = Mapping[str, Mapping[str, str]]
 
 
 def _table(
-    what: str, rows: dict[str, dict[str, int]], before: _Texts | None = None, after: _Texts | None = None
+    what: str,
+    rows: dict[str, dict[str, int]],
+    before: _Texts | None = None,
+    after: _Texts | None = None,
+    first: str = "preset",
 ) -> str:
     """Return a table of bytes by preset and column, between further columns of text."""
     before, after = before or {}, after or {}
@@ -210,19 +226,43 @@ def _table(
         ]
         for name, values in rows.items()
     ]
-    return f"{what}\n{table(['preset', *before, *columns, 'total', *after], body)}"
+    return f"{what}\n{table([first, *before, *columns, 'total', *after], body)}"
 
 
-def _cuts(report: Report) -> str:
+def _along(rows: dict[str, Report]) -> str:
+    """Return a table of bytes by preset, axes and collective."""
+    sent = {(name, along): verbs for name, report in rows.items() for along, verbs in report.sent_along.items()}
+    verbs = list(dict.fromkeys(verb for values in sent.values() for verb in values))
+    body, last = [], ""
+    for (name, along), values in sent.items():
+        body.append([name if name != last else "", along, *(quantity(values.get(verb, 0)) for verb in verbs)])
+        last = name
+    return f"of this along each of the axes\n{table(['preset', 'axes', *verbs], body)}"
+
+
+def _layers(layers: axes.LayerBytes, options: argparse.Namespace) -> list[str]:
+    """Return the table of what layers send, or why there is none."""
+    if layers:
+        return [_table("sent by the layers per rank and step, on top of any preset", layers, first="axis")]
+    if options.tensor == options.sequence == 1:
+        return []
+    return ["What layers send on top depends on the batch: --tokens, of a rank and micro-batch, says how much it is."]
+
+
+def _cuts(plan: Plan, mesh: MeshShape) -> str:
     """Return into how many shards the parts of the state are divided: those with equally many together."""
-    mesh = report.plan.mesh_shape(report.world)
-    within = _within(report.plan)
-    resting = {part: placement for part, placement in report.plan.parts.items() if part not in within}
+    within = _within(plan)
+    resting = {part: placement for part, placement in plan.parts.items() if part not in within}
     shards = {part: mesh.size(placement.axes) for part, placement in resting.items()}
-    if shards["states"] == 1:
+    cut: dict[int, list[str]] = {}
+    for part, count in shards.items():
+        if count > 1:
+            cut.setdefault(count, []).append(part)
+    if not cut:
         return "nothing"
-    cut = [part for part, count in shards.items() if count > 1]
-    text = f"{'all' if len(cut) == len(shards) else ', '.join(cut)} / {shards['states']}"
+    text = ", ".join(
+        f"{'all' if len(alike) == len(shards) else ', '.join(alike)} / {count}" for count, alike in cut.items()
+    )
     for part, count in ((part, mesh.size(placement.axes)) for part, placement in within.items()):
         if count != shards["parameters"]:
             text += f", {part} {'unsharded' if count == 1 else f'/ {count}'}"
@@ -242,16 +282,17 @@ def _fit(bytes_left: int) -> str:
     return f"fits, {quantity(bytes_left)} left" if bytes_left >= 0 else f"{quantity(-bytes_left)} too much"
 
 
-def _coincidence(reports: dict[str, Report]) -> list[str]:
+def _coincidence(reports: dict[str, Report], mesh: MeshShape) -> list[str]:
     """Return why presets are the same here, where the number of ranks or hosts is the reason."""
-    report = next(iter(reports.values()))
-    if report.world == 1:
+    ranks = mesh.node * mesh.local
+    if ranks == 1:
         here = "" if len(reports) == len(PRESETS) else " but for what rests off the device"
-        return [f"On one rank there is nothing to shard over: all presets are the same{here}."]
-    mesh = report.plan.mesh_shape(report.world)
+        where = "On one rank" if mesh.world == 1 else "With one rank in a pod that has data of its own"
+        return [f"{where} there is nothing to shard over: all presets are the same{here}."]
     if mesh.node == 1:
+        whose = "" if mesh.world == ranks else " with data of their own in a pod"
         return [
-            f"All {report.world} ranks share a host (--local says otherwise), so sharded within a host is sharded over"
+            f"All {ranks} ranks{whose} share a host (--local says otherwise), so sharded within a host is sharded over"
             " all ranks:\nnames joined by = are the same plan here."
         ]
     return []
@@ -276,12 +317,15 @@ def _title(model: ModelShape, options: argparse.Namespace) -> str:
     ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
     batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
     kept = ", parameters unsharded between them" if options.between else ""
-    return f"{model.name}: {model.parameters:,} parameters{frozen}, {options.precision}{sums}, {ranks}, {batches}{kept}"
+    sizes = {"tensor": f" ({options.mode or 'mtp'})", "sequence": "", "pod": ""}
+    more = "".join(f", {axis} {size}{how}" for axis, how in sizes.items() if (size := getattr(options, axis)) > 1)
+    told = f"{options.precision}{sums}, {ranks}{more}, {batches}{kept}"
+    return f"{model.name}: {model.parameters:,} parameters{frozen}, {told}"
 
 
 def _model(options: argparse.Namespace) -> ModelShape:
     if options.parameters is not None:
-        return from_size(options.parameters, options.units, options.vocabulary)
+        return from_size(options.parameters, options.units, options.vocabulary, options.tensor * options.sequence)
     for name in ("units", "vocabulary"):
         if getattr(options, name) is not None:
             raise ConfigError(

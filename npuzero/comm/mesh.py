@@ -52,10 +52,10 @@ class Mesh:
         given = {PIPE: pipe, POD: pod, TENSOR: tensor, SEQUENCE: sequence}
         rest = world.size
         for axis in (PIPE, TENSOR, POD):
-            rest = _divided(axis, given[axis], rest, world)
+            rest = groups_of(axis, given[axis], rest, world.size)
         local = _ranks_per_host(world, tensor, rest) if local_size is None else local_size
-        node = _divided("local_size", local, rest, world)
-        _divided(SEQUENCE, sequence, rest * pod, world)
+        node = groups_of("local_size", local, rest, world.size)
+        groups_of(SEQUENCE, sequence, rest * pod, world.size)
         self.shape = MeshShape(node=node, local=local, **given)
 
     @staticmethod
@@ -112,11 +112,11 @@ class Mesh:
             )
 
 
-def _divided(axis: str, size: int, ranks: int, world: World) -> int:
+def groups_of(axis: str, size: int, ranks: int, world: int) -> int:
     """Return how many groups of ``size`` there are in ``ranks``, of a world's, that other axes have left."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or ranks % size:
         fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        whose = f"{ranks} ranks" if ranks == world.size else f"{ranks} ranks that the other axes leave of {world.size}"
+        whose = f"{ranks} ranks" if ranks == world else f"{ranks} ranks that the other axes leave of {world}"
         raise ConfigError(
             f"mesh: {axis}",
             expected=f"a positive divisor of the {whose}: {', '.join(map(str, fit))}",

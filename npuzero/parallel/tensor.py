@@ -116,7 +116,7 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
     sent: dict[str, int] = {}
     group = Counted(mesh.communicator((TENSOR,), "tensor"), sent)
     setattr(model, _SENT, sent)
-    _note(model, division)
+    note(model, division)
     _hook(model, division, group, MODES[mode])
     for path in division.owners:
         divide_attributes(model.get_submodule(path), ranks)
@@ -176,7 +176,7 @@ def _agreed(mesh: Mesh, mode: str, make: Callable[[], Division]) -> Division:
     return division
 
 
-def _note(model: nn.Module, division: Division) -> None:
+def note(model: nn.Module, division: Division) -> None:
     """Write cuts and relations on the parameters."""
     for name, cut in division.cuts.items():
         cut_parameter(model.get_parameter(name), cut)

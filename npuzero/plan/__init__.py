@@ -57,7 +57,7 @@ from npuzero.plan.precision import (
     parse_precision,
 )
 from npuzero.plan.predict import predict_bytes
-from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, Plan
+from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, Plan
 from npuzero.plan.relations import Relation, Relations, axes_with, usual
 from npuzero.plan.report import FROM_DISK, LINKS, TO_DEVICE, TO_DISK, TO_HOST, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
@@ -100,6 +100,7 @@ __all__ = [
     "READ_SLOTS",
     "RING_SLOTS",
     "SEQUENCE",
+    "SEQUENCED",
     "SHARD_BYTES",
     "STAGE",
     "START_ELEMENTS",

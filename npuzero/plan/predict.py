@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import Buffer, Collective, Copy, Give, Move, Repeat, Start, Take
-from npuzero.plan.placement import Memory
+from npuzero.plan.placement import AXES, Memory
 from npuzero.plan.presets import Plan
 from npuzero.plan.report import LABELS, LINKS, Report, sent_by_verb
 from npuzero.plan.schedule import Step, steady_step
@@ -30,16 +30,21 @@ def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: 
     for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, step.moments) + peak_bytes(moves)).items():
         held.setdefault(memory, dict.fromkeys(LABELS, 0))[label] += nbytes
     sent: Counter[str] = Counter()
+    along: dict[str, Counter[str]] = {}
     control = 0
     for collective, times in collectives(moves):
+        nbytes = times * collective.sent_bytes
         if collective.purpose.channel == "control":
-            control += times * collective.sent_bytes
-        else:
-            sent[collective.verb] += times * collective.sent_bytes
+            control += nbytes
+        elif nbytes:
+            sent[collective.verb] += nbytes
+            axes = "+".join(axis for axis in AXES if axis in collective.axes and mesh.size((axis,)) > 1)
+            along.setdefault(axes, Counter())[collective.verb] += nbytes
     moved = Counter(dict.fromkeys(LINKS, 0))
     for copy, times in copies(moves):
         moved[copy.link] += times * copy.nbytes
-    return Report(held, sent_by_verb(sent, control), plan, mesh.world, dict(moved))
+    by_axes = {axes: dict(verbs) for axes, verbs in along.items()}
+    return Report(held, sent_by_verb(sent, control), plan, mesh.world, dict(moved), by_axes)
 
 
 def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:

@@ -29,6 +29,8 @@ class Report:
         plan: the plan it belongs to.
         world: number of ranks.
         bytes_moved: by link between two memories of this rank (:data:`LINKS`), bytes copied.
+        sent_along: of a prediction, ``bytes_sent`` but for ``control`` by the axes along which they go (``"local"``,
+            ``"node+local"``; those of one rank left out), then by collective. Nothing where it was measured.
 
     Example::
 
@@ -41,6 +43,7 @@ class Report:
     plan: Plan = field(repr=False)
     world: int
     bytes_moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
+    sent_along: dict[str, dict[str, int]] = field(default_factory=dict, repr=False)
 
     @property
     def bytes_held(self) -> dict[str, int]:

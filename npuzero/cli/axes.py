@@ -1,0 +1,165 @@
+"""What ``npuzero plan`` knows of axes beside ZeRO's own: their sizes, the model divided over them, what layers send."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from npuzero.cli.arguments import number
+from npuzero.cli.model import ModelShape
+from npuzero.comm.mesh import groups_of
+from npuzero.errors import ConfigError
+from npuzero.parallel.division import Division, divide, linear_of
+from npuzero.parallel.heads import head_counts, head_size
+from npuzero.parallel.sequences import check_heads
+from npuzero.parallel.tensor import MODES, Mode, note
+from npuzero.parallel.words import Kind
+from npuzero.plan import POD, PRECISIONS, SEQUENCE, TENSOR, MeshShape, Plan, ring_bytes
+from npuzero.shard.build import units_of
+
+#: By axis and collective, the bytes that the layers of one rank send in a step.
+LayerBytes = dict[str, dict[str, int]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what says how the ranks are arranged."""
+    axes = parser.add_argument_group("axes (docs/tensor.md, docs/sequence.md); the other ranks have data of their own")
+    axes.add_argument("--tensor", type=number, default=1, metavar="N", help="ranks that divide the layers (1)")
+    axes.add_argument("--mode", choices=tuple(MODES), help="of parallel.tensor (mtp)")
+    axes.add_argument(
+        "--sequence", type=number, default=1, metavar="N", help="ranks that share sequences (1); adds the row isp"
+    )
+    axes.add_argument("--pod", type=number, default=1, metavar="N", help="groups that nothing is sharded over (1)")
+    axes.add_argument(
+        "--tokens",
+        type=number,
+        metavar="N",
+        help="that a rank sees in a micro-batch (of its slice, with --sequence): for what layers send",
+    )
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Check that options make sense together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    several = options.tensor > 1 or options.sequence > 1
+    sliced = options.tensor > 1 and MODES[options.mode or "mtp"].sliced
+    for option, wrong, needed in (
+        ("mode", options.tensor == 1, "--tensor 2 or more beside it"),
+        ("tokens", not several, "--tensor or --sequence beside it"),
+        ("tiles", options.tensor > 1, "layers in one piece where tensor ranks divide them"),
+    ):
+        if getattr(options, option) and wrong:
+            raise ConfigError(f"--{option}", expected=needed, got="another", do="Leave one of them out, or say both.")
+    if sliced and (options.tokens or 0) % options.tensor:
+        raise ConfigError(
+            "--tokens",
+            expected=f"a number that {options.tensor} tensor ranks divide: --mode {options.mode} slices sequences",
+            got=str(options.tokens),
+            do="Pad sequences, or take --mode mtp.",
+        )
+
+
+def arranged(options: argparse.Namespace) -> bool:
+    """Tell whether there is any axis beside those that ZeRO has of itself."""
+    return any(size > 1 for size in (options.tensor, options.sequence, options.pod))
+
+
+def mesh_shape(options: argparse.Namespace) -> MeshShape:
+    """Return the sizes of the axes, as :func:`npuzero.mesh` arranges as many ranks, so many of them on each host.
+
+    Raises:
+        ConfigError: they do not multiply to the world.
+    """
+    hosts = Plan(local_size=options.local).mesh_shape(options.world)
+    data = groups_of(TENSOR, options.tensor, options.world, options.world)
+    pod = groups_of(POD, options.pod, data, options.world)
+    groups_of(SEQUENCE, options.sequence, data, options.world)
+    local = math.gcd(max(1, hosts.local // options.tensor), pod)
+    return MeshShape(pod // local, local, pod=options.pod, tensor=options.tensor, sequence=options.sequence)
+
+
+def divided(model: ModelShape, options: argparse.Namespace) -> tuple[ModelShape, LayerBytes]:
+    """Return the model with its parameters cut over tensor ranks, and what its layers send where --tokens says of how
+    many.
+
+    Raises:
+        ConfigError: its layers or heads cannot be divided, or how that is done is not known.
+    """
+    if options.tensor == options.sequence == 1:
+        return model, {}
+    if model.module is None:
+        raise _unknown(model.name, options, "none that is known without transformers", "Run: pip install transformers.")
+    module = model.module()
+    sent: LayerBytes = {}
+    if options.tensor > 1:
+        mode = MODES[options.mode or "mtp"]
+        if not getattr(module, "tp_plan", None):
+            do = "In a program give parallel.tensor(plan=...) the words, and npuzero.predict the model."
+            raise _unknown(model.name, options, f"none in {type(module).__name__}", do)
+        division = divide(module, None, options.tensor, mode.sliced)
+        note(module, division)
+        model = replace(model, units=units_of(module))
+        sent[TENSOR] = _sent(_around_layers(module, division, mode), options.tensor, options)
+    if options.sequence > 1:
+        swaps = list(_around_attention(module, options.tensor, options.sequence))
+        sent[SEQUENCE] = _sent(swaps, options.sequence, options)
+    return model, sent if options.tokens else {}
+
+
+def _unknown(name: str, options: argparse.Namespace, got: str, do: str) -> ConfigError:
+    option = "tensor" if options.tensor > 1 else "sequence"
+    expected = "a kind of model whose division is known: base_model_tp_plan of transformers"
+    return ConfigError(f"{name}: --{option} {getattr(options, option)}", expected=expected, got=got, do=do)
+
+
+def _sent(collectives: Iterable[tuple[str, int]], ranks: int, options: argparse.Namespace) -> dict[str, int]:
+    """Return the bytes by collective of a step; ``collectives``: with the features of each token that goes."""
+    itemsize = PRECISIONS[options.precision].parameter_of(torch.float32).itemsize
+    sent: Counter[str] = Counter()
+    for verb, features in collectives:
+        nbytes = ring_bytes(verb, (options.tokens or 0) * features * itemsize, ranks)
+        sent[verb] += options.micro_batches * nbytes
+    return dict(sent)
+
+
+def _around_layers(module: nn.Module, division: Division, mode: Mode) -> Iterator[tuple[str, int]]:
+    """Yield the collectives of :mod:`npuzero.parallel.regions` in one forward and backward."""
+    for paths in division.regions.values():
+        for sliced, features in {(division.in_stack(path), linear_of(module, path).in_features) for path in paths}:
+            verbs = ("all_gather", "reduce_scatter") if sliced else ("all_reduce",)
+            yield from ((verb, features) for verb in (*verbs, *["all_gather"] * (sliced and mode.thrifty)))
+        yield from (
+            ("all_gather", linear_of(module, path).out_features) for path in paths if division.words[path].whole
+        )
+    for path in division.of(Kind.ROWS):
+        linear = linear_of(module, path)
+        verbs = ("reduce_scatter", "all_gather") if division.in_stack(path) else ("all_reduce",)
+        yield from ((verb, linear.out_features) for verb in verbs)
+        if division.words[path].whole:
+            yield "all_gather", linear.in_features
+    for path in division.of(Kind.VOCABULARY):
+        yield "all_reduce", module.get_parameter(f"{path}.weight").shape[1]
+    if division.stack is not None:  # into slices before the first block, whole again behind the last
+        width = next(
+            linear_of(module, path).in_features for path in division.of(Kind.COLUMNS) if division.in_stack(path)
+        )
+        yield from [("all_gather", width)] * 2
+
+
+def _around_attention(module: nn.Module, tensor: int, ranks: int) -> Iterator[tuple[str, int]]:
+    """Yield the swaps of :mod:`npuzero.parallel.sequences` in one forward and backward."""
+    for path, each in module.named_modules():
+        queries, keys = (count // tensor for count in head_counts(each))
+        if queries and head_size(each):
+            check_heads(f"--sequence {ranks}: {path}", queries, ranks)
+            repeated = keys * (ranks // math.gcd(keys, ranks))
+            yield from [("all_to_all", heads * head_size(each)) for heads in (queries, repeated, repeated, queries)] * 2
