@@ -39,6 +39,7 @@ presets, and what each shards over the ranks (docs/plan.md, "Presets"):
   zero1       states                              zero3-keep  the same, unsharded from forward to backward
   zero1.5     states, within a host               hpz         the same, sharded within a host meanwhile
   zero2       gradients and states                hsdp, mics  all, within a host
+  isp (with --sequence): parameters and gradients within a host, states over all
 
 offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme, infinity zero3+nvme+parameters: --offload host,
 --offload nvme ...; and delayed is offload with --lag 1.
@@ -109,26 +110,26 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> str:
     """Return the command's output."""
     axes.check_options(options)
+    mesh = axes.mesh_shape(options)
     model, layers = axes.divided(_model(options).tiled(dict(options.tiles)), options)
-    reports = predictions(model, options)
+    reports = predictions(model, mesh, options)
     title = _title(model, options)
     if options.plot:
         plot(options.plot, title, reports, options.memory)
     if options.json:
         facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options)}
         if axes.arranged(options):
-            facts |= {"mesh": asdict(axes.mesh_shape(options)), "layers_bytes_sent": layers}
+            facts |= {"mesh": asdict(mesh), "layers_bytes_sent": layers}
         if options.memory:
             facts |= {"memory_bytes": options.memory, "first_fit": first_fit(reports, options.memory)}
         return json.dumps(facts, indent=2)
-    return render(title, reports, options, layers)
+    return render(title, reports, mesh, layers, options)
 
 
-def predictions(model: ModelShape, options: argparse.Namespace) -> dict[str, Report]:
+def predictions(model: ModelShape, mesh: MeshShape, options: argparse.Namespace) -> dict[str, Report]:
     """Return a Report for each preset; and where options say so, for each with parts off the device."""
     settings = Settings(prefetch=options.prefetch)
     precision = replace(PRECISIONS[options.precision], sums=options.sums)
-    mesh = axes.mesh_shape(options)
     presets = (*PRESETS, *SEQUENCED) if mesh.sequence > 1 else PRESETS
     plans = [Plan.preset(preset, precision=precision) for preset in presets]
     plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
@@ -177,12 +178,13 @@ def distinct(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
     return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
 
 
-def render(title: str, reports: dict[str, Report], options: argparse.Namespace, layers: axes.LayerBytes) -> str:
+def render(
+    title: str, reports: dict[str, Report], mesh: MeshShape, layers: axes.LayerBytes, options: argparse.Namespace
+) -> str:
     """Render two tables: memory by part, traffic by collective, each with its total; with a rank's memory which fit;
     on a mesh of more axes that traffic by axes, and what layers send; and where any row has parts off the device what
     that moves.
     """
-    mesh = axes.mesh_shape(options)
     rows = distinct(reports, mesh)
     memory_bytes: int | None = options.memory
     held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}
