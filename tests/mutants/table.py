@@ -12,6 +12,7 @@ from . import (
     optim,
     parallel,
     plan,
+    plan_axes,
     sends,
     sequences,
     shard,
@@ -22,6 +23,7 @@ from .mutant import Mutant
 
 PARTS = (
     plan,
+    plan_axes,
     shard,
     axes,
     between,

@@ -21,6 +21,9 @@ FAR_ROWS = re.findall(
     PAGE,
     re.MULTILINE,
 )  # arguments of zero(), ranks, GiB on the device, on the host, on NVMe, seconds of the link, of the disk
+TENSOR_ROWS = re.findall(
+    r"^\| (\d) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]*) ?\|", PAGE, re.MULTILINE
+)  # tensor ranks, stage, GiB a rank, of which buffers, GiB sent by ZeRO, by layers
 WIDTH, BLOCKS, WORDS, TOKENS = 5120, 40, 32_000, 4096
 GIB = 2**30
 
@@ -43,6 +46,19 @@ def test_each_remedy_buys_what_the_plan_says(capsys: pytest.CaptureFixture[str])
         assert shown == f"{now:.1f}", arguments
         assert bought == ("" if before is None else f"{before - now:.1f}"), arguments
         before = now
+
+
+def test_over_tensor_ranks_a_rank_holds_and_sends_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(TENSOR_ROWS) == 6
+    for ranks, stage, *shown in TENSOR_ROWS:
+        axes = ["--tensor", ranks, "--mode", "msp", "--tokens", "4096"] if ranks != "1" else []
+        assert main(["plan", "--parameters", "13B", "--world", "8", *axes, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        row = facts["presets"][f"zero{stage}"]
+        layers = [sum(sent.values()) for sent in facts.get("layers_bytes_sent", {}).values()]
+        held, sent = row["bytes_held"], row["bytes_sent"]
+        found = [sum(held.values()), held["buffers"], sum(sent.values()), *layers]
+        assert [each for each in shown if each] == [f"{nbytes / GIB:.1f}" for nbytes in found], (ranks, stage)
 
 
 def test_off_the_device_a_rank_holds_and_moves_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:

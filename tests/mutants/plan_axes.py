@@ -1,0 +1,74 @@
+"""Mutants of what ``npuzero plan`` says of tensor, sequence and pod axes."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+FILE = "parallel/test_cli_axes.py"
+SENT = f"{FILE}::test_ranks_send_and_hold_what_plan_says"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "tensor ranks are taken to hold all of each parameter",
+        "cli/axes.py",
+        "        note(module, division)\n",
+        "",
+        (f"{SENT}[llama-mtp-zero1]",),
+    ),
+    Mutant(
+        "fsp is taken for msp",
+        "cli/axes.py",
+        '*["all_gather"] * (sliced and mode.thrifty)',
+        '*["all_gather"] * False',
+        (f"{SENT}[tied-fsp-zero2]",),
+    ),
+    Mutant(
+        "what the blocks get and give as slices is taken to be free",
+        "cli/axes.py",
+        'yield from [("all_gather", width)] * 2',
+        "yield from ()",
+        (f"{SENT}[qwen3-msp-zero3]",),
+    ),
+    Mutant(
+        "logits that are gathered are forgotten",
+        "cli/axes.py",
+        "for path in paths if division.words[path].whole",
+        "for path in paths if False",
+        (f"{SENT}[llama-mtp-zero1]",),
+    ),
+    Mutant(
+        "layers send as much in each step as in one micro-batch",
+        "cli/axes.py",
+        "sent[verb] += options.micro_batches * nbytes",
+        "sent[verb] += nbytes",
+        (f"{FILE}::test_key_heads_are_repeated_where_more_ranks_share_sequences",),
+    ),
+    Mutant(
+        "key heads go once, however often ranks repeat them",
+        "cli/axes.py",
+        "repeated = keys * (ranks // math.gcd(keys, ranks))",
+        "repeated = keys",
+        (f"{FILE}::test_key_heads_are_repeated_where_more_ranks_share_sequences",),
+    ),
+    Mutant(
+        "tensor ranks on a host are taken to have data of their own",
+        "cli/axes.py",
+        "math.gcd(max(1, hosts.local // options.tensor), pod)",
+        "math.gcd(hosts.local, pod)",
+        (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
+    ),
+    Mutant(
+        "bytes along an axis are those of the last collective alone",
+        "plan/predict.py",
+        "along.setdefault(axes, Counter())[collective.verb] += nbytes",
+        "along.setdefault(axes, Counter())[collective.verb] = nbytes",
+        (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
+    ),
+    Mutant(
+        "norms of heads in a model that was counted without transformers go their own ways",
+        "cli/modules.py",
+        '"replicated_with_grad_allreduce"',
+        '"replicate"',
+        (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
+    ),
+)
