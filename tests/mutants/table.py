@@ -23,7 +23,6 @@ from .mutant import Mutant
 
 PARTS = (
     plan,
-    plan_axes,
     shard,
     axes,
     between,
@@ -35,6 +34,7 @@ PARTS = (
     comm,
     sends,
     parallel,
+    plan_axes,
     sequences,
     tensor,
 )
