@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "key_value_heads": 6,
     "vocabulary": 2048,
     "sequence": 4096,
-    "precision": "bf16",
+    "precision": "fp32",
 }
 GOAL = 1.10
 OWN, APART = "isp", "zero3"
