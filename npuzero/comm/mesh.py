@@ -9,7 +9,7 @@ from itertools import product
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.world import World
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.plan import AXES, DATA, PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape
+from npuzero.plan import AXES, DATA, PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape, divisors
 
 
 class Mesh:
@@ -115,11 +115,10 @@ class Mesh:
 def groups_of(axis: str, size: int, ranks: int, world: int) -> int:
     """Return how many groups of ``size`` there are in ``ranks``, of a world's, that other axes have left."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or ranks % size:
-        fit = [n for n in range(1, ranks + 1) if ranks % n == 0]
         whose = f"{ranks} ranks" if ranks == world else f"{ranks} ranks that the other axes leave of {world}"
         raise ConfigError(
             f"mesh: {axis}",
-            expected=f"a positive divisor of the {whose}: {', '.join(map(str, fit))}",
+            expected=f"a positive divisor of the {whose}: {', '.join(map(str, divisors(ranks)))}",
             got=repr(size),
             do="Choose groups of equal size.",
         )

@@ -38,6 +38,7 @@ from torch import Tensor
 from npuzero.comm import Communicator
 from npuzero.comm.checks import WIRES
 from npuzero.errors import ContractError
+from npuzero.plan import divisors
 
 _Map = Callable[[Tensor], Tensor]
 
@@ -283,12 +284,6 @@ def _check_divides(x: Tensor, group: Communicator, subject: str, dim: int) -> No
             ranks=group.size,
             divisors=divisors(size),
         )
-
-
-def divisors(size: int) -> list[int]:
-    """Return the positive divisors of ``size`` in ascending order."""
-    low = [each for each in range(1, int(size**0.5) + 1) if size % each == 0]
-    return sorted({*low, *(size // each for each in low)})
 
 
 def _words(numbers: list[int]) -> str:

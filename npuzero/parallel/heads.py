@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from npuzero.errors import ConfigError
-from npuzero.parallel.functions import divisors
+from npuzero.plan import divisors
 
 #: Attributes of attention modules, and of configs, that say how many heads there are.
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead", "num_query_heads")

@@ -19,7 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from npuzero.comm import Communicator
 from npuzero.errors import ContractError
-from npuzero.parallel.functions import collect, copy, divisors, gather, scatter, split, total
+from npuzero.parallel.functions import collect, copy, gather, scatter, split, total
+from npuzero.plan import divisors
 
 #: The dimension of activations that has positions.
 SEQUENCE_DIM = 1

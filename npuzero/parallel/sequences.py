@@ -23,8 +23,8 @@ from torch import Tensor
 
 from npuzero.comm import Communicator, Mesh
 from npuzero.errors import ConfigError
-from npuzero.parallel.functions import divisors, swap
-from npuzero.plan import DATA, SEQUENCE
+from npuzero.parallel.functions import swap
+from npuzero.plan import DATA, SEQUENCE, divisors
 
 _Attention = TypeVar("_Attention", bound=Callable[..., Tensor])
 

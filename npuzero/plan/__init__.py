@@ -24,7 +24,7 @@ This package is pure data and arithmetic: it knows no process group, no module a
 
 from npuzero.plan.cuts import Block, Cut, Portion
 from npuzero.plan.flats import FlatSize
-from npuzero.plan.mesh import SHARD_BYTES, MeshShape, ring_bytes
+from npuzero.plan.mesh import SHARD_BYTES, MeshShape, divisors, ring_bytes
 from npuzero.plan.moves import flattened
 from npuzero.plan.placement import (
     AXES,
@@ -133,6 +133,7 @@ __all__ = [
     "axes_over",
     "axes_with",
     "divide",
+    "divisors",
     "far_block_bytes",
     "flattened",
     "near_numel",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from npuzero.errors import ConfigError
+from npuzero.plan.mesh import divisors
 from npuzero.plan.placement import Axes
 
 
@@ -88,7 +89,7 @@ class Cut:
         wrong = next((span for span in whole if (span < n if self.uneven else span % n)), None)
         if wrong is not None:
             common = math.gcd(*whole)
-            fitting = ", ".join(str(k) for k in range(1, common + 1) if common % k == 0)
+            fitting = ", ".join(map(str, divisors(common)))
             raise ConfigError(
                 subject,
                 expected=f"a size that {n} ranks {'all have a part of' if self.uneven else 'divide'}"

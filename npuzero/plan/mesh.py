@@ -80,6 +80,12 @@ class MeshShape:
         return rank
 
 
+def divisors(size: int) -> list[int]:
+    """Return the positive divisors of ``size`` in ascending order: the numbers of ranks that divide it."""
+    low = [each for each in range(1, math.isqrt(size) + 1) if size % each == 0]
+    return sorted({*low, *(size // each for each in low)})
+
+
 def ring_bytes(verb: str, nbytes: int, size: int) -> int:
     """Return the bytes each of ``size`` ranks sends for one collective on a ring (or any algorithm that sends the
     fewest).

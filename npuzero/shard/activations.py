@@ -43,6 +43,7 @@ from npuzero.shard.flat import Flat
 from npuzero.shard.guard import in_backward
 from npuzero.shard.homes import Home, home_on_device, home_on_disk, home_on_host
 from npuzero.shard.rest import Group
+from npuzero.shard.writes import digest
 
 #: Tensors of fewer bytes stay on the device.
 SMALL_BYTES = 2**16
@@ -290,10 +291,9 @@ def _raw(tensor: Tensor) -> Tensor:
 
 def _compare(raw: Tensor, sharers: Communicator) -> None:
     """Raise a ConfigError, on all of them, where sharers hold different bytes: a part of each would make nothing."""
-    digest = raw.to(torch.float64).mul(torch.arange(1, raw.numel() + 1, device=raw.device)).sum()
-    said = torch.empty(sharers.size, dtype=torch.float64, device=raw.device)
-    sharers.all_gather(said, digest.view(1), tag="activations").wait()
-    if not said.eq(said[0]).all():
+    said = torch.empty(sharers.size * 2, dtype=torch.int64, device=raw.device)
+    sharers.all_gather(said, digest(raw), tag="activations").wait()
+    if not said.view(-1, 2).eq(said[:2]).all():
         raise ConfigError(
             "plan: activations.axes",
             expected="ranks of the tensor axis that hold the same activations between blocks, as under mode='mtp'",

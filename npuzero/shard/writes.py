@@ -119,14 +119,18 @@ def _named(flat: Flat, i: int) -> str:
 
 @torch.no_grad()
 def _digest(flat: Flat, i: int) -> list[int]:
-    """Return two sums over the bits of slot ``i``, which tell where they stand, too; computed where they lie."""
     slot = flat.layout.slots[i]
-    sums = torch.zeros(2, dtype=torch.int64, device=flat.whole.device)
-    for begin in range(slot.begin, slot.end, _PIECE):
-        piece = storage.bits(flat.whole[begin : min(begin + _PIECE, slot.end)]).long()
-        places = torch.arange(begin - slot.begin + 1, begin - slot.begin + 1 + piece.numel(), device=piece.device)
+    return list(map(int, digest(storage.bits(flat.whole[slot.begin : slot.end])).tolist()))
+
+
+def digest(bits: Tensor) -> Tensor:
+    """Return two sums, [2] int64, over integers [n], which tell where they stand, too; computed where they lie."""
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for begin in range(0, bits.numel(), _PIECE):
+        piece = bits[begin : begin + _PIECE].long()
+        places = torch.arange(begin + 1, begin + 1 + piece.numel(), device=piece.device)
         sums += torch.stack([piece.sum(), (_mixed(piece) * places).sum()])
-    return list(map(int, sums.tolist()))
+    return sums
 
 
 def _mixed(values: Tensor) -> Tensor:
