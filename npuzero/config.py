@@ -143,12 +143,12 @@ class Settings(_Checked):
         model = npuzero.zero(net, stage=3, settings=settings)
     """
 
-    overlap: bool | Literal["gradients", "parameters"] = setting(
+    overlap: bool | Literal["gradients", "parameters", "activations"] = setting(
         True,
         bool,
-        "communicate while computing: gradients beside backward, parameters beside forward and backward, or both; "
-        "False runs every collective to its end at once",
-        or_one_of=("gradients", "parameters"),
+        "communicate while computing: gradients beside backward, parameters beside forward and backward, activations "
+        "between the stages of a pipeline, or all; False runs every collective to its end at once",
+        or_one_of=("gradients", "parameters", "activations"),
     )
     prefetch: int = setting(1, int, "units gathered ahead of the one that computes", least=0, most=1024)
     bucket_bytes: int = setting(25 * 2**20, int, "bytes of a unit that travel together at most", least=1, most=2**40)
@@ -189,6 +189,11 @@ class Settings(_Checked):
     def overlaps_parameters(self) -> bool:
         """Tell whether units are gathered ahead, and the gathers after the update run beside the next forward."""
         return self.overlap in (True, "parameters")
+
+    @property
+    def overlaps_activations(self) -> bool:
+        """Tell whether a stage of a pipeline receives what it will compute next beside what it computes now."""
+        return self.overlap in (True, "activations")
 
 
 #: What to write instead of a setting's name as a keyword of a function that takes Settings.

@@ -134,7 +134,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
     with contextlib.ExitStack() as files:
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
-        plans = Plans.named(_plan(stage, plan, precision, local_size), unit_plans, offload)
+        plans = Plans.named(chosen_plan(stage, plan, precision, local_size), unit_plans, offload)
         ranks = given(world, mesh) or comm.current_world()
         engine = Engine(model, plans, ranks, settings, units, origin, buffers)
     attach(engine, model)
@@ -180,7 +180,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         do = "Give the number of backward passes a step."
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
-    chosen = _plan(None, plan, precision, local_size)
+    chosen = chosen_plan(None, plan, precision, local_size)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
     return build.predict(model, Plans.named(chosen, unit_plans, offload), world, units, _settings(settings), **facts)
 
@@ -287,7 +287,10 @@ def gathered(model: Model, *, write: bool = False) -> Iterator[Model]:
         yield model
 
 
-def _plan(stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None) -> Plan:
+def chosen_plan(
+    stage: PlanLike | None, plan: PlanLike | None, precision: PrecisionLike, local_size: int | None
+) -> Plan:
+    """Return the plan that a program names by its stage, its preset, or itself."""
     if stage is not None and plan is not None:
         raise ConfigError(
             "npuzero.zero()", expected="either stage or plan", got=f"stage={stage!r} and plan={plan!r}", do="Drop one."

@@ -44,7 +44,7 @@ from npuzero.shard.cuts import cut_parameter
 from npuzero.shard.relations import relate_parameter
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_SENT = "_npuzero_tensor_sent"
+_SENT, _MODE = "_npuzero_tensor_sent", "_npuzero_tensor_mode"
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,18 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
     sent: dict[str, int] = {}
     group = Counted(mesh.communicator((TENSOR,), "tensor"), sent)
     setattr(model, _SENT, sent)
+    setattr(model, _MODE, mode)
     note(model, division)
     _hook(model, division, group, MODES[mode])
     for path in division.owners:
         divide_attributes(model.get_submodule(path), ranks)
     return model
+
+
+def repeats_activations(model: nn.Module) -> bool:
+    """Return whether tensor ranks hold the same activations between the blocks of ``model``."""
+    mode = getattr(model, _MODE, None)
+    return mode is not None and not MODES[mode].sliced
 
 
 def tensor_bytes(model: nn.Module) -> dict[str, int]:

@@ -1,0 +1,125 @@
+"""Function on a model: cut it into the stages of a pipeline, and shard each over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from npuzero import device
+from npuzero.api.model import PlanLike, chosen_plan, predict, zero
+from npuzero.checkpoint.weights import Weights
+from npuzero.comm import Mesh
+from npuzero.config import Settings
+from npuzero.errors import keywords
+from npuzero.parallel.pipeline import Loss, Pipeline, agreed
+from npuzero.parallel.schedule import Schedule
+from npuzero.parallel.schedule import schedule as table_of
+from npuzero.parallel.stages import divide
+from npuzero.parallel.tensor import repeats_activations
+from npuzero.plan import PIPE, WHOLE, Memory, Plan, PrecisionLike
+
+#: Of the device's memory, that a training state may take which is kept unsharded between micro-batches.
+_SHARE = 0.5
+
+
+@keywords(preset="plan", dtype="precision", num_chunks="chunks", num_microbatches="micro_batches", loss="loss_fn")
+def pipeline(  # noqa: PLR0913 - all there is to choose, by name
+    model: nn.Module,
+    mesh: Mesh,
+    stage: int | float | None = None,
+    *,
+    plan: PlanLike | None = None,
+    schedule: str = "1f1b",
+    micro_batches: int,
+    chunks: int = 1,
+    loss_fn: Loss | None = None,
+    blocks: Sequence[nn.Module | str] | None = None,
+    split: Sequence[int] | Sequence[str] | None = None,
+    precision: PrecisionLike = None,
+    local_size: int | None = None,
+    offload: str | None = None,
+    unit_plans: Mapping[str, PlanLike] | None = None,
+    weights: str | Path | Weights | None = None,
+    initialize: Callable[[nn.Module], object] | None = None,
+    buffers: str | None = None,
+    settings: Settings | None = None,
+) -> Pipeline:
+    """Cut ``model`` into stages over the pipe axis of ``mesh``, and shard each over the ranks that have it.
+
+    A step is ``pipe.step(inputs, target=...)``, which runs forward and backward of all micro-batches; optimizer,
+    clipping and checkpoints are those of any model of :func:`npuzero.zero`. Names stay those of the whole model.
+
+    Args:
+        model: the whole model, on every rank alike: on the device, or on meta. Blocks of other stages are let go.
+        mesh: of all ranks, see :func:`npuzero.mesh`.
+        stage, plan, precision, local_size, offload, unit_plans, weights, initialize, buffers, settings: as for
+            :func:`npuzero.zero`, within the ranks of each stage. With a preset, parameters that a rank has gathered stay
+            unsharded until the step (``Plan.between``), if the training state then takes no more than half of the
+            device's memory; a :class:`Plan` is followed as it is.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved`` (with ``chunks``) or ``zero-bubble``.
+        micro_batches: into which each batch is cut.
+        chunks: stages of each rank; stage s lies on pipe rank s % ranks.
+        loss_fn: called with the model's output for a micro-batch, and its targets; returns their mean. None: the
+            model's own loss (labels in its keyword arguments), or what the last block returns.
+        blocks: modules, or their names, each called with what the one before returned; lists among them stand for their
+            children. None: the children of an nn.Sequential, or what a model of transformers says of itself.
+        split: how many blocks each stage has, or the name of its first one; None: balanced by what they compute.
+
+    Raises:
+        ConfigError: on every rank: what cannot be cut or scheduled so, or ranks that disagree.
+        StateError: the model is sharded already.
+
+    Example::
+
+        layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        loss = torch.nn.functional.mse_loss
+        pipe = npuzero.pipeline(layers, npuzero.mesh(pipe=1), stage=2, micro_batches=2, loss_fn=loss)
+        optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-3)
+        print(pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8)))
+        optimizer.step()
+    """
+    ranks = mesh.size((PIPE,))
+    repeated = repeats_activations(model)
+    given = {"micro_batches": repr(micro_batches), "schedule": repr(schedule), "chunks": repr(chunks)}
+    table, division = agreed(
+        mesh,
+        given,
+        lambda: (table_of(schedule, ranks, micro_batches, chunks), divide(model, ranks, chunks, split, blocks)),
+    )
+    pipe = division.take(range(mesh.index((PIPE,)), table.stages, ranks), Pipeline)
+    settings = Settings() if settings is None else settings
+    own = chosen_plan(stage, plan, precision, local_size)
+    if not isinstance(plan, Plan):
+        options = {"offload": offload, "units": pipe.unit_rule, "unit_plans": unit_plans, "settings": settings}
+        own = _kept_between(own, pipe, mesh, table, **options)
+    zero(
+        pipe,
+        plan=own,
+        offload=offload,
+        units=pipe.unit_rule,
+        unit_plans=unit_plans,
+        weights=weights,
+        initialize=initialize,
+        buffers=buffers,
+        mesh=mesh,
+        settings=settings,
+    )
+    pipe.open(mesh, table, loss_fn, repeated=repeated, overlap=settings.overlaps_activations)
+    return pipe
+
+
+def _kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, schedule: Schedule, **options: Any) -> Plan:
+    """Return the plan by which parameters stay unsharded until the step, where every rank has the memory for it."""
+    if plan.between is not None or plan.parameters.axes == () or plan.parameters.far:
+        return plan
+    kept = replace(plan, between=WHOLE)
+    foreseen = predict(pipe, kept, mesh, micro_batches=schedule.micro_batches, **options)
+    total, sharers = device.get(mesh.world.device).memory().total, 1
+    if mesh.world.device.type == "cpu":
+        sharers = len(mesh.world.local)
+    fits = total is None or sum(foreseen.held[Memory.DEVICE].values()) * sharers <= _SHARE * total
+    return kept if all(mesh.world.exchange(fits, "pipeline")) else plan

@@ -1,0 +1,388 @@
+"""A pipeline: the stages of a model on neighbouring ranks, and the step that runs micro-batches through them.
+
+A rank follows its row of the schedule (``schedule.py``), act by act. Before it computes one, what the next one needs is
+on its way (``edges.py``); the engine gathers, reduces and updates within each stage's ranks, as it does without a
+pipeline. After the last act all ranks agree that none has raised, and share the loss.
+
+Invariants:
+    * a rank whose stage raises goes on with its row, without computing, so that nobody waits for it; the error is
+      raised on every rank as the step ends, and the next step may follow ``zero_grad()``;
+    * a CollectiveError is raised at once: the communicators are broken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from npuzero import observe
+from npuzero.comm import HOST_CHANNEL, Mesh
+from npuzero.comm.calls import collective
+from npuzero.config import describe
+from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
+from npuzero.parallel.edges import Edge, checked
+from npuzero.parallel.schedule import Act, Schedule
+from npuzero.parallel.stages import Division, Stages
+from npuzero.plan import AXES, PIPE, TENSOR, divisors
+from npuzero.shard.engine import Engine
+from npuzero.shard.ownership import engine_of
+
+#: Called with what the last stage returned for a micro-batch, and its targets; returns () float, the mean over it.
+Loss = Callable[..., Tensor]
+Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+
+
+class Scaler(Protocol):
+    """Describe what scales a loss: :class:`npuzero.LossScaler`."""
+
+    def scale(self, outputs: Tensor) -> Tensor: ...
+
+
+class Pipeline(Stages):
+    """Train the stages of a model that lie on this rank; made by :func:`npuzero.pipeline`.
+
+    It is the model that ``zero`` has sharded: ``npuzero.clip_grad_norm_``, ``report``, ``full_state_dict``, ``export``
+    and ``checkpoint`` take it, and an optimizer its ``parameters()``, which are this rank's.
+
+    Attributes:
+        schedule: what each rank does when.
+        peak: micro-batches of a stage that were alive at most in the last step: their forward begun, and their
+            backward not over.
+    """
+
+    schedule: Schedule
+    peak: int
+    _runner: Runner
+
+    def open(
+        self, mesh: Mesh, schedule: Schedule, loss_fn: Loss | None, *, repeated: bool = False, overlap: bool = True
+    ) -> None:
+        """Connect this rank's stages to their neighbours', once they are sharded; every rank calls it.
+
+        Args:
+            repeated: tensor ranks hold the same activations between stages.
+            overlap: receive for the next act while one computes.
+        """
+        self.schedule, self.peak = schedule, 0
+        self._runner = Runner(self, engine_of(self), mesh, schedule, loss_fn, repeated, overlap)
+
+    @collective("pipeline.step")
+    def step(
+        self, *args: Any, target: Any = None, train: bool = True, scaler: Scaler | None = None, **kwargs: Any
+    ) -> Any:
+        """Run forward and backward of one batch, in micro-batches; an optimizer's ``step()`` follows. Collective.
+
+        Every rank gives the batch of its data rank: all stages of a pipeline the same one. Tensors whose first
+        dimension is the batch's are cut into micro-batches; all else goes to each of them as it is.
+
+        Args:
+            args, kwargs: what the model is called with.
+            target: a tensor, or a tuple: given to ``loss_fn`` behind the model's output.
+            train: False: forward only, without gradients.
+            scaler: scales the loss before backward.
+
+        Returns:
+            The loss, () float32, the same bits on every rank: the mean over micro-batches, and over the data ranks.
+            Without ``train``, and where nothing says what a loss is: what the last stage returned, for the whole batch,
+            on its ranks, and None on others.
+
+        Raises:
+            ContractError: the batch does not divide, micro-batches differ in shape, a stage returns no tensors, or the
+                loss is none; on every rank, as a StateError where another rank found it.
+            StateError: a stage raised; its stage, micro-batch and error are told on every rank.
+            CollectiveError: a rank died, or did something else.
+        """
+        runner = self._runner
+        if train and not torch.is_grad_enabled():
+            raise StateError(
+                "pipeline.step",
+                expected="gradients to be enabled",
+                got="a call inside torch.no_grad()",
+                do="Leave no_grad() for it, or pass train=False.",
+            )
+        with torch.set_grad_enabled(train):
+            result = runner.run((args, kwargs, () if target is None else _as_tuple(target)), train, scaler)
+        if train:
+            self.peak = runner.peak
+        return result
+
+
+class Runner:
+    """Run a pipeline's steps on this rank; see :meth:`Pipeline.open`.
+
+    Attributes:
+        peak: as :class:`Pipeline` has it.
+    """
+
+    def __init__(
+        self,
+        model: Stages,
+        engine: Engine,
+        mesh: Mesh,
+        schedule: Schedule,
+        loss_fn: Loss | None,
+        repeated: bool,
+        overlap: bool,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._mesh = mesh
+        self._schedule = schedule
+        self._loss_fn = loss_fn
+        self._overlap = overlap
+        self._last = model.count - 1
+        self._parts = {stage: part for part, stage in enumerate(model.numbers)}
+        engine.passes.divide([model.unit_names(stage) for stage in model.numbers])
+        row = schedule.row(mesh.index((PIPE,)))
+        self._rows = {True: row, False: [act for act in row if act.kind == "F"]}
+        ranks = schedule.ranks
+        # Each rank of the pipe makes the channels of all edges, in one order.
+        edges = [Edge(engine.mesh, s, (s % ranks, (s + 1) % ranks), repeated) for s in range(self._last)]
+        self._before = {stage: edges[stage - 1] for stage in model.numbers if stage}
+        self._behind = {stage: edges[stage] for stage in model.numbers if stage < self._last}
+        self._edges = [edge for edge in edges if edge in {*self._before.values(), *self._behind.values()}]
+        self._live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._failure: tuple[str, Exception] | None = None
+        self.peak = 0
+
+    def run(self, batch: Batch, train: bool, scaler: Scaler | None) -> Any:
+        """Run one step, see :meth:`Pipeline.step`."""
+        self._failure = None
+        self._live.clear()
+        self._train, self._scaler = train, scaler
+        self._outputs: list[Any] = []
+        self._sum = torch.zeros((), device=self._engine.device)
+        self._losses = 0
+        self.peak = 0
+        for edge in self._edges:
+            edge.begin()
+        self._micros: list[Batch] = []
+        with self._trying("the batch"):
+            self._micros = micro_batches(batch, self._schedule.micro_batches)
+            if scaler is not None:  # whose tensors are made where the first loss is: on every rank
+                scaler.scale(self._sum)
+        row = self._rows[train]
+        for k, act in enumerate(row):
+            self._expect(row[k : k + 2] if self._overlap else row[k : k + 1])
+            with observe.span("pipeline", f"{act.kind} {act.stage} #{act.micro}", rank=self._mesh.world.rank):
+                (self._forward if act.kind == "F" else self._backward)(act)
+        for edge in self._edges:
+            edge.end()
+        return self._mean_loss() if self._agree() else joined(self._outputs) if self._outputs else None
+
+    # -- acts ------------------------------------------------------------------------------------------------------
+
+    def _expect(self, acts: Sequence[Act]) -> None:
+        for act in acts:
+            if act.kind == "F" and act.stage in self._before:
+                self._before[act.stage].expect(act.micro)
+            elif act.kind == "B" and act.stage in self._behind:
+                self._behind[act.stage].expect_back(act.micro)
+
+    def _forward(self, act: Act) -> None:
+        stage, micro = act.stage, act.micro
+        before, behind = self._before.get(stage), self._behind.get(stage)
+        inputs = () if before is None else before.take(micro)
+        outputs: tuple[Tensor, ...] | None = None
+        if inputs is not None and self._failure is None:
+            with self._trying(_words(act)):
+                outputs = self._compute(act, inputs)
+                if self._train:
+                    self._live[stage, micro] = (inputs, outputs)
+                    self.peak = max(self.peak, len(self._live))
+        if behind is not None:
+            with self._trying(_words(act)):
+                return behind.give(micro, outputs)
+            behind.give(micro, None)  # what was refused is replaced
+        return None
+
+    def _compute(self, act: Act, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return what the stage sends on; of the last one the loss, if there is one to differentiate."""
+        args, kwargs, target = self._micros[act.micro]
+        with self._engine.passes.part(self._parts[act.stage]):
+            output = self._model(act.stage, *(args if act.stage == 0 else inputs), **kwargs)
+        if act.stage < self._last:
+            return checked(f"{_words(act)}: output", output)
+        loss = self._loss(output, target)
+        if loss is None:
+            self._outputs.append(output)
+            return ()
+        self._sum += loss.detach()
+        self._losses += 1
+        if not self._train:
+            return ()
+        loss = loss / self._schedule.micro_batches
+        return (loss if self._scaler is None else self._scaler.scale(loss),)
+
+    def _loss(self, output: Any, target: tuple[Any, ...]) -> Tensor | None:
+        """Return the loss of a micro-batch; None where nothing says what it is, and nothing trains."""
+        if self._loss_fn is not None and (target or self._train):
+            loss = self._loss_fn(output, *target)
+        else:
+            loss = getattr(output, "loss", None)
+            if loss is None and self._train:
+                loss = output
+        if loss is None or (isinstance(loss, Tensor) and loss.numel() == 1):
+            return None if loss is None else loss.reshape(())
+        raise ContractError(
+            "pipeline.step: the loss",
+            expected="a tensor of one element, from loss_fn, the model's output.loss, or the last stage itself",
+            got=describe(loss),
+            do="Give npuzero.pipeline(loss_fn=...) and step(target=...), or labels that the model knows.",
+        )
+
+    def _backward(self, act: Act) -> None:
+        stage, micro = act.stage, act.micro
+        before, behind = self._before.get(stage), self._behind.get(stage)
+        gradients = () if behind is None else behind.take_back(micro)
+        returned: tuple[Tensor, ...] | None = None
+        inputs, outputs = self._live.pop((stage, micro), ((), ()))
+        if self._failure is None:
+            with self._trying(_words(act)):
+                reached = [output for output in outputs if output.requires_grad]
+                if reached:
+                    with self._engine.passes.part(self._parts[stage]):
+                        torch.autograd.backward(reached, gradients or None)
+                returned = tuple(_gradient(each) for each in inputs if each.requires_grad)
+        if before is not None:
+            before.give_back(micro, returned)
+
+    # -- the end of a step -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _trying(self, what: str) -> Iterator[None]:
+        """Note an error of the block, and go on: other ranks wait for what follows."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except Exception as error:
+            if self._failure is None:
+                self._failure = (what, error)
+
+    def _agree(self) -> bool:
+        """Raise on every rank where any has failed; return whether there is a loss."""
+        flags = torch.tensor([float(self._failure is not None), float(self._losses)])
+        self._engine.mesh.communicator(AXES, HOST_CHANNEL).all_reduce(flags, tag="pipeline step").wait()
+        failed, losses = flags.tolist()
+        if not failed:
+            return bool(losses)
+        self._live.clear()
+        mine = self._failure
+        said = self._mesh.world.exchange(mine and f"{mine[0]}: {type(mine[1]).__name__}: {mine[1]}")
+        rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
+        raise StateError(
+            "pipeline.step",
+            expected="every stage to run every micro-batch",
+            got=f"on rank {rank}: {text}",
+            do="Mend it there; every rank has raised this. Call zero_grad() to go on.",
+            rank=rank,
+        ) from (mine and mine[1])
+
+    def _mean_loss(self) -> Tensor:
+        """Return the mean over micro-batches and data ranks, on every rank."""
+        counts = self._losses and self._mesh.index((TENSOR,)) == 0  # tensor ranks have the same loss
+        scale = self._schedule.micro_batches * self._mesh.shape.data
+        total = (self._sum / scale if counts else torch.zeros_like(self._sum)).view(1)
+        self._engine.mesh.communicator(AXES, "control").all_reduce(total, tag="pipeline loss").wait()
+        return total.view(())
+
+
+def agreed(
+    mesh: Mesh, arguments: dict[str, str], make: Callable[[], tuple[Schedule, Division]]
+) -> tuple[Schedule, Division]:
+    """Return the schedule and the division that all ranks make.
+
+    Raises:
+        ConfigError: on every rank, where one cannot make them, or other arguments or models make others.
+    """
+    problem: NpuZeroError | None = None
+    made = None
+    try:
+        made = make()
+    except NpuZeroError as error:
+        problem = error
+    said = mesh.world.exchange(
+        {"problem": problem and str(problem), "mesh": repr(mesh), **arguments} | _facts(made), "pipeline"
+    )
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(said):
+        subject = next((key for key in (*said[0], *other) if other.get(key) != said[0].get(key)), None)
+        if subject is not None:
+            failed = next((each["problem"] for each in said if each["problem"]), None)
+            raise ConfigError(
+                f"npuzero.pipeline(): {subject}",
+                expected=f"the same on every rank, as on rank 0: {said[0].get(subject)}",
+                got=f"on rank {rank}: {failed or other.get(subject)}",
+                do="Build the same model with the same arguments on every rank.",
+                rank=rank,
+            )
+    assert made is not None
+    return made
+
+
+def _facts(made: tuple[Schedule, Division] | None) -> dict[str, str]:
+    if made is None:
+        return {}
+    schedule, division = made
+    return {
+        "schedule": schedule.name,
+        "micro_batches": str(schedule.micro_batches),
+        "chunks": str(schedule.chunks),
+        "stages": hashlib.sha256(repr(division.blocks).encode()).hexdigest()[:12],
+    }
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Return ``count`` equal parts of a batch along the first dimension of its tensors.
+
+    Raises:
+        ContractError: there is no tensor, or it does not divide.
+    """
+    leaves, tree = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    size = tensors[0].shape[0] if tensors else 0
+    if not size or size % count:
+        raise ContractError(
+            "pipeline.step: the batch",
+            expected=f"tensors of a first dimension that {count} micro-batches divide",
+            got=f"{size}" if tensors else "no tensor",
+            do=f"Give a multiple of {count}, or micro_batches={divisors(size)}."
+            if size
+            else "Give the model's inputs.",
+        )
+    parts = [
+        leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else [leaf] * count
+        for leaf in leaves
+    ]
+    return [tree_unflatten(list(each), tree) for each in zip(*parts, strict=True)]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of micro-batches as one: tensors joined along the first dimension, a model's by its logits."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, (tuple, list)):
+        return tuple(joined(each) for each in zip(*outputs, strict=True))
+    logits = [getattr(output, "logits", None) for output in outputs]
+    return list(outputs) if any(each is None for each in logits) else joined(logits)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _words(act: Act) -> str:
+    return f"stage {act.stage}, {'forward' if act.kind == 'F' else 'backward'} of micro-batch #{act.micro}"
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,154 @@
+"""One training, two contenders: plain torch on the data of all ranks, and a pipeline over a mesh of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import npuzero
+from npuzero import Report, comm
+from npuzero.comm import World
+from npuzero.parallel.pipeline import Pipeline
+from npuzero.plan import DATA
+from world.toy import build
+
+WIDTH, CLASSES, ROWS = 16, 11, 2  # rows of a micro-batch
+State = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """Embedding, blocks, norm and head, called one after another."""
+
+    def __init__(self, layers: int = 14, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    @property
+    def order(self) -> list[nn.Module]:
+        return [self.tokens, self.blocks, self.norm, self.head]
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained, by either contender."""
+
+    micro_batches: int = 4
+    data: int = 1
+    steps: int = 3
+    kind: str = "sgd"
+    clip: float | None = None
+    make: Callable[[], nn.Module] = Deep
+
+    def batch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of data rank ``index``, [micro_batches * ROWS, 5] int64."""
+        generator = torch.Generator().manual_seed(100 * step + index)
+        both = torch.randint(CLASSES, (2, self.micro_batches * ROWS, 5), generator=generator)
+        return both[0], both[1]
+
+    def optimizer(self, parameters: Any, *, plain: bool = True) -> torch.optim.Optimizer:
+        if self.kind == "sgd":
+            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+            return made if plain else npuzero.ZeroOptimizer(made)
+        return (torch.optim.AdamW if plain else npuzero.AdamW)(parameters, lr=1e-2, eps=1e-3)
+
+
+@cache
+def plainly(run: Run) -> tuple[State, list[float], list[float]]:
+    """Train by plain torch; the state in the end, and losses and norms of the steps."""
+    model = build(make=run.make)
+    optimizer = run.optimizer(model.parameters())
+    losses, norms = [], []
+    for step in range(run.steps):
+        total = 0.0
+        for index in range(run.data):
+            for tokens, target in zip(*(part.chunk(run.micro_batches) for part in run.batch(step, index)), strict=True):
+                loss = loss_of(model(tokens), target) / run.micro_batches / run.data
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), run.clip or torch.inf).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}, losses, norms
+
+
+@dataclass
+class Piped:
+    """What one rank has in the end, and measured over the last step."""
+
+    state: State
+    losses: list[float]
+    norms: list[float]
+    report: Report
+    pipe: Pipeline
+    rank: int
+
+
+def piped(run: Run, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None = None, **options: Any) -> list[Piped]:
+    """Train by a pipeline over ``ranks`` pipe ranks times the data ranks."""
+
+    def rank(world: World) -> Piped:
+        sizes = npuzero.mesh(world=world, pipe=ranks, local_size=1, **(mesh or {}))
+        model = build(make=run.make)
+        given = {"loss_fn": loss_of, "blocks": model.order if isinstance(model, Deep) else None} | options
+        which = {"plan": preset} if isinstance(preset, (str, npuzero.Plan)) else {"stage": preset}
+        pipe = npuzero.pipeline(model, sizes, micro_batches=run.micro_batches, **which, **given)
+        optimizer = run.optimizer(pipe.parameters(), plain=False)
+        losses, norms = [], []
+        for step in range(run.steps):
+            tokens, target = run.batch(step, sizes.index(DATA))
+            losses.append(pipe.step(tokens, target=target).item())
+            norms.append(npuzero.clip_grad_norm_(pipe, run.clip or torch.inf).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        report = npuzero.report(pipe)
+        state = npuzero.full_state_dict(pipe, rank0_only=False)
+        return Piped(state, losses, norms, report, pipe, world.rank)
+
+    return comm.run_threads(ranks * run.data, rank, timeout_s=60)
+
+
+def apart(found: State, expected: State) -> float:
+    """The largest difference, relative to each tensor's largest magnitude."""
+    return max(((value - expected[name]).abs().max() / expected[name].abs().max()).item() for name, value in found.items())
+
+
+def assert_like_plain(run: Run, found: list[Piped], bound: float) -> None:
+    state, losses, norms = plainly(run)
+    assert {name for each in found for name in each.state} == set(state)
+    for each in found:
+        assert apart(each.state, state) <= bound
+        torch.testing.assert_close(each.losses, losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(each.norms, norms, rtol=1e-6, atol=0)
+        assert (each.losses, each.norms) == (found[0].losses, found[0].norms)
