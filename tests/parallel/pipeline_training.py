@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -78,8 +78,8 @@ class Run:
 
     def optimizer(self, parameters: Any, *, plain: bool = True) -> torch.optim.Optimizer:
         if self.kind == "sgd":
-            made = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-            return made if plain else npuzero.ZeroOptimizer(made)
+            made = torch.optim.SGD if plain else partial(npuzero.ZeroOptimizer, torch.optim.SGD)
+            return made(parameters, lr=0.05, momentum=0.9)
         return (torch.optim.AdamW if plain else npuzero.AdamW)(parameters, lr=1e-2, eps=1e-3)
 
 
