@@ -6,13 +6,14 @@ Called by the hooks (:class:`npuzero.shard.hooks.Events`), in the order that is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npuzero import observe
 from npuzero.comm.calls import collective
+from npuzero.errors import ConfigError, StateError
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.contribution import Pass
@@ -22,7 +23,7 @@ from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
 from npuzero.shard.guard import in_backward
 from npuzero.shard.hooks import second_derivatives
-from npuzero.shard.prefetch import Trace
+from npuzero.shard.parts import Group, Part, in_turn, indices_of
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
 from npuzero.shard.states import ParameterState
@@ -65,13 +66,65 @@ class Passes:
         self._prefetch = prefetch
         self._ahead = prefetch and prefetch + 1  # of which the last is read from where it rests, if that is slow
         self._device = device
-        self._trace = Trace()
+        self._part = Part(units)  # of the present passes
+        self._parts = self._all = [self._part]
         self._alone = False  # within no_sync
         self._training = False  # a forward for training has begun since the last update
+        self._failed = False  # a pass of this step has raised
         self.inside: set[int] = set()
-        # Backward passes of this step so far, and of the last step: R3 overlaps with the last one, if it is foreseen.
-        self._count = 0
-        self._expected = 0
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def divide(self, groups: Sequence[Group]) -> None:
+        """Divide the model into parts, each with forward and backward passes of its own (see :meth:`part`).
+
+        The root unit is of every part: each calls its module, and each of their backward passes reduces its gradients.
+
+        Args:
+            groups: by modules or names of the model, what is of each part. Between steps; the same on all ranks.
+
+        Raises:
+            ConfigError: a unit is in no group.
+        """
+        divided = indices_of([(unit.name, unit.module()) for unit in self._units], groups)
+        self._parts = [Part([self._units[i] for i in each]) for each in divided]
+        self._all = [Part(self._units), *self._parts]
+        self._part = self._all[0]
+
+    @contextlib.contextmanager
+    def part(self, number: int) -> Iterator[None]:
+        """Have the forward, or the backward pass, inside be one of part ``number`` alone.
+
+        Outside of it passes are of the whole model. All ranks run the same passes in the same order.
+        """
+        before, self._part = self._part, self._parts[number]
+        try:
+            yield
+        finally:
+            self._part = before
+
+    @collective("backward")
+    def take_gradients(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Take gradients that ``torch.autograd.grad`` made, as if a backward pass of part ``number`` had brought them.
+
+        Args:
+            gradients: by parameter, in its shape and dtype; None: the outputs do not depend on it.
+
+        Raises:
+            ConfigError: one is of no parameter of the part that trains, or of another shape or dtype than that.
+        """
+        with self.part(number):
+            units = in_turn(self._part.units)
+            slots = [(unit, flat, i) for unit in units for flat in unit.trainable for i in flat.slots]
+            known = {id(flat.parameters[i]): flat.parameters[i] for _, flat, i in slots}
+            for parameter, gradient in gradients.items():
+                _check_taken(number, parameter, gradient, id(parameter) in known)
+            for unit, flat, i in slots:
+                gradient = gradients.get(flat.parameters[i])
+                if gradient is not None:
+                    self.gradient_arrives(unit, flat, i, gradient)
+                    flat.parameters[i].grad = flat.gradient.markers[i]
+            self.backward_ends()
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -88,14 +141,14 @@ class Passes:
         else:
             self._gatherer.finish(unit)
             if fresh:
-                self._trace.record(unit.index)
-                self._start_gathers(self._trace.after(unit.index, self._ahead))
+                self._part.trace.record(unit.index)
+                self._start_gathers(self._part.trace.after(unit.index, self._ahead))
 
     def _model_begins(self, root: Unit) -> None:
         check_unwrapped()
         self._finite.look()
         self.forget_backward()
-        self._trace.begin()
+        self._part.trace.begin()
         if torch.is_grad_enabled():
             self._meter.step_begins()
             self._training = True
@@ -112,7 +165,7 @@ class Passes:
         if not unit.guarded:
             return
         if not in_backward():
-            self._trace.record_end(unit.index)
+            self._part.trace.record_end(unit.index)
         # A forward within backward (checkpointing) recomputes what backward needs at once: the unit stays unsharded.
         # But not a tile: of its layer's tiles backward needs one after another.
         if keep_whole or (in_backward() and not unit.tile):
@@ -127,6 +180,7 @@ class Passes:
     def forward_fails(self, unit: Unit) -> None:
         """Release the unit: its forward raised, and no backward comes that would, though the program may go on."""
         self.inside.discard(unit.index)
+        self._failed = self._failed or not in_backward()
         whole = unit.parameter_state is ParameterState.WHOLE
         # In backward, checkpointing ends what it runs again by raising.
         if unit.guarded and whole and not in_backward():
@@ -147,7 +201,7 @@ class Passes:
         # Again, after all its gradients have come: reentrant checkpointing, and who knows whether for the last time.
         unit.opaque = unit.opaque or (self._reducer.open and not unit.missing and bool(unit.trainable))
         self._gatherer.finish(unit)
-        self._start_gathers(self._trace.before(unit.index, self._ahead))
+        self._start_gathers(self._part.trace.before(unit.index, self._ahead))
 
     @collective("backward")
     def backward_leaves(self, unit: Unit) -> None:
@@ -157,6 +211,8 @@ class Passes:
 
     @collective("backward")
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
+        if unit not in self._part:
+            raise _of_another_part(unit)
         if not self._reducer.open:
             self._begin_backward()
         if self._reducer.arrive(flat.gradient, i, gradient):
@@ -170,29 +226,48 @@ class Passes:
         if self._reducer.open:
             self._reducer.end()
         self._boundary.early.pass_ends()
-        for unit in self._units:
+        for unit in self._part.units:
             unit.computing, unit.opaque = 0, False
             self._gatherer.hold_between(unit)
 
     def _begin_backward(self) -> None:
-        self._count += 1
+        part = self._part
+        part.count += 1
         again = self._boundary.reopen()
         self._boundary.early.pass_begins(again, self._alone)
-        for unit in self._units:
+        for unit in part.units:
             unit.missing = set(unit.trainable)
-        last = self._count == self._expected
-        self._reducer.begin(Pass.ALONE if self._alone else Pass.LAST if last else Pass.SUMMED)
+        order = ((unit, flat.gradient) for unit in in_turn(part.units) for flat in reversed(unit.trainable))
+        self._reducer.begin({gradient: self._role(unit) for unit, gradient in order})
+
+    def _role(self, unit: Unit) -> Pass:
+        """Return what the present pass is to a unit's gradients: their last one is that of all parts that have it."""
+        if self._alone:
+            return Pass.ALONE
+        ahead = sum(part.expected - part.count for part in self._all if unit in part)
+        return Pass.SUMMED if ahead else Pass.LAST
 
     def forget_backward(self) -> None:
         """Drop a backward pass that raised: its gradients are in part there, and zero_grad() drops them."""
         if not in_backward():
+            self._failed = self._failed or self._reducer.open
             self._reducer.abandon()
             self._boundary.early.pass_ends()
 
+    def start_again(self) -> None:
+        """Note zero_grad(): after an error it is another try at the step, whose passes are counted anew."""
+        self.forget_backward()
+        if self._failed:
+            self._failed = False
+            for part in self._all:
+                part.count = 0
+
     def step_ends(self) -> None:
-        """Note that the step's passes are over; the next step is expected to have as many."""
-        self._expected, self._count = self._count or self._expected, 0
-        self._training = False
+        """Note that the step's passes are over; the next step is expected to have as many, unless it had none."""
+        some = any(part.count for part in self._all)
+        for part in self._all:
+            part.expected, part.count = part.count if some else part.expected, 0
+        self._training = self._failed = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,3 +291,26 @@ class Passes:
                 observe.instant("prefetch", unit.name)
                 self._restorer.finish(unit)
                 self._gatherer.start(unit)
+
+
+def _of_another_part(unit: Unit) -> StateError:
+    return StateError(
+        f"gradients of unit {unit.name!r}",
+        expected="a backward pass of a part that it is in",
+        got="one of another part",
+        do="Detach what goes from one part into the next, and run each part's backward within passes.part() of it.",
+    )
+
+
+def _check_taken(number: int, parameter: Tensor, gradient: Tensor | None, known: bool) -> None:
+    if known and (gradient is None or (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)):
+        return
+    raise ConfigError(
+        f"take_gradients, part {number}",
+        expected="gradients of the part's parameters that train, each in its parameter's shape and dtype",
+        got=f"for a parameter {list(parameter.shape)} {parameter.dtype}"
+        + (
+            f" {list(gradient.shape)} {gradient.dtype}" if known and gradient is not None else " that is not among them"
+        ),
+        do="Give what torch.autograd.grad(outputs, parameters) returned, by parameter.",
+    )

@@ -12,7 +12,7 @@ the launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from npuzero.memory import Pool, Spaces
 from npuzero.plan import Axes, Memory
 from npuzero.shard.contribution import Pass
 from npuzero.shard.gradient import Gradient
+from npuzero.shard.parts import in_turn
 from npuzero.shard.states import GradientState
 from npuzero.shard.unit import Unit
 
@@ -38,8 +39,7 @@ class Reducer:
     """
 
     def __init__(self, units: Sequence[Unit], spaces: Spaces, overlapped: bool) -> None:
-        # Backward runs through the blocks in reverse; the root's gradients begin first and end last.
-        self._order = [flat.gradient for unit in (*reversed(units[1:]), units[0]) for flat in reversed(unit.trainable)]
+        self._order = [flat.gradient for unit in in_turn(units) for flat in reversed(unit.trainable)]
         self._overlapped = overlapped
         self._mover = spaces.mover
         pools: dict[Axes, Pool] = {}
@@ -53,19 +53,24 @@ class Reducer:
                 )
             gradient.pool = pools[axes]
         self._active: list[Iterator[None]] = []
+        self._roles: Mapping[Gradient, Pass] = {}  # of the present pass
+        self._turns: Sequence[Gradient] = ()
         self._turn = 0
-        self._pass = Pass.SUMMED
         self._number = 0  # of the pass
-        self._last: Pass | None = None  # what the last pass of this step was, so far
+        self._last: dict[Gradient, Pass] = {}  # what the last pass of this step was to each, so far
         self.open = False
         self.reduced: Callable[[Gradient], None] = lambda _: None
 
     # -- while backward runs ---------------------------------------------------------------------------------------
 
-    def begin(self, kind: Pass) -> None:
-        """Start a backward pass."""
+    def begin(self, roles: Mapping[Gradient, Pass]) -> None:
+        """Start a backward pass.
+
+        Args:
+            roles: what the pass is to each gradient that it brings, in the order in which they are reduced.
+        """
         self.abandon()
-        self._pass = kind
+        self._roles, self._turns = roles, list(roles)
         self._number += 1
         self.open = True
 
@@ -89,27 +94,28 @@ class Reducer:
         contribution.add(i, value)
         if not contribution.complete:
             return False
-        while self._turn < len(self._order) and self._order[self._turn].contribution.complete:
-            self._complete(self._order[self._turn])
+        while self._turn < len(self._turns) and self._turns[self._turn].contribution.complete:
+            self._complete(self._turns[self._turn])
             self._turn += 1
         return True
 
     def end(self) -> None:
         """End the backward pass: flats of which something was not used take their turn with zeros."""
-        for gradient in self._order[self._turn :]:
+        for gradient in self._turns[self._turn :]:
             self._complete(gradient)
-        self._turn = len(self._order)
-        for gradient in self._order:  # parameters that autograd finished twice in one pass (reentrant checkpointing)
+        self._turn = len(self._turns)
+        for gradient in self._turns:  # parameters that autograd finished twice in one pass (reentrant checkpointing)
             if gradient.contribution.arrived:
                 self._complete(gradient)
-        self._last = self._pass
+        self._last.update(self._roles)
         self.open = False
 
     def _complete(self, gradient: Gradient) -> None:
         """Take in everything this pass adds to a flat, which is all here, and launch what can be launched."""
         self._reopen(gradient)
-        wire = gradient.take(self._pass)
-        boundary = self._pass is Pass.LAST and gradient.meets_at_boundary
+        role = self._roles[gradient]
+        wire = gradient.take(role)
+        boundary = role is Pass.LAST and gradient.meets_at_boundary
         if wire is not None or boundary:
             self._launch(gradient, wire, boundary)
         else:
@@ -127,20 +133,20 @@ class Reducer:
     def finish(self) -> None:
         """Bring every flat to READY; collective. A rank without a backward pass contributes zeros."""
         self.drain()
-        # What no_sync has kept is still to be sent, and a rank that had no pass owes the others its zeros.
-        owing = self._last in (None, Pass.ALONE)
         for gradient in self._order:
             if gradient.state is not _S.READY:
+                # What no_sync has kept is still to be sent, and a rank that had no pass owes the others its zeros.
+                owing = self._last.get(gradient, Pass.ALONE) is Pass.ALONE
                 wire = gradient.fill_wire() if owing and gradient.cut else None
                 self._launch(gradient, wire, gradient.meets_at_boundary)
         self.drain()
-        self._last = Pass.SUMMED
+        self._last = dict.fromkeys(self._order, Pass.SUMMED)
         self._mover.quiet()  # what rests on the host is read there from now on
 
     def reset(self) -> None:
         """Drop the gradients: the step is done with them."""
         self.drain()
-        self._last = None
+        self._last = {}
         for gradient in self._order:
             gradient.forget()
 

@@ -94,14 +94,14 @@ MUTANTS = (
     Mutant(
         "a pass under no_sync after a synchronized one does not count",
         "shard/reduce.py",
-        "owing = self._last in (None, Pass.ALONE)",
-        "owing = self._last is None",
+        "owing = self._last.get(gradient, Pass.ALONE) is Pass.ALONE",
+        "owing = gradient not in self._last",
         (f"{GRADIENTS}[no sync after a synchronised pass-zero3]",),
     ),
     Mutant(
         "a rank that has no batch in a step leaves the others waiting",
         "shard/reduce.py",
-        "self._last = None\n        for gradient in self._order:\n            gradient.forget()",
+        "self._last = {}\n        for gradient in self._order:\n            gradient.forget()",
         "for gradient in self._order:\n            gradient.forget()",
         ("world/test_behaviour.py::test_ranks_may_run_different_units[ranks_without_a_batch-zero2]",),
     ),
@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "a step begins while the last reduction is under way",
         "shard/reduce.py",
-        "        self.drain()\n        self._last = Pass.SUMMED\n        self._mover",
-        "        self._last = Pass.SUMMED\n        self._mover",
+        "        self.drain()\n        self._last = dict.fromkeys(self._order, Pass.SUMMED)\n        self._mover",
+        "        self._last = dict.fromkeys(self._order, Pass.SUMMED)\n        self._mover",
         (f"{LATE}[micro batches and clipping-hsdp]",),
     ),
     Mutant(
