@@ -2,6 +2,7 @@
 
 from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms
 from npuzero.api.model import gathered, init, no_sync, predict, register_forward_method, report, zero
+from npuzero.api.pipeline import pipeline
 from npuzero.checkpoint.export import export
 from npuzero.optim import Adam, AdamW, FiniteGuard, Lion, LossScaler, ZeroOptimizer
 from npuzero.shard.state_dict import full_state_dict, load_full_state_dict
@@ -23,6 +24,7 @@ __all__ = [
     "init",
     "load_full_state_dict",
     "no_sync",
+    "pipeline",
     "predict",
     "register_forward_method",
     "report",

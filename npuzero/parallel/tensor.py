@@ -44,7 +44,8 @@ from npuzero.shard.cuts import cut_parameter
 from npuzero.shard.relations import relate_parameter
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_SENT, _MODE = "_npuzero_tensor_sent", "_npuzero_tensor_mode"
+_SENT = "_npuzero_tensor_sent"
+_SLICED = "_npuzero_sliced_blocks"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,6 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
     sent: dict[str, int] = {}
     group = Counted(mesh.communicator((TENSOR,), "tensor"), sent)
     setattr(model, _SENT, sent)
-    setattr(model, _MODE, mode)
     note(model, division)
     _hook(model, division, group, MODES[mode])
     for path in division.owners:
@@ -126,8 +126,7 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
 
 def repeats_activations(model: nn.Module) -> bool:
     """Return whether tensor ranks hold the same activations between the blocks of ``model``."""
-    mode = getattr(model, _MODE, None)
-    return mode is not None and not MODES[mode].sliced
+    return _SENT in vars(model) and sliced_blocks(model) is None
 
 
 def tensor_bytes(model: nn.Module) -> dict[str, int]:
@@ -151,6 +150,14 @@ def tensor_bytes(model: nn.Module) -> dict[str, int]:
             do="Divide it first.",
         )
     return dict(sent)
+
+
+def sliced_blocks(model: nn.Module) -> tuple[str, str, int] | None:
+    """Return the first and the last block that compute a slice of the sequence on each tensor rank, and the number of
+    slices; None: ``model`` is not divided so.
+    """
+    found: tuple[str, str, int] | None = vars(model).get(_SLICED)
+    return found
 
 
 def _agreed(mesh: Mesh, mode: str, make: Callable[[], Division]) -> Division:
@@ -217,6 +224,7 @@ def _hook(model: nn.Module, division: Division, group: Communicator, mode: Mode)
     if division.stack is not None:
         first, last = division.stack
         slice_between(model.get_submodule(first), model.get_submodule(last), group)
+        setattr(model, _SLICED, (first, last, group.size))
 
 
 def _shard_loss(model: Any, group: Communicator) -> None:
