@@ -20,7 +20,7 @@ from npuzero.parallel.schedule import Schedule
 from npuzero.parallel.schedule import schedule as table_of
 from npuzero.parallel.stages import divide
 from npuzero.parallel.tensor import repeats_activations
-from npuzero.plan import PIPE, WHOLE, Memory, Plan, PrecisionLike
+from npuzero.plan import PIPE, Memory, Placement, Plan, PrecisionLike
 
 #: Of the device's memory, that a training state may take which is kept unsharded between micro-batches.
 _SHARE = 0.5
@@ -116,7 +116,7 @@ def _kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, schedule: Schedule, **
     """Return the plan by which parameters stay unsharded until the step, where every rank has the memory for it."""
     if plan.between is not None or plan.parameters.axes == () or plan.parameters.far:
         return plan
-    kept = replace(plan, between=WHOLE)
+    kept = replace(plan, between=Placement(()))
     foreseen = predict(pipe, kept, mesh, micro_batches=schedule.micro_batches, **options)
     total, sharers = device.get(mesh.world.device).memory().total, 1
     if mesh.world.device.type == "cpu":

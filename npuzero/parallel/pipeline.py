@@ -138,7 +138,7 @@ class Runner:
         self._overlap = overlap
         self._last = model.count - 1
         self._parts = {stage: part for part, stage in enumerate(model.numbers)}
-        engine.passes.divide([model.blocks[stage] for stage in model.numbers])
+        engine.passes.divide([model.blocks_of[stage] for stage in model.numbers])
         row = schedule.row(mesh.index((PIPE,)))
         self._rows = {True: row, False: [act for act in row if act.kind == "F"]}
         ranks = schedule.ranks

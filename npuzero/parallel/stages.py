@@ -118,15 +118,15 @@ class Stages(nn.Module):
     Attributes:
         numbers: of the stages that are here, ascending.
         count: of all stages.
-        blocks: their names, by stage.
+        blocks_of: by stage the names of its blocks.
         tied: names of parameters here that the ranks at both ends of the pipeline have; their gradients are summed.
     """
 
     def __init__(self, division: Division, numbers: Sequence[int]) -> None:
         super().__init__()
         self.numbers = tuple(numbers)
-        self.blocks = division.blocks
-        self.count = len(self.blocks)
+        self.blocks_of = division.blocks
+        self.count = len(self.blocks_of)
         tree = _Tree(division, self.numbers)
         self.tied = tree.tied
         self._units = tree.present
