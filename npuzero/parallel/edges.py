@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,14 +58,32 @@ class Piece:
         return f"{list(self.shape)} {self.dtype}" + (" with a gradient" if self.returns else "")
 
 
-#: What one micro-batch brings over an edge.
-Layout = tuple[Piece, ...]
+@dataclass(frozen=True)
+class Layout:
+    """Describe what one micro-batch brings over an edge; ``bare``: a tensor, and no tuple of tensors."""
+
+    pieces: tuple[Piece, ...]
+    bare: bool
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.pieces))
+
+
+class Outputs(NamedTuple):
+    """Hold what a stage returned; ``bare``: a tensor, and no tuple of tensors."""
+
+    tensors: tuple[Tensor, ...]
+    bare: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(map(Piece.of, self.tensors)), self.bare)
 
 
 def header(layout: Layout | None) -> Tensor:
     """Return [91] int64 that says ``layout``; None: nothing comes in this step."""
-    words = [0 if layout is None else 1, len(layout or ())]
-    for piece in layout or ():
+    words = [0, 0] if layout is None else [1 + layout.bare, len(layout.pieces)]
+    for piece in layout.pieces if layout else ():
         sizes = [*piece.shape, *[0] * (MOST_DIMS - len(piece.shape))]
         words += [_DTYPES.index(piece.dtype), piece.returns, len(piece.shape), *sizes]
     said = torch.zeros(2 + MOST_TENSORS * _FIELDS, dtype=torch.int64)
@@ -74,15 +93,16 @@ def header(layout: Layout | None) -> Tensor:
 
 def layout_of(said: Tensor) -> Layout | None:
     """Return what a header says."""
-    well, count, *words = said.tolist()
-    if not well:
+    kind, count, *words = said.tolist()
+    if not kind:
         return None
     fields = (words[i * _FIELDS : (i + 1) * _FIELDS] for i in range(count))
-    return tuple(Piece(tuple(sizes[:dims]), _DTYPES[dtype], bool(back)) for dtype, back, dims, *sizes in fields)
+    pieces = (Piece(tuple(sizes[:dims]), _DTYPES[dtype], bool(back)) for dtype, back, dims, *sizes in fields)
+    return Layout(tuple(pieces), kind == 2)
 
 
-def checked(where: str, outputs: object) -> tuple[Tensor, ...]:
-    """Return what a stage returned as tensors to send.
+def checked(where: str, outputs: object) -> Outputs:
+    """Return what a stage returned, to be sent.
 
     Raises:
         ContractError: it is no tensor, and no tuple or list of them; or of a kind that does not travel.
@@ -104,7 +124,7 @@ def checked(where: str, outputs: object) -> tuple[Tensor, ...]:
                 got=f"one of {tensor.dim()} dimensions, {tensor.dtype}, {tensor.layout}",
                 do="Convert it before the stage ends.",
             )
-    return tuple(tensors)  # type: ignore[arg-type]
+    return Outputs(tuple(tensors), isinstance(outputs, Tensor))  # type: ignore[arg-type]
 
 
 class _Way:
@@ -129,19 +149,19 @@ class _Way:
             flat = self._part(tensor.detach().reshape(-1))
             self._sent.append((self._channel.send(flat, self._receiver, self._tag(micro)), flat))
 
-    def expect(self, micro: int, layout: Layout) -> None:
+    def expect(self, micro: int, pieces: Sequence[Piece]) -> None:
         """Begin to receive what a micro-batch brings, unless that has begun."""
         if micro in self._coming:
             return
         coming = self._coming[micro] = []
-        for piece in layout:
+        for piece in pieces:
             whole = torch.empty(piece.shape, dtype=piece.dtype, device=self.device)
             part = self._part(whole.view(-1))
             coming.append((self._channel.recv(part, self._sender, self._tag(micro)), whole))
 
-    def take(self, micro: int, layout: Layout) -> tuple[Tensor, ...]:
+    def take(self, micro: int, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
         """Return what a micro-batch brings, once it is here."""
-        self.expect(micro, layout)
+        self.expect(micro, pieces)
         return tuple(self._whole(handle, whole) for handle, whole in self._coming.pop(micro))
 
     def finish(self) -> None:
@@ -207,28 +227,25 @@ class Edge:
 
     # -- the sender's end ------------------------------------------------------------------------------------------
 
-    def give(self, micro: int, tensors: tuple[Tensor, ...] | None) -> None:
+    def give(self, micro: int, outputs: Outputs | None) -> None:
         """Send a micro-batch's activations; None: there are none, since the stage has raised.
 
         Raises:
             ContractError: they are not like the first micro-batch's; nothing has been sent.
         """
         if self.layout is None and not self.closed:
-            self._announce(None if tensors is None else tuple(map(Piece.of, tensors)))
+            self._announce(None if outputs is None else outputs.layout)
         if self.closed:
             return
         assert self.layout is not None
-        if tensors is None:
-            tensors = self._zeros(self.layout)
-        found = tuple(map(Piece.of, tensors))
-        if found != self.layout:
+        if outputs is not None and outputs.layout != self.layout:
             raise ContractError(
                 f"{self.name} #{micro}",
-                expected=f"the same from every micro-batch of a step, as from #0: {_listed(self.layout)}",
-                got=_listed(found),
+                expected=f"the same from every micro-batch of a step, as from #0: {self.layout}",
+                got=str(outputs.layout),
                 do="Pad the batch, so that its micro-batches are of one shape.",
             )
-        self._ahead.send(micro, tensors)
+        self._ahead.send(micro, self._zeros(self.layout.pieces) if outputs is None else outputs.tensors)
 
     def expect_back(self, micro: int) -> None:
         """Begin to receive a micro-batch's gradients."""
@@ -244,12 +261,12 @@ class Edge:
     def expect(self, micro: int) -> None:
         """Begin to receive a micro-batch's activations: of the first one what they will be."""
         if self.layout is not None:
-            self._ahead.expect(micro, self.layout)
+            self._ahead.expect(micro, self.layout.pieces)
         elif self._heading is None and not self.closed:
             said = header(None)
             self._heading = (self._host.recv(said, self._ranks[0], f"{self.name} shapes"), said)
 
-    def take(self, micro: int) -> tuple[Tensor, ...] | None:
+    def take(self, micro: int) -> Outputs | None:
         """Return a micro-batch's activations, leaves for autograd; None where the sender has raised."""
         self.expect(micro)
         if self._heading is not None:
@@ -260,10 +277,10 @@ class Edge:
             self.closed = self.layout is None
         if self.layout is None:
             return None
-        tensors = self._ahead.take(micro, self.layout)
-        for tensor, piece in zip(tensors, self.layout, strict=True):
+        tensors = self._ahead.take(micro, self.layout.pieces)
+        for tensor, piece in zip(tensors, self.layout.pieces, strict=True):
             tensor.requires_grad_(piece.returns)
-        return tensors
+        return Outputs(tensors, self.layout.bare)
 
     def give_back(self, micro: int, gradients: tuple[Tensor, ...] | None) -> None:
         """Send the gradients of a micro-batch's activations, of those that have some; None: the stage has raised."""
@@ -273,21 +290,14 @@ class Edge:
     # --------------------------------------------------------------------------------------------------------------
 
     @property
-    def _returning(self) -> Layout:
+    def _returning(self) -> tuple[Piece, ...]:
         """Return what comes back: no gradient crosses an edge that needs none."""
-        return tuple(piece for piece in self.layout or () if piece.returns)
+        return tuple(piece for piece in self.layout.pieces if piece.returns) if self.layout else ()
 
     def _announce(self, layout: Layout | None) -> None:
         said = header(layout)
         self._said.append((self._host.send(said, self._ranks[1], f"{self.name} shapes"), said))
         self.layout, self.closed = layout, layout is None
 
-    def _zeros(self, layout: Layout) -> tuple[Tensor, ...]:
-        device = self._ahead.device
-        return tuple(
-            torch.zeros(piece.shape, dtype=piece.dtype, device=device).requires_grad_(piece.returns) for piece in layout
-        )
-
-
-def _listed(layout: Layout) -> str:
-    return ", ".join(map(str, layout))
+    def _zeros(self, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(piece.shape, dtype=piece.dtype, device=self._ahead.device) for piece in pieces)

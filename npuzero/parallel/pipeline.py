@@ -26,7 +26,7 @@ from npuzero.comm import HOST_CHANNEL, Mesh
 from npuzero.comm.calls import collective
 from npuzero.config import describe
 from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
-from npuzero.parallel.edges import Edge, checked
+from npuzero.parallel.edges import Edge, Outputs, checked
 from npuzero.parallel.schedule import Act, Schedule
 from npuzero.parallel.stages import Division, Stages
 from npuzero.plan import AXES, PIPE, TENSOR, divisors
@@ -188,13 +188,13 @@ class Runner:
     def _forward(self, act: Act) -> None:
         stage, micro = act.stage, act.micro
         before, behind = self._before.get(stage), self._behind.get(stage)
-        inputs = () if before is None else before.take(micro)
-        outputs: tuple[Tensor, ...] | None = None
+        inputs = Outputs(()) if before is None else before.take(micro)
+        outputs: Outputs | None = None
         if inputs is not None and self._failure is None:
             with self._trying(_words(act)):
                 outputs = self._compute(act, inputs)
                 if self._train:
-                    self._live[stage, micro] = (inputs, outputs)
+                    self._live[stage, micro] = (inputs.tensors, outputs.tensors)
                     self.peak = max(self.peak, len(self._live))
         if behind is not None:
             with self._trying(_words(act)):
@@ -202,23 +202,25 @@ class Runner:
             behind.give(micro, None)  # what was refused is replaced
         return None
 
-    def _compute(self, act: Act, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _compute(self, act: Act, inputs: Outputs) -> Outputs:
         """Return what the stage sends on; of the last one the loss, if there is one to differentiate."""
         args, kwargs, target = self._micros[act.micro]
+        if act.stage:
+            args = (inputs.tensors[0] if inputs.bare else inputs.tensors,)
         with self._engine.passes.part(self._parts[act.stage]):
-            output = self._model(act.stage, *(args if act.stage == 0 else inputs), **kwargs)
+            output = self._model(act.stage, *args, **kwargs)
         if act.stage < self._last:
             return checked(f"{_words(act)}: output", output)
         loss = self._loss(output, target)
         if loss is None:
             self._outputs.append(output)
-            return ()
+            return Outputs(())
         self._sum += loss.detach()
         self._losses += 1
         if not self._train:
-            return ()
+            return Outputs(())
         loss = loss / self._schedule.micro_batches
-        return (loss if self._scaler is None else self._scaler.scale(loss),)
+        return Outputs((loss if self._scaler is None else self._scaler.scale(loss),))
 
     def _loss(self, output: Any, target: tuple[Any, ...]) -> Tensor | None:
         """Return the loss of a micro-batch; None where nothing says what it is, and nothing trains."""

@@ -2,20 +2,227 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import npuzero
+from npuzero import Placement, Plan, Settings, comm
+from npuzero.comm import World
+from world.toy import build
 
-from .pipeline_training import Run, assert_like_plain, piped
+from .pipeline_training import CLASSES, ROWS, WIDTH, Block, Deep, Run, assert_like_plain, loss_of, piped, plainly
 
 SGD = Run()
 ADAM = Run(kind="adamw")
+STAGES = [0, 1, 2, 3]
+#: Schedules by name, with the stages of each rank.
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_two_stages_train_as_one_process_does(schedule: str, stage: int):
-    assert_like_plain(SGD, piped(SGD, 2, stage, schedule=schedule), 1e-6)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_two_ranks_train_as_one_process_does(schedule: str, chunks: int, stage: int):
+    found = piped(SGD, 2, stage, schedule=schedule, chunks=chunks)
+    assert_like_plain(SGD, found, 1e-6)
+    assert [each.pipe.peak for each in found] == [each.pipe.schedule.peak(each.rank) for each in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_grid(schedule: str, chunks: int, ranks: int, micro_batches: int, stage: int, kind: str):
+    run = Run(micro_batches, data=1 if ranks > 2 else 2, kind=kind, clip=0.5)
+    if chunks > 1 and micro_batches % ranks:
+        with pytest.raises(npuzero.ConfigError, match="micro_batches"):
+            piped(run, ranks, stage, schedule=schedule, chunks=chunks)
+        return
+    found = piped(run, ranks, stage, schedule=schedule, chunks=chunks)
+    assert_like_plain(run, found, 1e-6 if kind == "sgd" else 1e-4)
+    for each in found:
+        assert each.pipe.peak == each.pipe.schedule.peak(each.rank // run.data)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_every_bit_is_that_of_one_process(schedule: str):
+    """Each rank adds up micro-batches in their order, as one process does."""
+    for stage in (2, 3):
+        found = piped(SGD, 2, stage, schedule=schedule, chunks=2 if schedule == "interleaved" else 1)
+        assert_like_plain(SGD, found, 0.0)
+
+
+def test_overlap_moves_no_bit():
+    settings = [Settings(overlap=overlap) for overlap in (True, False, "activations", "gradients")]
+    first, *others = (piped(SGD, 2, 3, settings=each) for each in settings)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            assert mine.losses == theirs.losses
+            assert all(torch.equal(value, theirs.state[name]) for name, value in mine.state.items())
+
+
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+def boundary_bytes(run: Run) -> int:
+    """Bytes of a micro-batch's activations between blocks."""
+    return ROWS * 5 * WIDTH * 4
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_each_edge_carries_activations_ahead_and_gradients_back(schedule: str, chunks: int):
+    found = piped(SGD, 2, 2, schedule=schedule, chunks=chunks)
+    edges = 2 * chunks - 1
+    for each in found:
+        ahead = sum(stage % 2 == each.rank for stage in range(edges))
+        back = sum((stage + 1) % 2 == each.rank for stage in range(edges))
+        assert each.report.bytes_sent["send"] == SGD.micro_batches * (ahead + back) * boundary_bytes(SGD)
+
+
+class HeadOnly(Deep):
+    """Trains its second half alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens.requires_grad_(False)
+        self.blocks[:9].requires_grad_(False)
+
+
+class AdaptedMiddle(Deep):
+    """One block trains; what is behind it is frozen, and what is before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.blocks[5].requires_grad_(True)
+
+
+@pytest.mark.parametrize(("make", "gradients"), [(HeadOnly, 0), (AdaptedMiddle, 1)])
+def test_no_gradient_crosses_an_edge_that_needs_none(make: Callable[[], nn.Module], gradients: int):
+    run = replace(SGD, make=make, clip=0.1)
+    found = piped(run, 2, 3, split=[8, 9])
+    assert_like_plain(run, found, 1e-6)
+    each = SGD.micro_batches * boundary_bytes(run)
+    sent = [rank.report.bytes_sent.get("send", 0) for rank in found]
+    assert sent == [each, gradients * each]
+
+
+@pytest.mark.parametrize("between", [None, ()])
+def test_parameters_are_gathered_once_a_step_or_twice_a_micro_batch(between: tuple[str, ...] | None):
+    run = replace(SGD, data=2)
+    plan = replace(Plan.preset("zero3"), between=None if between is None else Placement(between))
+    sent = [each.report.bytes_sent["all_gather"] for each in piped(run, 2, plan)]
+    once = [each.report.bytes_sent["all_gather"] for each in piped(run, 2, replace(plan, between=Placement(())))]
+    # The unit that computes last in forward is the first in backward, and need not be gathered in between.
+    assert sent == once if between == () else all(a > 5 * b for a, b in zip(sent, once, strict=True))
+
+
+def test_presets_keep_parameters_between_micro_batches():
+    assert piped(SGD, 2, 3)[0].report.plan.between == Placement(())
+    assert piped(SGD, 2, Plan.preset("zero3"))[0].report.plan.between is None
+
+
+# --- what programs do -------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(body: Callable[[World, Any], Any], make: Callable[[], nn.Module] = Deep, **options: Any) -> list[Any]:
+    def rank(world: World) -> Any:
+        model = build(make=make)
+        given = {"loss_fn": loss_of, "blocks": model.order, "micro_batches": 4} | options
+        return body(world, npuzero.pipeline(model, npuzero.mesh(world=world, pipe=2), 2, **given))
+
+    return comm.run_threads(2, rank, timeout_s=20)
+
+
+def test_evaluation_gives_logits_on_the_last_rank_and_a_loss_on_all():
+    tokens, target = SGD.batch(0, 0)
+    model = build(make=Deep)
+    expected = model(tokens).detach()
+
+    def evaluate(world: World, pipe: Any) -> Any:
+        pipe.eval()
+        logits, loss = pipe.step(tokens, train=False), pipe.step(tokens, target=target, train=False)
+        assert not any(parameter.grad is not None for parameter in pipe.parameters())
+        return logits, loss
+
+    (none, first), (logits, last) = on_two_ranks(evaluate)
+    assert none is None
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(last, loss_of(expected, target))
+    assert first == last
+
+
+def test_modules_know_whether_they_train():
+    def modes(world: World, pipe: Any) -> list[bool]:
+        pipe.eval()
+        mode = [module.training for module in pipe.modules()]
+        pipe.train()
+        return [any(mode), all(module.training for module in pipe.modules())]
+
+    assert on_two_ranks(modes) == [[False, True]] * 2
+
+
+class Recomputed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Checkpointed(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recomputed() for _ in self.blocks)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_activation_checkpointing_inside_stages(stage: int):
+    run = replace(SGD, make=Checkpointed)
+    assert_like_plain(run, piped(run, 2, stage), 1e-6)
+
+
+def test_a_scaled_loss_gives_the_same_update():
+    def train(world: World, pipe: Any) -> Any:
+        optimizer = SGD.optimizer(pipe.parameters(), plain=False)
+        scaler = npuzero.LossScaler(init_scale=2.0**10)
+        losses = []
+        for step in range(SGD.steps):
+            tokens, target = SGD.batch(step, 0)
+            losses.append(pipe.step(tokens, target=target, scaler=scaler).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return npuzero.full_state_dict(pipe, rank0_only=False), losses
+
+    state, losses, _ = plainly(SGD)
+    for found, own in on_two_ranks(train):
+        torch.testing.assert_close(own, losses, rtol=1e-6, atol=0)
+        for name, value in found.items():
+            torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-7)
+
+
+def test_outputs_of_several_tensors_travel():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, pair: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+            x, count = pair if isinstance(pair, tuple) else (pair, torch.zeros(len(pair), dtype=torch.int64))
+            return x + self.linear(x), count + 1
+
+    def train(world: World) -> Any:
+        model = build(make=lambda: nn.Sequential(*(Two() for _ in range(4))))
+        mesh = npuzero.mesh(world=world, pipe=2)
+        pipe = npuzero.pipeline(model, mesh, 3, micro_batches=2, loss_fn=lambda pair: pair[0].square().mean())
+        loss = pipe.step(torch.ones(4, WIDTH))
+        return loss, pipe.step(torch.ones(4, WIDTH), train=False)
+
+    (loss, _), (same, output) = comm.run_threads(2, train, timeout_s=20)
+    assert loss == same
+    assert output[1].tolist() == [4] * 4
