@@ -9,14 +9,15 @@ from itertools import product
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.world import World
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.plan import AXES, DATA, PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape, divisors
+from npuzero.plan import AXES, DATA, ENDS, PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape, divisors
 
 
 class Mesh:
     """Arrange the ranks of a world along axes.
 
     Outermost first: ``pipe`` (stages of a pipeline), the data axes ``pod``, ``node`` and ``local``, and ``tensor``, of
-    which ranks are neighbours. ``sequence`` is a view of neighbours along the data axes, which share sequences.
+    which ranks are neighbours. ``sequence`` is a view of neighbours along the data axes, which share sequences;
+    ``ends`` one of ``pipe``, its first and last stage, which may share parameters: other ranks have none.
 
     Args:
         local_size: ranks in the ``local`` axis; None: those that share this host, which must be equally many and
@@ -74,7 +75,7 @@ class Mesh:
             data, share = self.ranks(DATA), self.shape.sequence
             begin = data.index(self.world.rank) // share * share
             return data[begin : begin + share]
-        here = self.shape.place(self.world.rank)
+        here = {axis: index for axis, index in self.shape.place(self.world.rank).items() if axis in AXES}
         places = product(*(range(self.shape.size((axis,))) for axis in axes))
         return tuple(self.shape.rank({**here, **dict(zip(axes, place, strict=True))}) for place in places)
 
@@ -102,13 +103,22 @@ class Mesh:
 
     def _check(self, axes: Sequence[str]) -> None:
         alone = tuple(axes) == (SEQUENCE,)  # a view, not one of the axes that multiply
-        if not alone and (len(set(axes)) != len(axes) or not set(axes) <= set(AXES)):
-            stranger = next((axis for axis in axes if axis not in AXES), None)
+        known = (*AXES, ENDS)
+        twice = len(set(axes)) != len(axes) or {PIPE, ENDS} <= set(axes)
+        if not alone and (twice or not set(axes) <= set(known)):
+            stranger = next((axis for axis in axes if axis not in known), None)
             raise ConfigError(
                 "mesh: axes",
-                expected=f"different axes among {AXES}, or {(SEQUENCE,)}",
+                expected=f"different axes among {AXES}, with {ENDS!r} in place of {PIPE!r}, or {(SEQUENCE,)}",
                 got=repr(tuple(axes)),
-                do=did_you_mean(stranger, (*AXES, SEQUENCE), "Name each axis once."),
+                do=did_you_mean(stranger, (*known, SEQUENCE), "Name each axis once."),
+            )
+        if ENDS in axes and ENDS not in self.shape.place(self.world.rank):
+            raise ConfigError(
+                f"mesh: {ENDS}",
+                expected="a rank of the first or the last stage",
+                got=f"rank {self.world.rank}, of stage {self.index((PIPE,))} of {self.shape.pipe}",
+                do="Ask for it on ranks of these stages alone.",
             )
 
 

@@ -33,6 +33,9 @@ class LossScaler:
     parameters likewise with ``fused=True`` or ``capturable=True``, and so for torch's. Others wait for the decision, as
     under torch's scaler.
 
+    Over the stages of a pipeline each rank has one, made alike: the last stage scales its loss, all else is called on
+    every rank, and an overflow in one stage skips the step of all.
+
     Args:
         device: accepted for torch's sake; the scale lives where the first loss does.
         init_scale: to begin with.
@@ -117,9 +120,11 @@ class LossScaler:
         if not self._enabled:
             return
         self._expect_nothing_done(optimizer, "unscale_")
-        state = self._begun("unscale_")
-        inverse = state.inverse()
         engines, plain = _split(optimizer)
+        staged = [engine for engine in engines if engine.mesh.shape.pipe > 1]
+        # The loss is the last stage's; the scale is the same on all, which all find the same.
+        state = self._kept.on(staged[0].device) if staged else self._begun("unscale_")
+        inverse = state.inverse()
         rules = {**self._kept.settings, "init_scale": self._kept.begins["scale"]}
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [engine.gradients.unscale(inverse, rules, mine) for engine in engines]

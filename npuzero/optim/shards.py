@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any
 
@@ -170,6 +171,8 @@ class Shards:
                     steps[i] += 1
                 count = self._taken.counts[id(parameter)] if counted else steps[i]
                 step, row = (steps[i], None) if rows is None else rows.row(group, count)
+                if flat.rests.tied:  # the same bits in both stages, whose optimizers have it at different places
+                    number = zlib.crc32(flat.layout.slots[i].name.encode()) >> 1
                 random = (number, flat.place_of_own(i)) if drawing else (0, None)
                 if own.start < own.stop:
                     mine.append(Range(shift + own.start, shift + own.stop, group, step, row, *random))

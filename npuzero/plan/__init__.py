@@ -29,6 +29,7 @@ from npuzero.plan.moves import flattened
 from npuzero.plan.placement import (
     AXES,
     DATA,
+    ENDS,
     LOCAL,
     NODE,
     PIPE,
@@ -81,6 +82,7 @@ __all__ = [
     "DATA",
     "DIGEST_BITS",
     "DTYPES",
+    "ENDS",
     "FAR_CHUNK_BYTES",
     "FROM_DISK",
     "LINKS",

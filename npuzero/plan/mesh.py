@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from npuzero.plan.placement import AXES, DATA, SEQUENCE, Axes
+from npuzero.plan.placement import AXES, DATA, ENDS, PIPE, SEQUENCE, Axes
 
 #: Shards start and end on multiples of this, since misaligned collectives are many times slower (pytorch#195450).
 SHARD_BYTES = 512
@@ -44,6 +44,11 @@ class MeshShape:
         """Return the number of ranks with data of their own."""
         return self.pod * self.node * self.local
 
+    @property
+    def ends(self) -> int:
+        """Return the number of stages that are the first or the last."""
+        return min(self.pipe, 2)
+
     def size(self, axes: Axes) -> int:
         """Return the number of ranks that something sharded over ``axes`` is divided among."""
         size = 1
@@ -62,7 +67,7 @@ class MeshShape:
         return index
 
     def place(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along each axis."""
+        """Return the index of a rank along each axis; along ``ends`` that of a rank at either end alone."""
         place: dict[str, int] = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
@@ -70,10 +75,14 @@ class MeshShape:
         for axis in DATA:
             data = data * getattr(self, axis) + place[axis]
         place[SEQUENCE] = data % self.sequence
+        if place[PIPE] in (0, self.pipe - 1):
+            place[ENDS] = min(place[PIPE], 1)
         return place
 
     def rank(self, place: dict[str, int]) -> int:
-        """Return the rank at ``place``, an index for each of :data:`AXES`."""
+        """Return the rank at ``place``, an index for each of :data:`AXES`; along ``ends``, if there, for ``pipe``."""
+        if ENDS in place:
+            place = {**place, PIPE: place[ENDS] * (self.pipe - 1)}
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self, axis) + place[axis]

@@ -17,6 +17,8 @@ DATA = (POD, NODE, LOCAL)
 STAGE = (POD, NODE, LOCAL, TENSOR)
 #: A view of neighbouring ranks of the data axes, which share sequences; nothing is sharded over it.
 SEQUENCE = "sequence"
+#: A view of pipe: the ranks of the first and of the last stage, which may have a parameter in common.
+ENDS = "ends"
 
 Axes = tuple[str, ...]
 
@@ -72,13 +74,16 @@ def axes_between(deep: Axes, shallow: Axes) -> Axes:
     return deep[len(shallow) :]
 
 
-def axes_over(owners: Iterable[Axes]) -> Axes:
+def axes_over(owners: Iterable[Axes], stages: int = 1) -> Axes:
     """Return the axes that one sum over unique elements of several flats runs over, whose ``owners`` these are.
 
-    Where they have the same it is theirs; else all, and of ranks that own the same elements one counts.
+    Where they have the same it is theirs; else all, and of ranks that own the same elements one counts. Over several
+    ``stages`` it is all, too: other stages have flats of other owners, or none.
     """
-    first, *others = dict.fromkeys(owners)
-    return AXES if others else first
+    different = tuple(dict.fromkeys(owners))
+    if stages > 1 or len(different) > 1:
+        return AXES
+    return different[0] if different else ()
 
 
 def axes_beyond(states: Axes, reduced: Axes = DATA) -> Axes:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import Buffer, Collective, Copy, Give, Move, Repeat, Start, Take
-from npuzero.plan.placement import AXES, Memory
+from npuzero.plan.placement import AXES, ENDS, Memory
 from npuzero.plan.presets import Plan
 from npuzero.plan.report import LABELS, LINKS, Report, sent_by_verb
 from npuzero.plan.schedule import Step, steady_step
@@ -38,7 +38,7 @@ def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: 
             control += nbytes
         elif nbytes:
             sent[collective.verb] += nbytes
-            axes = "+".join(axis for axis in AXES if axis in collective.axes and mesh.size((axis,)) > 1)
+            axes = "+".join(axis for axis in (ENDS, *AXES) if axis in collective.axes and mesh.size((axis,)) > 1)
             along.setdefault(axes, Counter())[collective.verb] += nbytes
     moved = Counter(dict.fromkeys(LINKS, 0))
     for copy, times in copies(moves):

@@ -9,6 +9,7 @@ from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.placement import (
     DATA,
+    ENDS,
     LOCAL,
     NODE,
     STAGE,
@@ -253,8 +254,13 @@ class Plan:
 
     @property
     def alike(self) -> Axes:
-        """Return the axes along which they have the same elements."""
-        return tuple(axis for axis in STAGE if axis not in self.divided)
+        """Return the axes along which ranks have the same elements, ``ends`` among them where two stages have."""
+        return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED, Relation.REPEATED)
+
+    @property
+    def tied(self) -> bool:
+        """Tell whether the first and the last stage of a pipeline have the parameters in common."""
+        return ENDS in self.alike
 
     @property
     def owners(self) -> Axes:

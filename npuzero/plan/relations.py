@@ -8,7 +8,9 @@ For each axis and parameter exactly one word::
     cut        different elements          nothing: each has its own every rank's
     repeated   the same                    nothing: equal already    once
 
-A rank's data are its own along the data axes, so there parameters are ``averaged`` unless they are ``cut``. D, over
+A rank's data are its own along the data axes, so there parameters are ``averaged`` unless they are ``cut``. Stages of a
+pipeline have different parameters: along ``pipe`` they are ``cut``, but for those that the first and the last have in
+common (a tied embedding). What is said of these along ``pipe`` holds along ``ends``, which are those two. D, over
 which rule R3 brings gradients together, is what is averaged or summed: a property of a flat, not of the mesh. (The
 words are those of sharding types: replicated with partial gradients, varying, invariant.)
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import enum
 
-from npuzero.plan.placement import AXES, DATA, PIPE, Axes
+from npuzero.plan.placement import AXES, DATA, ENDS, PIPE, Axes
 
 
 class Relation(enum.Enum):
@@ -41,6 +43,7 @@ def usual(axis: str) -> Relation:
 
 
 def axes_with(relations: Relations, *words: Relation) -> Axes:
-    """Return the axes along which the relation is one of ``words``, in mesh order."""
-    said = dict(relations)
-    return tuple(axis for axis in AXES if said.get(axis, usual(axis)) in words)
+    """Return the axes along which the relation is one of ``words``, in mesh order; ``ends`` for ``pipe`` if uncut."""
+    by_axis = {axis: dict(relations).get(axis, usual(axis)) for axis in AXES}
+    uncut = by_axis[PIPE] is not Relation.CUT
+    return tuple(ENDS if axis == PIPE and uncut else axis for axis, word in by_axis.items() if word in words)

@@ -39,7 +39,7 @@ from npuzero.plan.moves import (
     Take,
     Wait,
 )
-from npuzero.plan.placement import STAGE, Axes, axes_over
+from npuzero.plan.placement import ENDS, PIPE, STAGE, Axes, axes_over
 from npuzero.plan.presets import Plan
 from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_HOST
 from npuzero.plan.stream import far_update
@@ -59,6 +59,7 @@ class Step:
 
     Attributes:
         trainable_parameters: number of trainable parameter tensors: the vote carries a float for each.
+        tied_parameters: how many of them the first and the last stage of a pipeline have in common.
         micro_batches: forward and backward passes, none of them under ``no_sync``.
         prefetch: units gathered ahead, where parameters overlap.
         overlaps_gradients: whether reductions run beside backward.
@@ -81,6 +82,7 @@ class Step:
     chunk_bytes: int = 0
     on_device: bool = False
     spans: tuple[int, ...] = ()
+    tied_parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[
             gathered = kind.collective(Purpose.BOUNDARY, unit, "all_gather", plan.beyond, numel, sums)
             stages.append(_stage(gathered, None, None))
     return stages
+
+
+def _waits(kind: Kind) -> bool:
+    """Return whether R3 is left to the step, so that neither end of a pipeline holds up the other's passes."""
+    return kind.plan.tied and kind.mesh.pipe > 1
 
 
 def _from_home(kind: Kind, again: bool) -> tuple[Move, ...]:
@@ -378,7 +385,7 @@ class _Rank:
         unit.missing = False
         known: dict[int, Callable[[], None]] = {}
         for kind, count in reversed(unit.trainable):
-            boundary = last and kind.has_boundary
+            boundary = last and kind.has_boundary and not _waits(kind)
             passes = boundary and kind.may_pass and self._step.micro_batches == 1
             wire = kind.lent(kind.numel) if kind.scattered or passes else None
             # From home, where more is added; and there again. It comes when it is added to, or where that is sent on,
@@ -437,13 +444,25 @@ class _Rank:
         for unit in (unit for unit, begins in _walk(self._by_end[::-1], self._spans) if not begins):
             alone = sum(count for kind, count in unit.trainable if not kind.scattered and not kind.has_boundary)
             self._moves += [Launch(unit.index)] * alone
+        for kind, count in reversed(self._units[0].trainable):  # in the root unit, and in front of what others reduce
+            if _waits(kind):
+                comes, *stages = _stages(kind, 0, True, None)[kind.scattered :]
+                begins = (*_from_home(kind, again=True), *comes.begins)
+                stages = [replace(comes, begins=begins), *stages]
+                stages[-1] = replace(stages[-1], ends=(*stages[-1].ends, *_to_home(kind)))
+                for _ in range(count):
+                    self._launch((Launch(0),), stages)
+        self._drain()
         owners = dict.fromkeys(kind.plan.owners for unit in self._units for kind, _ in unit.trainable)
         if self._step.trainable_parameters:
             # Beside the parameters: whether a program dropped gradients, or wrote into parameters, and the digest.
             votes = self._step.trainable_parameters + 2 + DIGEST_BITS
             self._control(Purpose.VOTE, STAGE, 4 * votes)
-        if self._step.clip and owners:
-            self._control(Purpose.NORM, axes_over(owners), 2 * torch.float64.itemsize)
+        if self._step.tied_parameters:
+            self._control(Purpose.VOTE, (ENDS,), 4 * self._step.tied_parameters)
+        self._control(Purpose.VOTE, (PIPE,), 4 * (1 + DIGEST_BITS))
+        if self._step.clip and (owners or self._mesh.pipe > 1):
+            self._control(Purpose.NORM, axes_over(owners, self._mesh.pipe), 2 * torch.float64.itemsize)
 
     def _control(self, purpose: Purpose, axes: Axes, nbytes: int) -> None:
         if self._mesh.size(axes) > 1:

@@ -59,14 +59,18 @@ class Accord:
 
     Args:
         flats: the trainable flats of the model.
+        world: the ranks that train it.
+        stages: those at this rank's place in all stages of a pipeline; they train other modules, and call the same.
     """
 
-    def __init__(self, flats: Sequence[Flat], world: World) -> None:
+    def __init__(self, flats: Sequence[Flat], world: World, stages: World) -> None:
         self._flats = flats
         self._world = world
+        self._stages = stages
         self._rules: list[Rules] = []
         self._stepped: set[int] = set()  # ids of those rules whose optimizer has taken a step
         self._calls: dict[str, Words] = {}
+        self._said: dict[str, Words] = {}  # the calls that the present vote is about
         self._frozen: list[str] = []
         self._bits: tuple[int, list[int]] = (0, _bits(0))
 
@@ -88,8 +92,12 @@ class Accord:
 
     def call(self, name: str, words: Words) -> None:
         """Note a call that all ranks must make with the same arguments; the next vote says so."""
-        if self._world.size > 1:
+        if self._world.size > 1 or self._stages.size > 1:
             self._calls[name] = words
+
+    def begin_vote(self) -> None:
+        """Take the calls noted so far for those that the votes to come are about."""
+        self._said, self._calls = self._calls, {}
 
     def ballot(self, present: Mapping[Flat, list[bool]]) -> list[int]:
         """Return the bits that this rank puts into the vote.
@@ -101,8 +109,8 @@ class Accord:
         absent = ((flat, i) for flat, here in present.items() if not all(here) for i in flat.slots if not here[i])
         self._frozen = _frozen(absent)
         digest = sum(rules.digest() for rules in self._rules)
-        if self._calls or self._frozen:
-            digest += _crc(f"{sorted(self._calls.items())}{self._frozen}")
+        if self._said or self._frozen:
+            digest += _crc(f"{sorted(self._said.items())}{self._frozen}")
         if self._bits[0] != digest:
             self._bits = digest, _bits(digest)
         return self._bits[1]
@@ -113,16 +121,29 @@ class Accord:
         Raises:
             ConfigError: on every rank: they say different things.
         """
-        calls, self._calls = self._calls, {}
         if {*sums} <= {0.0, float(self._world.size)}:
             return
         # All that is frozen, with a gradient or without: one of before it was frozen may be there on some ranks only.
         everything = ((flat, i) for flat in self._flats for i in flat.slots)
         groups = [group for rules in self._rules for group in rules.groups()]
-        said = self._world.exchange([calls, _frozen(everything), groups, here()])
-        _compare_calls([rank[0] for rank in said], [Place(*rank[3]) for rank in said])
-        _compare_training([rank[1] for rank in said])
-        _compare_rules([[Group(*group) for group in rank[2]] for rank in said])
+        said = self._world.exchange([self._said, _frozen(everything), groups, here()])
+        _compare_calls([rank[0] for rank in said], [Place(*rank[3]) for rank in said], self._world.ranks)
+        _compare_training([rank[1] for rank in said], self._world.ranks)
+        _compare_rules([[Group(*group) for group in rank[2]] for rank in said], self._world.ranks)
+
+    def ballot_of_calls(self) -> list[int]:
+        """Return the bits that this rank puts into the vote of all stages."""
+        return _bits(_crc(str(sorted(self._said.items()))) if self._said else 0)
+
+    def look_at_calls(self, sums: Iterable[float]) -> None:
+        """Take these bits' sums over all stages; where they differ, compare the calls. Collective then.
+
+        Raises:
+            ConfigError: on every rank: stages make different calls.
+        """
+        if not {*sums} <= {0.0, float(self._stages.size)}:
+            said = self._stages.exchange([self._said, here()])
+            _compare_calls([rank[0] for rank in said], [Place(*rank[1]) for rank in said], self._stages.ranks)
 
 
 def _bits(digest: int) -> list[int]:
@@ -139,44 +160,44 @@ def _frozen(slots: Iterable[tuple[Flat, int]]) -> list[str]:
         return [flat.layout.slots[i].name for flat, i in slots if not flat.parameters[i].requires_grad]
 
 
-def _compare_calls(said: list[dict[str, Words]], places: list[Place]) -> None:
+def _compare_calls(said: list[dict[str, Words]], places: list[Place], ranks: Sequence[int]) -> None:
     # Sorted, here and below, so that all ranks find the same difference first and raise the same error.
     for name in sorted({name for calls in said for name in calls}):
         if not all(name in calls for calls in said):
-            raise _left_out(name, [name in calls for calls in said], places)
+            raise _left_out(name, [name in calls for calls in said], places, ranks)
         for key in said[0][name]:
             values = [calls[name][key] for calls in said]
             if _differ(values):
-                raise _disagreement(f"{name}: {key}", "the same on every rank", values, key=key)
+                raise _disagreement(f"{name}: {key}", "the same on every rank", values, ranks, key=key)
 
 
-def _left_out(name: str, called: list[bool], places: list[Place]) -> ConfigError:
+def _left_out(name: str, called: list[bool], places: list[Place], ranks: Sequence[int]) -> ConfigError:
     """Return the error of ranks of which some have not ``called`` the function ``name``."""
     words: dict[str, list[int]] = {}
-    for rank, (it, place) in enumerate(zip(called, places, strict=True)):
+    for rank, it, place in zip(ranks, called, places, strict=True):
         at = f"{place.call or 'something else'}{place.line and f' at {place.line}'}"
         within = f"is in {at}" if place.call == name else f"has called {name}"
         words.setdefault(within if it else f"went on to {at} without it", []).append(rank)
     return ConfigError(
         name,
         expected=f"{name} on every rank, since it is collective",
-        got="; ".join(f"rank {', '.join(map(str, ranks))} {word}" for word, ranks in words.items()),
+        got="; ".join(f"rank {', '.join(map(str, those))} {word}" for word, those in words.items()),
         do=f"Look for a branch that only some ranks take, and call {name} on every rank.",
         key="call",
-        rank=called.index(False),
+        rank=ranks[called.index(False)],
         values=called,
     )
 
 
-def _compare_training(said: list[list[str]]) -> None:
+def _compare_training(said: list[list[str]], ranks: Sequence[int]) -> None:
     for name in sorted({name for frozen in said for name in frozen}):
         values = [name not in frozen for frozen in said]
         if _differ(values):
             subject, expected = f"parameter {name}: requires_grad", "the same on every rank"
-            raise _disagreement(subject, expected, values, key="requires_grad", parameter=name)
+            raise _disagreement(subject, expected, values, ranks, key="requires_grad", parameter=name)
 
 
-def _compare_rules(said: list[list[Group]]) -> None:
+def _compare_rules(said: list[list[Group]], ranks: Sequence[int]) -> None:
     by_name = [{name: group for group in groups for name in group.members} for groups in said]
     for name in dict.fromkeys(name for rules in by_name for name in rules):
         groups = [rules[name] for rules in by_name if name in rules]
@@ -187,22 +208,21 @@ def _compare_rules(said: list[list[Group]]) -> None:
         kinds = [rules[name].optimizer if name in rules else "no optimizer" for rules in by_name]
         if _differ(kinds):
             raise _disagreement(
-                f"parameter {name}", "one class of optimizer on every rank", kinds, key="class", **facts
+                f"parameter {name}", "one class of optimizer on every rank", kinds, ranks, key="class", **facts
             )
         key = next((key for key in first.rule if _differ([group.rule[key] for group in groups])), None)
         if key is not None and any(group.number != first.number for group in groups):
             words = [f"group {group.number}, of {key} {group.rule[key]}" for group in groups]
             expected = "one group on every rank, or groups of the same options"
-            raise _disagreement(f"{first.optimizer}: parameter {name}", expected, words, key=key, **facts)
+            raise _disagreement(f"{first.optimizer}: parameter {name}", expected, words, ranks, key=key, **facts)
         if key is not None:
             subject = f"{first.optimizer}: {key} of group {first.number}, which has {name}"
-            raise _disagreement(
-                subject, "the same on every rank", [group.rule[key] for group in groups], key=key, **facts
-            )
+            values = [group.rule[key] for group in groups]
+            raise _disagreement(subject, "the same on every rank", values, ranks, key=key, **facts)
         places = [group.members[name] for group in groups]
         if _differ(places):
             expected = "one place among the optimizer's parameters on every rank: random bits depend on it"
-            raise _disagreement(f"{first.optimizer}: parameter {name}", expected, places, key="params", **facts)
+            raise _disagreement(f"{first.optimizer}: parameter {name}", expected, places, ranks, key="params", **facts)
 
 
 def _differ(values: Sequence[Any]) -> bool:
@@ -210,13 +230,13 @@ def _differ(values: Sequence[Any]) -> bool:
     return any(value != values[0] and str(value) != str(values[0]) for value in values)
 
 
-def _disagreement(subject: str, expected: str, values: list[Any], **facts: Any) -> ConfigError:
-    """Return the error for ``values``, what each rank says; the value that most of them say is taken as meant."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(rank)
-    got = "; ".join(f"{word} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for word, on in ranks.items())
-    usual = max(ranks.values(), key=len)
-    rank = next(rank for rank in range(len(values)) if rank not in usual)
+def _disagreement(subject: str, expected: str, values: list[Any], ranks: Sequence[int], **facts: Any) -> ConfigError:
+    """Return the error for ``values``, what each of ``ranks`` says; what most of them say is taken as meant."""
+    those: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        those.setdefault(str(value), []).append(rank)
+    got = "; ".join(f"{word} on rank{'s' * (len(on) > 1)} {', '.join(map(str, on))}" for word, on in those.items())
+    usual = max(those.values(), key=len)
+    rank = next(rank for rank in ranks if rank not in usual)
     do = "Give every rank the same; let what follows a loss or a norm follow its mean over all ranks."
     return ConfigError(subject, expected=expected, got=got, do=do, rank=rank, values=values, **facts)

@@ -26,6 +26,7 @@ from npuzero.shard.counting import CountingMesh
 from npuzero.shard.early import Early
 from npuzero.shard.flat import Flat
 from npuzero.shard.ownership import deleted
+from npuzero.shard.pipe import Pipe
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.rest import Group
 from npuzero.shard.sums import Sums
@@ -63,6 +64,7 @@ class Boundary:
         units: Sequence[Unit],
         world: World,
         mesh: CountingMesh,
+        pipe: Pipe,
         reducer: Reducer,
         update: Update,
         early: Early,
@@ -72,17 +74,19 @@ class Boundary:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
         self._mesh = mesh
+        self._pipe = pipe
         self._reducer = reducer
         self._update = update
         self.early = early
         self._values = values
         self._census = census
-        self.accord = Accord(self._flats, world)
+        self.accord = Accord(self._flats, world, pipe.world)
         self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
         self._stage = Stage.OPEN
         self._used: dict[Flat, list[bool]] = {}  # per slot, where AGREED
+        self._some = False  # any stage has gradients, where AGREED
         self._scaled = False  # gradient_scale is not 1
         self._brought = False  # a backward pass of this rank is in what the next step sums, whatever was dropped of it
         self._dropped = False  # the user has dropped some of the present gradients, while others stay
@@ -123,7 +127,7 @@ class Boundary:
         """Run R3: bring every gradient to READY on its owner. Collective; does nothing the second time.
 
         Returns:
-            False where no rank has any gradient (torch's optimizers then do nothing).
+            False where no rank has any gradient (torch's optimizers then do nothing); of other stages' modules neither.
         """
         if self._reducer.open:
             raise StateError(
@@ -142,9 +146,9 @@ class Boundary:
                 self._used = present
                 self.sums.forget()
                 self._clear_dropped(present)
-        some = _any(self._used)
-        self._brought = self._brought and some
-        return some
+                self._some = _any(present) or self._pipe.many  # other stages may not have dropped theirs
+        self._brought = self._brought and self._some
+        return self._some
 
     def _agree_anew(self) -> None:
         root = self._units[0].module()
@@ -159,7 +163,9 @@ class Boundary:
             self._meet_in_gathers()
         # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
         self._reducer.finish()
-        self._used = self._vote(present)
+        self.accord.begin_vote()
+        self._used = self._pipe.tie(self._vote(present))
+        self._some = self._pipe.agree(_any(self._used), self.accord)
         with torch._C.DisableTorchFunctionSubclass():
             for flat, used in self._used.items():
                 for i, (anywhere, here) in enumerate(zip(used, present[flat], strict=True)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -19,7 +17,8 @@ from npuzero.comm import Mesh, World
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
 from npuzero.memory import check_folders
-from npuzero.plan import STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
+from npuzero.plan import PIPE, STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
+from npuzero.shard.agreement import check_agreement, check_stages, describe
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.cuts import cut_of, portion_here
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
@@ -27,7 +26,7 @@ from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Layout
 from npuzero.shard.origin import Origin
 from npuzero.shard.plans import Plans
-from npuzero.shard.relations import as_key, relations_of
+from npuzero.shard.relations import as_key, is_tied
 from npuzero.shard.rest import Rests
 from npuzero.shard.tiles import rows_of
 from npuzero.shard.unit import Unit
@@ -83,7 +82,17 @@ def agree(
         "buffers": repr(buffers),
         "mesh": repr(shape),
     }
-    _check_agreement([] if problem else _describe(model, specs), same, world, problem)
+    described = [] if problem else describe(model, specs)
+    staged = isinstance(ranks, Mesh) and ranks.size((PIPE,)) > 1
+    try:
+        check_agreement(described, same, world, problem)
+    except (ConfigError, StateError, CheckpointError) as error:
+        if not staged:
+            raise
+        problem = error
+    if isinstance(ranks, Mesh) and staged:
+        common = {key: text for key, text in same.items() if key != "weights" and not key.startswith("unit_plans")}
+        check_stages(ranks, common, problem, dict(described), [name for name, p in specs[0].parameters if is_tied(p)])
     return specs, own, shape
 
 
@@ -225,6 +234,7 @@ def predict_units(
         sizes += [FlatSize(i, *flat) for flat in alike[key]]
     step = Step(
         trainable_parameters=sum(parameter.trainable for unit in units for parameter in unit),
+        tied_parameters=sum(p.trainable and plan.related(p.relations).tied for unit in units for p in unit),
         micro_batches=micro_batches,
         prefetch=settings.prefetch,
         overlaps_gradients=settings.overlaps_gradients,
@@ -260,7 +270,10 @@ def layouts_of(
             filled[key] = 0
         buckets[-1].append(parameter)
         filled[key] += nbytes
-    for (kind, trainable, relations), buckets in groups.items():
+    # What two stages have in common comes first: so its flats have the same names in both, whatever else is there.
+    for (kind, trainable, relations), buckets in sorted(
+        groups.items(), key=lambda group: PIPE not in dict(group[0][2])
+    ):
         own = plan.related(relations)
         ranks = mesh.size(own.reduced)
         for bucket in buckets:
@@ -384,72 +397,3 @@ def _check_apart(named: list[tuple[str, nn.Parameter]]) -> None:
                 got="two parameters over the same memory",
                 do="Tie them by assigning the one nn.Parameter in both places, or clone one of them.",
             )
-
-
-def _describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
-    """Return what all ranks must agree on, in order: names, and what is known of each."""
-    parameters = [
-        (name, f"{name} of unit {spec.name}, {list(p.shape)} {p.dtype}, requires_grad={p.requires_grad}{_related(p)}")
-        for spec in specs
-        for name, p in spec.parameters
-    ]
-    return parameters + [(name, f"buffer {name}, {list(b.shape)} {b.dtype}") for name, b in model.named_buffers()]
-
-
-def _related(parameter: nn.Parameter) -> str:
-    words = [f", {relation.value} along {axis}" for axis, relation in relations_of(parameter).items()]
-    return "".join([*words, f", {cut}" if (cut := cut_of(parameter)) else ""])
-
-
-def _check_agreement(
-    model: list[tuple[str, str]], same: dict[str, str], world: World, problem: NpuZeroError | None
-) -> None:
-    """Check that all ranks shard the same model by the same plan: else they would hang or mix up bytes later.
-
-    A rank with a problem of its own says so to the others, so that none is left waiting for it.
-    """
-    # By a digest first: the names of a large model are exchanged only where they differ.
-    digest = hashlib.sha256(json.dumps(model).encode()).hexdigest()
-    mine = {"problem": problem and str(problem), **same, "model": digest}
-    said: list[Any] = world.exchange(mine)
-    if problem is not None:
-        raise problem
-    # Another rank's problem before any difference: it has no model to compare, and differs for that reason alone.
-    for rank, other in enumerate(said):
-        if other["problem"] is not None:
-            raise ConfigError(
-                "npuzero.zero()",
-                expected="a model that every rank can shard",
-                got=f"rank {rank}: {other['problem']}",
-                do="Mend it on that rank.",
-                rank=rank,
-            )
-    for subject in dict.fromkeys(key for other in said for key in other if key not in ("problem", "model")):
-        for rank, other in enumerate(said):
-            if other.get(subject) != said[0].get(subject):
-                raise _disagreement(subject, said[0].get(subject, "none"), rank, other.get(subject, "none"))
-    if any(other["model"] != said[0]["model"] for other in said):
-        models: list[Any] = world.exchange(model)
-        for rank, other in enumerate(models):
-            if other != models[0]:
-                raise _disagreement("model", *_first_difference(models[0], other, rank))
-
-
-def _first_difference(a: list[list[str]], b: list[list[str]], rank: int) -> tuple[str, int, str]:
-    """Return what rank 0 (``a``) and ``rank`` (``b``) say of the first name they do not agree on."""
-    mine, theirs = dict(a), dict(b)
-    for name in (*mine, *theirs):
-        if mine.get(name) != theirs.get(name):
-            return mine.get(name, f"no {name}"), rank, theirs.get(name, f"no {name}")
-    first, other = next((x, y) for (x, _), (y, _) in zip(a, b, strict=True) if x != y)
-    return f"{first} before {other}", rank, f"{other} before {first}"
-
-
-def _disagreement(subject: str, first: str, rank: int, theirs: str) -> ConfigError:
-    return ConfigError(
-        f"npuzero.zero(): {subject}",
-        expected=f"the same on every rank, as on rank 0: {first}",
-        got=f"on rank {rank}: {theirs}",
-        do="Build the same model with the same arguments on every rank.",
-        rank=rank,
-    )

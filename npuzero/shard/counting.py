@@ -35,12 +35,12 @@ class CountingMesh:
             self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
         return self._made[key]
 
-    def host(self) -> Communicator:
-        """Return the communicator of ranks that train the same modules, over tensors on the host: the control channel,
-        if that is there.
+    def host(self, axes: Axes = STAGE) -> Communicator:
+        """Return the communicator of ranks along ``axes``, those that train the same modules, over tensors on the host:
+        the control channel, if that is there.
         """
         on_host = self._mesh.world.device.type == "cpu"
-        return self.communicator(STAGE, "control" if on_host else HOST_CHANNEL)
+        return self.communicator(axes, "control" if on_host else HOST_CHANNEL)
 
 
 class Meter:

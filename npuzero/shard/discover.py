@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from npuzero.errors import ConfigError
+from npuzero.shard.relations import is_tied
 from npuzero.shard.tiles import Tile
 
 #: How a user names units: a module class, several, or a predicate of (qualified name, module).
@@ -39,7 +40,8 @@ def discover(model: nn.Module, rule: UnitRule = None) -> list[UnitSpec]:
     own by any rule.
 
     A parameter belongs to the innermost unit that contains all modules it is registered in, so one that is tied
-    across blocks belongs to a unit around both, at last to the root.
+    across blocks belongs to a unit around both, at last to the root; and so does one that two stages have in common,
+    whose modules lie elsewhere in each.
 
     Raises:
         ConfigError: the rule names no module, or one whose forward is never called (a ModuleList, a part of a
@@ -164,6 +166,7 @@ def _owners(model: nn.Module, units: set[str]) -> dict[str, tuple[tuple[str, nn.
         common = chains[0]
         for chain in chains[1:]:
             common = [a for a, b in zip(common, chain, strict=False) if a == b]
+        common = common[:1] if is_tied(parameter) else common
         owned.setdefault(common[-1], []).append((name, parameter))
     return {path: tuple(parameters) for path, parameters in owned.items()}
 

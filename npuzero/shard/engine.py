@@ -12,7 +12,7 @@ from npuzero.comm import Mesh, World
 from npuzero.comm.calls import collective
 from npuzero.config import Settings, environment
 from npuzero.memory import Spaces
-from npuzero.plan import AXES, TO_HOST, Report
+from npuzero.plan import AXES, PIPE, STAGE, TO_HOST, Report
 from npuzero.shard.absence import Absence
 from npuzero.shard.activations import around_forward
 from npuzero.shard.boundary import Boundary
@@ -34,6 +34,7 @@ from npuzero.shard.hooks import Hooks
 from npuzero.shard.origin import Origin
 from npuzero.shard.ownership import EngineReference, claim, uncopied
 from npuzero.shard.passes import Passes
+from npuzero.shard.pipe import Pipe
 from npuzero.shard.plans import Plans
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer
@@ -81,9 +82,10 @@ class Engine:
         world = train_together(ranks)
         self.plan, self.world, self.settings = plans.model, world, settings
         strict = world.size == 1 and (settings.strict or environment().strict == "1")
-        self.alone = world.size == 1 and not strict
         specs, own, shape = agree(model, plans, settings, rule, ranks, origin, buffers)
-        self.mesh = CountingMesh(Mesh.of(ranks.world if isinstance(ranks, Mesh) else world, shape))
+        mesh = Mesh.of(ranks.world if isinstance(ranks, Mesh) else world, shape)
+        self.alone = mesh.world.size == 1 and not strict
+        self.mesh = CountingMesh(mesh)
         self.spaces = Spaces(world.device, settings)
         self.meter = Meter(self.plan, self.mesh, self.spaces)
         self.units = build_units(specs, own, settings, self.mesh, strict)
@@ -109,10 +111,14 @@ class Engine:
         reducer.reduced = self.early.reduced
         frozen = [p for unit in self.units for flat in unit.flats if not flat.trainable for p in flat.parameters]
         census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
-        self.boundary = Boundary(self.units, world, self.mesh, reducer, self.update, self.early, self.values, census)
-        self.gradients = Gradients(self.units, world, self.boundary, self.values, self.alone)
+        pipe = Pipe(self._flats, self.mesh, mesh.part((PIPE,)))
+        self.boundary = Boundary(
+            self.units, world, self.mesh, pipe, reducer, self.update, self.early, self.values, census
+        )
+        self.gradients = Gradients(self.units, world, pipe, self.boundary, self.values, self.alone)
         everyone = self.mesh.communicator(AXES, "control")
-        self.finite = Finite(lambda: Watch(self.units, world, everyone), self.boundary, self._show)
+        stage = self.mesh.index((PIPE,))
+        self.finite = Finite(lambda: Watch(self.units, mesh.world, stage, everyone), self.boundary, self._show)
         self.passes = Passes(
             self.units,
             gatherer,
@@ -121,7 +127,7 @@ class Engine:
             self.boundary,
             self.finite,
             self.meter,
-            Buffers(buffers, everyone) if buffers else None,
+            Buffers(buffers, self.mesh.communicator(STAGE, "control")) if buffers else None,
             settings.prefetch if settings.overlaps_parameters else 0,
             world.device.type,
         )

@@ -24,11 +24,17 @@ class Watch:
 
     A verdict is asked for when the next forward begins: by then the device has long passed the point, and has the
     update still to do, so waiting for it costs nothing.
+
+    Args:
+        world: all ranks, of all stages of a pipeline.
+        stage: this rank's.
+        everyone: all ranks.
     """
 
-    def __init__(self, units: list[Unit], world: World, everyone: Communicator) -> None:
+    def __init__(self, units: list[Unit], world: World, stage: int, everyone: Communicator) -> None:
         self._units = units
         self._world = world
+        self._stage = stage
         self._everyone = everyone
         # By unit, and at the end the losses: sum of squares and non-finite elements of what came out in this step.
         self._seen = torch.zeros(len(units) + 1, 2, dtype=torch.float64, device=world.device)
@@ -89,36 +95,34 @@ class Watch:
 
     def _origin(self) -> NonFiniteError:
         counts = self._seen[:, 1].tolist()
-        trainable = [flat for unit in self._units for flat in unit.trainable]
+        flats = [(unit, flat) for unit in self._units for flat in unit.flats]
+        owner = {slot.name: unit.name for unit, flat in flats for slot in flat.layout.slots}
+        place = {name: at for at, name in enumerate(owner)}
+        came = {name: at for at, name in enumerate(self._arrived)}
+        parameters = [name for _, flat in flats for name in _bad(flat, "parameters")]
+        gradients = [name for unit in self._units for flat in unit.trainable for name in _bad(flat, "gradient")]
+        outputs = [(at, i) for at, i in enumerate(self._order) if counts[i]]
+        # Each with what it is ordered by: forward goes from the first stage to the last, backward the other way.
         mine: dict[str, Any] = {
-            "outputs": [i for i in self._order if counts[i]],
-            "order": list(self._order),
-            "loss": bool(counts[-1]),
-            "arrived": list(self._arrived),
-            "parameters": [name for unit in self._units for flat in unit.flats for name in _bad(flat, "parameters")],
-            "gradients": [name for flat in trainable for name in _bad(flat, "gradient")],
+            "parameters": [[self._stage, place[name], name, owner[name]] for name in parameters],
+            "outputs": [[self._stage, at, self._world.rank, self._units[i].name] for at, i in outputs[:1]],
+            "losses": [self._world.rank] if counts[-1] else [],
+            "gradients": [[-self._stage, came.get(name, len(came)), name, owner[name]] for name in gradients],
         }
         said: list[dict[str, Any]] = self._world.exchange(mine)
-        owner = {slot.name: unit.name for unit in self._units for flat in unit.flats for slot in flat.layout.slots}
-        parameters, gradients = (
-            sorted({name for rank in said for name in rank[k]}) for k in ("parameters", "gradients")
-        )
-        outputs = [(rank["order"].index(i), r, i) for r, rank in enumerate(said) for i in rank["outputs"][:1]]
+        first = {kind: min(found) for kind in mine if (found := [each for rank in said for each in rank[kind]])}
         # In the order of causes: a bad parameter spoils outputs, these spoil the loss, and any of them all gradients.
-        if parameters:
-            name = min(parameters, key=list(owner).index)
-            return _error(f"parameter {name} of unit {owner[name]!r}", owner[name], name, None)
-        if outputs:
-            _, rank, i = min(outputs)
-            unit = self._units[i].name
+        if "parameters" in first:
+            *_, name, unit = first["parameters"]
+            return _error(f"parameter {name} of unit {unit!r}", unit, name, None)
+        if "outputs" in first:
+            *_, rank, unit = first["outputs"]
             return _error(f"the output of unit {unit!r} on rank {rank}, whose parameters are finite", unit, None, rank)
-        losses = [r for r, rank in enumerate(said) if rank["loss"]]
-        if losses:
-            return _error(f"the loss on rank {losses[0]}, of finite outputs", None, None, losses[0])
-        # The first in backward's order; rank 0's order stands for all, so that all raise the same error.
-        came = {name: at for at, name in enumerate(said[0]["arrived"])}
-        name = min(gradients, key=lambda name: (came.get(name, len(came)), name))
-        return _error(f"the gradient of parameter {name} of unit {owner[name]!r}", owner[name], name, None)
+        if "losses" in first:
+            rank = first["losses"]
+            return _error(f"the loss on rank {rank}, of finite outputs", None, None, rank)
+        *_, name, unit = first["gradients"]
+        return _error(f"the gradient of parameter {name} of unit {unit!r}", unit, name, None)
 
 
 class Finite:

@@ -52,6 +52,8 @@ class Gradient:
         scale: what gradients are multiplied by as they are packed: 1 / the ranks that they are averaged over, so that
             every reduction is a plain sum.
         meets_at_boundary: whether R3 has any collective.
+        meets_in_pass: whether that may run beside the step's last pass. Not where both ends of a pipeline take part:
+            one has its last pass done before the other, which needs what it sends behind that.
         kept: the buffer, the home, and which of them has what there is.
         memory: the memory of the buffer.
         contribution: what the present backward pass has brought.
@@ -68,6 +70,7 @@ class Gradient:
         self.scale = 1.0 / rests.averaged.size
         self.cut = rests.gradients.cut
         self.meets_at_boundary = rests.deeper.many or rests.beyond.many
+        self.meets_in_pass = self.meets_at_boundary and not rests.tied
         self._space = spaces[Memory.DEVICE]
         self.kept = Accumulator(layout, rests, spaces)
         self.memory, self.buffer = self.kept.memory, self.kept.buffer
@@ -117,7 +120,7 @@ class Gradient:
             return Route.SEND if self.unsynced is None else Route.BOTH
         # R2 is the identity. The first gradients of a step that are known to be the last are sent as they come, where
         # accumulating them in float32 would only be undone by the communication dtype.
-        alone = kind is Pass.LAST and self.meets_at_boundary and self.wire != torch.float32
+        alone = kind is Pass.LAST and self.meets_in_pass and self.wire != torch.float32
         return Route.SEND if alone and Content.ALONE not in self.content else Route.KEEP
 
     def take(self, kind: Pass) -> Tensor | None:

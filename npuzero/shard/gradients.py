@@ -20,6 +20,7 @@ from npuzero.shard.accord import Words
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.flat import Flat
 from npuzero.shard.guard import INSTEAD
+from npuzero.shard.pipe import Pipe
 from npuzero.shard.unit import Unit
 from npuzero.shard.values import Values
 
@@ -27,11 +28,14 @@ from npuzero.shard.values import Values
 class Gradients:
     """Answer what a program asks of its model's present gradients."""
 
-    def __init__(self, units: Sequence[Unit], world: World, boundary: Boundary, values: Values, alone: bool) -> None:
+    def __init__(
+        self, units: Sequence[Unit], world: World, pipe: Pipe, boundary: Boundary, values: Values, alone: bool
+    ) -> None:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
         self._world = world
+        self._pipe = pipe
         self._boundary = boundary
         self._values = values
         self._alone = alone  # no other rank need be waited for
@@ -71,14 +75,16 @@ class Gradients:
     @_disable_dynamo
     @collective("grad_norms")
     def norms(self, p: float) -> dict[str, float]:
-        """Return by name the p-norm of each unsharded gradient that any rank has."""
+        """Return by name the p-norm of each unsharded gradient that any rank of any stage has."""
         boundary = self._boundary
         boundary.accord.call("grad_norms", {"norm_type": p})
         if not boundary.finish():
             return {}
-        places = [(flat, i) for flat, i in self._places.values() if boundary.used(flat)[i]]
-        norms = (boundary.sums.norms(places, p) * boundary.gradient_scale[0]).float()
-        return dict(zip((flat.layout.slots[i].name for flat, i in places), norms.tolist(), strict=True))
+        used = (place for place in self._places.values() if boundary.used(place[0])[place[1]])
+        here = {flat.layout.slots[i].name: (flat, i) for flat, i in used}
+        names = self._pipe.names([*here])
+        norms = (boundary.sums.norms([here.get(name) for name in names], p) * boundary.gradient_scale[0]).float()
+        return dict(zip(names, norms.tolist(), strict=True))
 
     @collective("full_gradient")
     def full(self, flat: Flat, i: int) -> Tensor | None:
@@ -130,12 +136,15 @@ class Gradients:
         boundary.accord.call("LossScaler", rules)
         if not boundary.finish():
             return None
-        if all(key in parameters for key in self._places):
-            boundary.scale_gradients(inverse)  # costs no pass over the gradients
-            return (boundary.sums.total()[1] != 0).float()
         # The update has one scale for the model: an optimizer of some parameters has theirs multiplied here.
         chosen = [place for key, place in self._places.items() if key in parameters]
-        if not any(boundary.used(flat)[i] for flat, i in chosen):
+        some_only, used = self._pipe.any(
+            len(chosen) < len(self._places), any(boundary.used(flat)[i] for flat, i in chosen)
+        )
+        if not some_only:
+            boundary.scale_gradients(inverse)  # costs no pass over the gradients
+            return (boundary.sums.total()[1] != 0).float()
+        if not used:
             return None
         bad = boundary.sums.nonfinite(chosen)
         for flat, i in chosen:

@@ -115,7 +115,7 @@ class Reducer:
         self._reopen(gradient)
         role = self._roles[gradient]
         wire = gradient.take(role)
-        boundary = role is Pass.LAST and gradient.meets_at_boundary
+        boundary = role is Pass.LAST and gradient.meets_in_pass
         if wire is not None or boundary:
             self._launch(gradient, wire, boundary)
         else:

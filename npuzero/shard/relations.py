@@ -5,13 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.plan import AXES, Relation, Relations, usual
+from npuzero.plan import AXES, PIPE, Relation, Relations, usual
 
 _SAID = "_npuzero_relations"
 
 
 def relate_parameter(parameter: nn.Parameter, axis: str, relation: Relation) -> None:
     """Say what ranks along ``axis`` have of ``parameter``; before :func:`npuzero.zero`, and alike on all ranks.
+
+    Along ``pipe``: what the first and the last stage of a pipeline have, on both of which it is said.
 
     Raises:
         ConfigError: there is no such axis.
@@ -28,6 +30,11 @@ def relations_of(parameter: nn.Parameter) -> dict[str, Relation]:
     """Return what has been said of ``parameter`` that is not the usual, by axis, in mesh order."""
     said: dict[str, Relation] = getattr(parameter, _SAID, {})
     return said
+
+
+def is_tied(parameter: nn.Parameter) -> bool:
+    """Return whether the first and the last stage of a pipeline have ``parameter`` in common."""
+    return PIPE in relations_of(parameter)  # where the usual is that stages have different ones
 
 
 def as_key(parameter: nn.Parameter) -> Relations:

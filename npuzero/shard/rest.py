@@ -102,6 +102,7 @@ class Rests:
         owners: the ranks that have different elements of the states.
         divided: those that have different elements of the unsharded parameters.
         alike: those that have the same; the first one's values count.
+        tied: whether the first and the last stage of a pipeline have the same, and both train it.
         lag: as the plan has it.
     """
 
@@ -117,6 +118,7 @@ class Rests:
     owners: Group
     divided: Group
     alike: Group
+    tied: bool
     lag: int
 
     @staticmethod
@@ -138,6 +140,7 @@ class Rests:
             owners=Group(mesh, plan.owners),
             divided=Group(mesh, plan.divided),
             alike=Group(mesh, plan.alike),
+            tied=plan.tied and mesh.shape.pipe > 1,
             lag=plan.lag,
         )
 

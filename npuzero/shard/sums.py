@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from npuzero.ops.norm import norm_unchecked
-from npuzero.plan import axes_over
+from npuzero.plan import PIPE, axes_over
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.flat import Flat
 from npuzero.shard.rest import Group
@@ -26,7 +26,8 @@ class Sums:
 
     A rank adds up its own shards, and one collective adds up those of the ranks that own different elements. Where some
     flats are owned by more ranks than others it runs over all ranks, and of those that own the same one counts: else a
-    norm over tensor ranks would have what they repeat as often as they are.
+    norm over tensor ranks would have what they repeat as often as they are. Over the stages of a pipeline it runs over
+    all ranks, too: a rank that has no flats takes part with zeros.
 
     Args:
         flats: the trainable flats of the model.
@@ -37,7 +38,7 @@ class Sums:
         self._device = device
         self._parts = torch.zeros(len(flats), 2, dtype=torch.float64, device=device)
         self._total: Tensor | None = None
-        self._owners = Group(mesh, axes_over(flat.rests.owners.axes for flat in flats) if flats else ())
+        self._owners = Group(mesh, axes_over((flat.rests.owners.axes for flat in flats), mesh.size((PIPE,))))
         self._counted = {flat for flat in flats if _counts(flat.rests.owners, self._owners, mesh)}
 
     def forget(self) -> None:
@@ -61,11 +62,12 @@ class Sums:
         mine = [_norm(own, p).to(self._device) for own in shards]
         return self._norm_of_parts(_norm(torch.stack(mine) if mine else self._parts.new_empty(0), p), p)
 
-    def norms(self, places: Sequence[tuple[Flat, int]], p: float) -> Tensor:
-        """Return [n] float64: the p-norm of each of ``n`` slots, by one collective for all that are sharded alike."""
+    def norms(self, places: Sequence[tuple[Flat, int] | None], p: float) -> Tensor:
+        """Return [n] float64: the p-norm of each of ``n`` slots, by one collective; None: a slot of another stage."""
         mine = torch.zeros(len(places), dtype=torch.float64, device=self._device)
-        for n, (flat, i) in enumerate(places):
-            if flat in self._counted:
+        for n, place in enumerate(places):
+            if place is not None and place[0] in self._counted:
+                flat, i = place
                 mine[n] = _norm(flat.own_gradient[flat.own_slots[i]], p)
         return self._norm_of_parts(mine, p)
 

@@ -15,7 +15,7 @@ from npuzero.comm.calls import collective, torchs
 from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.memory import Spaces, zeros
-from npuzero.plan import STAGE
+from npuzero.plan import ENDS, STAGE
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.cuts import PIECE, assembled
 from npuzero.shard.discover import UnitSpec
@@ -139,7 +139,8 @@ class Values:
             _from_first(flat, exact)
             flat.put(begin, exact)
             return
-        everyone, mine = self._mesh.communicator(STAGE, "control"), value.reshape(-1)
+        axes = (ENDS, *STAGE) if flat.rests.tied else STAGE
+        everyone, mine = self._mesh.communicator(axes, "control"), value.reshape(-1)
         for block in portion.blocks(PIECE):
             exact = zeros(block.end - block.begin, torch.float32, self._world.device)
             if everyone.rank == 0:
