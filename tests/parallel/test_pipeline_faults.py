@@ -264,8 +264,8 @@ def test_one_rank_that_cannot_tells_the_others():
 
 def test_what_cannot_be_cut():
     constructed("12", "11", split=None, schedule="interleaved", chunks=6)  # more stages than blocks
-    constructed("interleaved", "micro_batches", schedule="interleaved", chunks=2, split=None, micro_batches=3)
-    constructed("micro_batches", "positive", micro_batches=0)
+    constructed("interleaved", "micro-batches", schedule="interleaved", chunks=2, split=None, micro_batches=3)
+    constructed("micro-batches", micro_batches=0)
 
 
 def test_a_stage_without_parameters():
