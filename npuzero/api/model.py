@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -155,6 +155,8 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
+    parts: Sequence[Iterable[nn.Module | str]] = (),
+    acts: Sequence[tuple[int, bool]] = (),
     settings: Settings | None = None,
 ) -> Report:
     """Predict what one of ``world`` ranks holds and sends in one step of ``model`` under ``plan``, by arithmetic.
@@ -167,9 +169,13 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         micro_batches: forward and backward passes a step, none of them under ``no_sync``.
         clip: whether :func:`clip_grad_norm_` is called once a step.
         moments: states of the optimizer beside the master: Adam has 2, with amsgrad 3; Lion has 1.
+        parts: of a model whose parts run by themselves, as a pipeline's stages do: by modules or names, what is of
+            each; () for one part.
+        acts: the passes of parts in their order: a part's number, and whether it is a backward pass, a part's in the
+            order of their micro-batches; () for ``micro_batches`` of the whole model, one after another.
 
     Raises:
-        ConfigError: as for :func:`zero`.
+        ConfigError: as for :func:`zero`; or acts that do not fit the parts.
 
     Example::
 
@@ -181,8 +187,9 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         do = "Give the number of backward passes a step."
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     chosen = chosen_plan(None, plan, precision, local_size)
-    facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments}
-    return build.predict(model, Plans.named(chosen, unit_plans, offload), world, units, _settings(settings), **facts)
+    facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments, "acts": acts}
+    plans = Plans.named(chosen, unit_plans, offload)
+    return build.predict(model, plans, world, units, _settings(settings), parts, **facts)
 
 
 def report(model: nn.Module) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -171,3 +171,12 @@ def flattened(moves: Iterable[Move]) -> Iterator[Move]:
                 yield from flattened(move.moves)
         else:
             yield move
+
+
+def written(moves: list[Move], do: Callable[[], None]) -> tuple[Move, ...]:
+    """Return the moves that ``do`` adds to ``moves``, and take them out again."""
+    begin = len(moves)
+    do()
+    made = tuple(moves[begin:])
+    del moves[begin:]
+    return made

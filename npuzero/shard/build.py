@@ -25,6 +25,7 @@ from npuzero.shard.discover import UnitRule, UnitSpec, discover
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import Layout
 from npuzero.shard.origin import Origin
+from npuzero.shard.parts import Group, indices_of
 from npuzero.shard.plans import Plans
 from npuzero.shard.relations import as_key, is_tied
 from npuzero.shard.rest import Rests
@@ -149,15 +150,21 @@ def predict(
     ranks: World | Mesh | MeshShape | int,
     rule: UnitRule,
     settings: Settings,
+    parts: Sequence[Group] = (),
     **facts: Any,
 ) -> Report:
-    """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``."""
+    """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``; ``parts``:
+    by modules or names, as :meth:`npuzero.shard.passes.Passes.divide` has them.
+    """
     shape = shape_on(plans.model, ranks)
     specs = _checked(model, rule)
     _check_cuts(model, specs, shape)
     units = [_facts(spec) for spec in specs]
     names = [spec.name for spec in specs]
-    return predict_units(units, plans.model, shape, settings, own=plans.of(names), spans=spans_of(names), **facts)
+    facts |= {"own": plans.of(names), "spans": spans_of(names)}
+    if parts:
+        facts["parts"] = indices_of([(spec.name, spec.module) for spec in specs], parts)
+    return predict_units(units, plans.model, shape, settings, **facts)
 
 
 def spans_of(names: Sequence[str]) -> tuple[int, ...]:
@@ -205,7 +212,7 @@ class ParameterFacts:
         return self.shape if self.cut is None else self.cut.shape(self.shape, mesh.size(self.cut.axes))
 
 
-def predict_units(
+def predict_units(  # noqa: PLR0913 - the facts of a step, a name each
     units: Sequence[Sequence[ParameterFacts]],
     plan: Plan,
     shape: MeshShape,
@@ -213,6 +220,8 @@ def predict_units(
     *,
     own: Sequence[Plan] | None = None,
     spans: tuple[int, ...] = (),
+    parts: tuple[tuple[int, ...], ...] = (),
+    acts: Sequence[tuple[int, bool]] = (),
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
@@ -221,8 +230,20 @@ def predict_units(
 
     Args:
         own: their plans, if they differ.
-        spans: which of them run inside of which, as :class:`npuzero.plan.Step` has it.
+        spans, parts, acts: which of them run inside of which; which are of which part; and the passes of these, as
+            :class:`npuzero.plan.Step` has it.
+
+    Raises:
+        ConfigError: parts without acts, or an act of a part that there is not.
     """
+    count = len(parts) or 1
+    if (parts and not acts) or not all(0 <= number < count for number, _ in acts):
+        raise ConfigError(
+            "predict: acts",
+            expected=f"passes of {count} parts, each (number of the part from 0, whether it is a backward pass)",
+            got=repr(list(acts)),
+            do="Give parts and acts together, or neither of them.",
+        )
     # Blocks are mostly alike: those of the same shapes and plan have the same flats.
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
@@ -244,6 +265,8 @@ def predict_units(
         chunk_bytes=settings.chunk_bytes,
         on_device=settings.update_on == "device",
         spans=spans,
+        parts=parts,
+        acts=tuple(acts),
     )
     return predict_bytes(plan, sizes, shape, step)
 

@@ -30,15 +30,15 @@ MUTANTS = (
     ),
     Mutant(
         "gradients that rest on the host stay on the device until the last flat's are there",
-        "plan/schedule.py",
+        "plan/reductions.py",
         "stages[-1] = replace(stages[-1], ends=(*stages[-1].ends, *goes))",
         "stages[-1] = replace(stages[-1], ends=(*stages[-1].ends, *goes[:1]))",
         (f"{TIERS}::test_gradients_on_their_way_home_are_on_the_device_one_flat_at_a_time",),
     ),
     Mutant(
         "what has been added up does not come back before more is added",
-        "plan/schedule.py",
-        "comes, goes = _from_home(kind, again=not first), _to_home(kind)",
+        "plan/reductions.py",
+        "comes, goes = _from_home(kind, again=not unit.first), _to_home(kind)",
         "comes, goes = _from_home(kind, again=False), _to_home(kind)",
         (f"{TIERS}::test_what_is_moved_in_a_step[offload3-4-fp32]",),
     ),

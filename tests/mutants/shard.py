@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "the schedule knows of one wire where two are filled",
-        "plan/schedule.py",
+        "plan/reductions.py",
         "        self._moves += launch[:-1]\n        self._advance()\n",
         "        self._advance()\n        self._moves += launch[:-1]\n",
         ("world/test_traffic_memory.py::test_report_equals_predict[fp32 plain-zero2]",),

@@ -203,14 +203,15 @@ CASES = [
     pytest.param(Chain, GPIPE, 3, id="two parts, all forwards first"),
     pytest.param(tied, INTERLEAVED, 3, id="two parts that share a parameter"),
 ]
-#: Gradients of micro-batches are summed on each rank first, or over the ranks first. Plans that agree on it agree in all
-#: bits.
-ALIKE = (("zero0", "zero1", "zero1.5"), ("zero2", "zero3", "zero3 within the step"))
+#: The first three sum gradients of micro-batches on each rank first, the others over the ranks first: in each of the two
+#: orders all plans agree in all bits.
+PLANS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3 within the step")
+ALIKE = (PLANS[:3], PLANS[3:])
 
 
-def plan_of(name: str) -> Plan:
+def plan_of(name: str, precision: str = "fp32") -> Plan:
     row, _, kept = name.partition(" ")
-    plan = Plan.preset(row, local_size=1)
+    plan = Plan.preset(row, local_size=1, precision=precision)
     return replace(plan, between=Placement()) if kept else plan
 
 
@@ -221,3 +222,18 @@ def test_training_equals_plain_torch(make: Make, acts: list[Act], micro_batches:
         for each in found:
             assert_as_plain(each, make, micro_batches)
             assert_same_bits(each[0].state, found[0][0].state)
+
+
+PLACED = (*PLANS, "hpz", "hpz within the step", "mics", "hsdp")
+
+
+@pytest.mark.parametrize(("make", "acts", "micro_batches"), CASES)
+def test_what_is_sent_and_held_is_foretold(make: Make, acts: list[Act], micro_batches: int) -> None:
+    for name in PLACED:
+        for precision in ("fp32", "bf16"):
+            plan = plan_of(name, precision)
+            parts = [[f"stages.{i}"] for i in range(len(make().stages))]
+            expected = npuzero.predict(make(), plan, SIZE, units=Block, acts=acts, parts=parts, moments=0)
+            for _, _, report in trained(make, acts, plan):
+                assert report.bytes_sent == expected.bytes_sent, (name, precision)
+                assert report.held == expected.held, (name, precision)
