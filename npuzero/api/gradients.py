@@ -21,7 +21,8 @@ def clip_grad_norm_(
     """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
 
     The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
-    optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before.
+    optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before. Over the stages
+    of a pipeline it is the whole model's, the same on every rank, also of a stage that is frozen.
 
     Args:
         model: made by :func:`zero`, or all of its parameters that train.
@@ -77,7 +78,8 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
     """Measure the gradient of each parameter, over all ranks, by one collective: the same floats on every rank.
 
     Of what the optimizer would see now: averaged over the ranks, after clipping if it was called before. Waits for the
-    device. Collective: call it on every rank.
+    device. Collective: call it on every rank. Over the stages of a pipeline it measures the whole model's, with the
+    names of all stages on every rank.
 
     Args:
         model: made by :func:`zero`, or all of its parameters that train.
@@ -108,7 +110,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     It is what ``parameter.grad`` would be under plain torch with the data of all ranks: averaged over them, after
     clipping if it was called before. Where a plan leaves each rank all of it (``zero0``, or one rank alone),
     ``parameter.grad`` can be read as well once the ranks have summed it: after this call, clipping, :func:`grad_norms`
-    or the step, until ``zero_grad()``.
+    or the step, until ``zero_grad()``. Over the stages of a pipeline each rank asks for one of its own stage.
 
     Returns:
         float32 of the parameter's shape, a copy; None where no rank has a gradient.

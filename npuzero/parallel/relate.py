@@ -21,7 +21,8 @@ def relate(what: nn.Module | nn.Parameter, **relations: str) -> None:
 
     Args:
         what: a parameter, or a module.
-        relations: by axis (``pod``, ``node``, ``local``, ``tensor``) a word::
+        relations: by axis (``pod``, ``node``, ``local``, ``tensor``; ``pipe``, in the first and the last stage, of what
+            both have, such as a tied embedding) a word::
 
             averaged   ranks hold the same; gradients are the mean of theirs
             summed     ranks hold the same; gradients are the sum of theirs, of which each has a part

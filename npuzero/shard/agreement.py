@@ -63,11 +63,10 @@ def check_stages(
     said: list[Any] = mesh.world.exchange(mine)
     _check_said(said, ("problem", "tied", "stage"), problem, ranks)
     for rank, other in enumerate(said):
-        expected = said[0]["tied"] if other["stage"] in (0, last) else []
-        if other["tied"] != expected:
+        if other["tied"] != (said[0]["tied"] if other["stage"] in (0, last) else []):
             raise ConfigError(
                 "npuzero.zero(): parameters that stages have in common (relation along pipe)",
-                expected=f"those of the first stage in the last one, in the same order, and none in others: {expected}",
+                expected=f"those of the first stage in the last one, in the same order, and none in others: {said[0]['tied']}",
                 got=f"in stage {other['stage']}, on rank {rank}: {other['tied']}",
                 do="Say the same of a tied parameter in the first and in the last stage, where it has the same name.",
                 rank=rank,
