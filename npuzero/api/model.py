@@ -16,7 +16,8 @@ from npuzero.comm import Mesh, World
 from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe, public_name
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.parallel.mesh import given
-from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
+from npuzero.parallel.pipeline import Pipeline
+from npuzero.plan import PIPE, MeshShape, Plan, PrecisionLike, Report
 from npuzero.shard import build
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.discover import UnitRule
@@ -157,12 +158,13 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     moments: int = 2,
     parts: Sequence[Iterable[nn.Module | str]] = (),
     acts: Sequence[tuple[int, bool]] = (),
+    activation_bytes: int = 0,
     settings: Settings | None = None,
 ) -> Report:
     """Predict what one of ``world`` ranks holds and sends in one step of ``model`` under ``plan``, by arithmetic.
 
     Args:
-        model: may be on ``meta``; nothing is computed.
+        model: may be on ``meta``; nothing is computed. What :func:`pipeline` returned knows its units, parts and acts.
         plan: a Plan, a preset's name, or a stage.
         world: number of ranks, or the world that :func:`init` gave; or a mesh, or the sizes of its axes.
         local_size, offload, precision, units, unit_plans, settings: as for :func:`zero`.
@@ -173,6 +175,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
             each; () for one part.
         acts: the passes of parts in their order: a part's number, and whether it is a backward pass, a part's in the
             order of their micro-batches; () for ``micro_batches`` of the whole model, one after another.
+        activation_bytes: of a pipeline: what a rank sends to the next stage for each micro-batch, and gets back.
 
     Raises:
         ConfigError: as for :func:`zero`; or acts that do not fit the parts.
@@ -186,10 +189,15 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         do = "Give the number of backward passes a step."
         raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
+    if isinstance(model, Pipeline) and not acts:
+        units, parts, acts = model.unit_rule, model.parts, model.acts
     chosen = chosen_plan(None, plan, precision, local_size)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments, "acts": acts}
     plans = Plans.named(chosen, unit_plans, offload)
-    return build.predict(model, plans, world, units, _settings(settings), parts, **facts)
+    foreseen = build.predict(model, plans, world, units, _settings(settings), parts, **facts)
+    if not isinstance(model, Pipeline):
+        return foreseen
+    return foreseen.with_sends(PIPE, model.sends * activation_bytes, model.control_bytes(foreseen.world))
 
 
 def report(model: nn.Module) -> Report:

@@ -16,7 +16,6 @@ from npuzero.comm import Mesh
 from npuzero.config import Settings
 from npuzero.errors import keywords
 from npuzero.parallel.pipeline import Loss, Pipeline, agreed
-from npuzero.parallel.schedule import Schedule
 from npuzero.parallel.schedule import schedule as table_of
 from npuzero.parallel.stages import divide
 from npuzero.parallel.tensor import repeats_activations
@@ -91,11 +90,11 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         lambda: (table_of(schedule, ranks, micro_batches, chunks), divide(model, ranks, chunks, split, blocks)),
     )
     pipe = division.take(range(mesh.index((PIPE,)), table.stages, ranks), Pipeline)
+    pipe.follow(table)
     settings = Settings() if settings is None else settings
     own = chosen_plan(stage, plan, precision, local_size)
     if not isinstance(plan, Plan):
-        options = {"offload": offload, "units": pipe.unit_rule, "unit_plans": unit_plans, "settings": settings}
-        own = _kept_between(own, pipe, mesh, table, **options)
+        own = _kept_between(own, pipe, mesh, offload=offload, unit_plans=unit_plans, settings=settings)
     zero(
         pipe,
         plan=own,
@@ -108,16 +107,16 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         mesh=mesh,
         settings=settings,
     )
-    pipe.open(mesh, table, loss_fn, repeated=repeated, overlap=settings.overlaps_activations)
+    pipe.open(mesh, loss_fn, repeated=repeated, overlap=settings.overlaps_activations)
     return pipe
 
 
-def _kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, schedule: Schedule, **options: Any) -> Plan:
+def _kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, **options: Any) -> Plan:
     """Return the plan by which parameters stay unsharded until the step, where every rank has the memory for it."""
     if plan.between is not None or plan.parameters.axes == () or plan.parameters.far:
         return plan
     kept = replace(plan, between=Placement(()))
-    foreseen = predict(pipe, kept, mesh, micro_batches=schedule.micro_batches, **options)
+    foreseen = predict(pipe, kept, mesh, **options)
     total, sharers = device.get(mesh.world.device).memory().total, 1
     if mesh.world.device.type == "cpu":
         sharers = len(mesh.world.local)

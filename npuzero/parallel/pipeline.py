@@ -26,10 +26,10 @@ from npuzero.comm import HOST_CHANNEL, Mesh
 from npuzero.comm.calls import collective
 from npuzero.config import describe
 from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
-from npuzero.parallel.edges import Edge, Outputs, checked
+from npuzero.parallel.edges import Edge, Outputs, checked, header
 from npuzero.parallel.schedule import Act, Schedule
 from npuzero.parallel.stages import Division, Stages
-from npuzero.plan import AXES, PIPE, TENSOR, divisors
+from npuzero.plan import AXES, PIPE, TENSOR, divisors, ring_bytes
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
 
@@ -60,17 +60,43 @@ class Pipeline(Stages):
     peak: int
     _runner: Runner
 
-    def open(
-        self, mesh: Mesh, schedule: Schedule, loss_fn: Loss | None, *, repeated: bool = False, overlap: bool = True
-    ) -> None:
+    def follow(self, schedule: Schedule) -> None:
+        """Take the schedule whose row for this rank steps follow."""
+        self.schedule, self.peak = schedule, 0
+
+    @property
+    def row(self) -> tuple[Act, ...]:
+        """Return what this rank does in a step."""
+        return self.schedule.row(self.numbers[0] % self.schedule.ranks)
+
+    @property
+    def parts(self) -> list[tuple[str, ...]]:
+        """Return the blocks of this rank's stages, which run by themselves: see :func:`npuzero.predict`."""
+        return [self.blocks_of[number] for number in self.numbers]
+
+    @property
+    def acts(self) -> list[tuple[int, bool]]:
+        """Return the passes of these parts, as :func:`npuzero.predict` takes them."""
+        return [(self.numbers.index(act.stage), act.kind != "F") for act in self.row]
+
+    @property
+    def sends(self) -> int:
+        """Return how many micro-batches' activations, or gradients of such, this rank sends in a step."""
+        return sum(act.stage < self.count - 1 if act.kind == "F" else act.stage > 0 for act in self.row)
+
+    def control_bytes(self, world: int) -> int:
+        """Return what this rank says to others in a step: shapes to each next stage, to all of them flags and a loss."""
+        headers = sum(stage < self.count - 1 for stage in self.numbers) * header(None).nbytes
+        return headers + sum(ring_bytes("all_reduce", nbytes, world) for nbytes in (8, 4))
+
+    def open(self, mesh: Mesh, loss_fn: Loss | None, *, repeated: bool = False, overlap: bool = True) -> None:
         """Connect this rank's stages to their neighbours', once they are sharded; every rank calls it.
 
         Args:
             repeated: tensor ranks hold the same activations between stages.
             overlap: receive for the next act while one computes.
         """
-        self.schedule, self.peak = schedule, 0
-        self._runner = Runner(self, engine_of(self), mesh, schedule, loss_fn, repeated, overlap)
+        self._runner = Runner(self, engine_of(self), mesh, loss_fn, repeated, overlap)
 
     @collective("pipeline.step")
     def step(
@@ -122,10 +148,9 @@ class Runner:
 
     def __init__(
         self,
-        model: Stages,
+        model: Pipeline,
         engine: Engine,
         mesh: Mesh,
-        schedule: Schedule,
         loss_fn: Loss | None,
         repeated: bool,
         overlap: bool,
@@ -133,15 +158,14 @@ class Runner:
         self._model = model
         self._engine = engine
         self._mesh = mesh
-        self._schedule = schedule
+        self._schedule = model.schedule
         self._loss_fn = loss_fn
         self._overlap = overlap
         self._last = model.count - 1
         self._parts = {stage: part for part, stage in enumerate(model.numbers)}
-        engine.passes.divide([model.blocks_of[stage] for stage in model.numbers])
-        row = schedule.row(mesh.index((PIPE,)))
-        self._rows = {True: row, False: [act for act in row if act.kind == "F"]}
-        ranks = schedule.ranks
+        engine.passes.divide(model.parts)
+        self._rows = {True: model.row, False: [act for act in model.row if act.kind == "F"]}
+        ranks = self._schedule.ranks
         # Each rank of the pipe makes the channels of all edges, in one order.
         edges = [Edge(engine.mesh, s, (s % ranks, (s + 1) % ranks), repeated) for s in range(self._last)]
         self._before = {stage: edges[stage - 1] for stage in model.numbers if stage}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from npuzero.plan.placement import Memory
 from npuzero.plan.presets import Plan
@@ -57,6 +57,12 @@ class Report:
     def memory(self) -> dict[str, int]:
         """Return the bytes by memory space, over all states."""
         return {memory.value: sum(self.held.get(memory, {}).values()) for memory in Memory}
+
+    def with_sends(self, axis: str, nbytes: int, control: int) -> Report:
+        """Return it with so many bytes more that are sent from rank to rank along ``axis``, and as ``control``."""
+        more = {"send": nbytes} if nbytes else {}
+        sent = {**self.bytes_sent, **more, "control": self.bytes_sent["control"] + control}
+        return replace(self, bytes_sent=sent, sent_along={**self.sent_along, **({axis: more} if more else {})})
 
 
 def sent_by_verb(state: Mapping[str, int], control: int) -> dict[str, int]:

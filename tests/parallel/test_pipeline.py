@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from npuzero import Placement, Plan, Settings, comm
+from npuzero import MeshShape, Placement, Plan, Settings, comm
 from npuzero.comm import World
 from world.toy import build
 
@@ -127,6 +127,21 @@ def test_parameters_are_gathered_once_a_step_or_twice_a_micro_batch(between: tup
 def test_presets_keep_parameters_between_micro_batches():
     assert piped(SGD, 2, 3)[0].report.plan.between == Placement(())
     assert piped(SGD, 2, Plan.preset("zero3"))[0].report.plan.between is None
+
+
+PRESETS = ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_a_rank_holds_and_sends_what_was_foretold(schedule: str, chunks: int, preset: str):
+    run = Run(2, data=2, clip=1.0)
+    for plan in (Plan.preset(preset), replace(Plan.preset(preset), between=Placement(()))):
+        for each in piped(run, 2, plan, schedule=schedule, chunks=chunks):
+            facts = {"clip": True, "moments": 0, "activation_bytes": boundary_bytes(run)}
+            expected = npuzero.predict(each.pipe, plan, MeshShape(node=2, local=1, pipe=2), **facts)
+            assert each.report.bytes_sent == expected.bytes_sent
+            assert each.report.held == expected.held
 
 
 # --- what programs do -------------------------------------------------------------------------------------------------
