@@ -14,7 +14,7 @@ from npuzero.api.model import PlanLike, chosen_plan, predict, zero
 from npuzero.checkpoint.weights import Weights
 from npuzero.comm import Mesh
 from npuzero.config import Settings
-from npuzero.errors import keywords
+from npuzero.errors import ConfigError, keywords
 from npuzero.parallel.pipeline import Loss, Pipeline, agreed
 from npuzero.parallel.schedule import schedule as table_of
 from npuzero.parallel.stages import divide
@@ -93,7 +93,9 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     pipe.follow(table)
     settings = Settings() if settings is None else settings
     own = chosen_plan(stage, plan, precision, local_size)
-    if not isinstance(plan, Plan):
+    if table.name == "zero-bubble":
+        own = _kept(own)
+    elif not isinstance(plan, Plan):
         own = _kept_between(own, pipe, mesh, offload=offload, unit_plans=unit_plans, settings=settings)
     zero(
         pipe,
@@ -109,6 +111,23 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     )
     pipe.open(mesh, loss_fn, repeated=repeated, overlap=settings.overlaps_activations)
     return pipe
+
+
+def _kept(plan: Plan) -> Plan:
+    """Return the plan by which parameters stay unsharded until the step, as the gradients of weights need them.
+
+    Raises:
+        ConfigError: it says otherwise.
+    """
+    if plan.between is not None and plan.between.axes:
+        raise ConfigError(
+            f"plan {plan.name!r}, between, under the schedule zero-bubble",
+            expected="parameters that stay unsharded until the step: a weight's gradient is computed long after those "
+            "that pass through it",
+            got=str(plan.between),
+            do="Leave it out, or choose the schedule 1f1b.",
+        )
+    return replace(plan, between=Placement(()))
 
 
 def _kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, **options: Any) -> Plan:

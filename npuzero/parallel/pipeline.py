@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from npuzero.config import describe
 from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
 from npuzero.parallel.edges import Edge, Outputs, checked, header
 from npuzero.parallel.schedule import Act, Schedule
+from npuzero.parallel.split_backward import input_gradients, weight_gradients
 from npuzero.parallel.stages import Division, Stages
 from npuzero.plan import AXES, PIPE, TENSOR, divisors, ring_bytes
 from npuzero.shard.engine import Engine
@@ -77,12 +79,13 @@ class Pipeline(Stages):
     @property
     def acts(self) -> list[tuple[int, bool]]:
         """Return the passes of these parts, as :func:`npuzero.predict` takes them."""
-        return [(self.numbers.index(act.stage), act.kind != "F") for act in self.row]
+        return [(self.numbers.index(act.stage), act.kind != "F") for act in self.row if act.kind != "I"]
 
     @property
     def sends(self) -> int:
         """Return how many micro-batches' activations, or gradients of such, this rank sends in a step."""
-        return sum(act.stage < self.count - 1 if act.kind == "F" else act.stage > 0 for act in self.row)
+        ends = {"F": self.count - 1, "B": 0, "I": 0}  # from where nothing is sent on
+        return sum(act.stage != ends[act.kind] for act in self.row if act.kind in ends)
 
     def control_bytes(self, world: int) -> int:
         """Return what this rank says to others in a step: shapes to each next stage, to all of them flags and a loss."""
@@ -172,13 +175,15 @@ class Runner:
         self._behind = {stage: edges[stage] for stage in model.numbers if stage < self._last}
         self._edges = [edge for edge in edges if edge in {*self._before.values(), *self._behind.values()}]
         self._live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._owed: dict[tuple[int, int], Callable[[], None]] = {}  # gradients of weights, where they come later
+        self._acts = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
         self._failure: tuple[str, Exception] | None = None
         self.peak = 0
 
     def run(self, batch: Batch, train: bool, scaler: Scaler | None) -> Any:
         """Run one step, see :meth:`Pipeline.step`."""
         self._failure = None
-        self._live.clear()
+        self._forget()
         self._train, self._scaler = train, scaler
         self._outputs: list[Any] = []
         self._sum = torch.zeros((), device=self._engine.device)
@@ -195,7 +200,7 @@ class Runner:
         for k, act in enumerate(row):
             self._expect(row[k : k + 2] if self._overlap else row[k : k + 1])
             with observe.span("pipeline", f"{act.kind} {act.stage} #{act.micro}", rank=self._mesh.world.rank):
-                (self._forward if act.kind == "F" else self._backward)(act)
+                self._acts[act.kind](act)
         for edge in self._edges:
             edge.end()
         return self._mean_loss() if self._agree() else joined(self._outputs) if self._outputs else None
@@ -206,7 +211,7 @@ class Runner:
         for act in acts:
             if act.kind == "F" and act.stage in self._before:
                 self._before[act.stage].expect(act.micro)
-            elif act.kind == "B" and act.stage in self._behind:
+            elif act.kind in {"B", "I"} and act.stage in self._behind:
                 self._behind[act.stage].expect_back(act.micro)
 
     def _forward(self, act: Act) -> None:
@@ -219,7 +224,7 @@ class Runner:
                 outputs = self._compute(act, inputs)
                 if self._train:
                     self._live[stage, micro] = (inputs.tensors, outputs.tensors)
-                    self.peak = max(self.peak, len(self._live))
+                    self.peak = max(self.peak, len(self._live) + len(self._owed))
         if behind is not None:
             with self._trying(_words(act)):
                 return behind.give(micro, outputs)
@@ -264,20 +269,48 @@ class Runner:
         )
 
     def _backward(self, act: Act) -> None:
-        stage, micro = act.stage, act.micro
+        self._backward_inputs(act)
+        self._backward_weights(act)
+
+    def _backward_inputs(self, act: Act) -> None:
+        """Compute the gradients that the stage before waits for, and note how those of the weights come."""
+        key = stage, micro = act.stage, act.micro
         before, behind = self._before.get(stage), self._behind.get(stage)
         gradients = () if behind is None else behind.take_back(micro)
         returned: tuple[Tensor, ...] | None = None
-        inputs, outputs = self._live.pop((stage, micro), ((), ()))
+        inputs, outputs = self._live.pop(key, ((), ()))
         if self._failure is None:
             with self._trying(_words(act)):
-                reached = [output for output in outputs if output.requires_grad]
-                if reached:
-                    with self._engine.passes.part(self._parts[stage]):
-                        torch.autograd.backward(reached, gradients or None)
-                returned = tuple(_gradient(each) for each in inputs if each.requires_grad)
+                wanting = [each for each in inputs if each.requires_grad]
+                reached = [each for each in outputs if each.requires_grad]
+                if reached and act.kind == "I" and wanting:
+                    self._owed[key] = self._split(stage, reached, gradients, wanting)
+                elif reached and act.kind == "I":
+                    self._owed[key] = partial(self._differentiate, stage, reached, gradients)
+                elif reached:
+                    self._differentiate(stage, reached, gradients)
+                returned = tuple(map(_gradient, wanting))
         if before is not None:
             before.give_back(micro, returned)
+
+    def _backward_weights(self, act: Act) -> None:
+        rest = self._owed.pop((act.stage, act.micro), None)
+        if rest is not None and self._failure is None:
+            with self._trying(_words(act)):
+                rest()
+
+    def _differentiate(self, stage: int, outputs: Sequence[Tensor], gradients: tuple[Tensor, ...]) -> None:
+        with self._engine.passes.part(self._parts[stage]):
+            torch.autograd.backward(outputs, gradients or None)
+
+    def _split(
+        self, stage: int, outputs: Sequence[Tensor], gradients: tuple[Tensor, ...], inputs: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Compute the gradients of ``inputs`` alone; return what computes those of the stage's weights."""
+        passes, part = self._engine.passes, self._parts[stage]
+        with passes.part(part):
+            groups = input_gradients(outputs, gradients or None, inputs)
+        return lambda: passes.take_gradients(part, weight_gradients(groups))
 
     # -- the end of a step -----------------------------------------------------------------------------------------
 
@@ -292,6 +325,10 @@ class Runner:
             if self._failure is None:
                 self._failure = (what, error)
 
+    def _forget(self) -> None:
+        self._live.clear()
+        self._owed.clear()
+
     def _agree(self) -> bool:
         """Raise on every rank where any has failed; return whether there is a loss."""
         flags = torch.tensor([float(self._failure is not None), float(self._losses)])
@@ -299,7 +336,7 @@ class Runner:
         failed, losses = flags.tolist()
         if not failed:
             return bool(losses)
-        self._live.clear()
+        self._forget()
         mine = self._failure
         said = self._mesh.world.exchange(mine and f"{mine[0]}: {type(mine[1]).__name__}: {mine[1]}")
         rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)

@@ -141,7 +141,9 @@ def piped(run: Run, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None 
 
 def apart(found: State, expected: State) -> float:
     """The largest difference, relative to each tensor's largest magnitude."""
-    return max(((value - expected[name]).abs().max() / expected[name].abs().max()).item() for name, value in found.items())
+    return max(
+        ((value - expected[name]).abs().max() / expected[name].abs().max()).item() for name, value in found.items()
+    )
 
 
 def assert_like_plain(run: Run, found: list[Piped], bound: float) -> None:

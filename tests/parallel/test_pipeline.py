@@ -22,7 +22,7 @@ SGD = Run()
 ADAM = Run(kind="adamw")
 STAGES = [0, 1, 2, 3]
 #: Schedules by name, with the stages of each rank.
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
