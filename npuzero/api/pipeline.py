@@ -56,8 +56,8 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         model: the whole model, on every rank alike: on the device, or on meta. Blocks of other stages are let go.
         mesh: of all ranks, see :func:`npuzero.mesh`.
         stage, plan, precision, local_size, offload, unit_plans, weights, initialize, buffers, settings: as for
-            :func:`npuzero.zero`, within the ranks of each stage. With a preset, parameters that a rank has gathered stay
-            unsharded until the step (``Plan.between``), if the training state then takes no more than half of the
+            :func:`npuzero.zero`, within the ranks of each stage. With a preset, parameters that a rank has gathered
+            stay unsharded until the step (``Plan.between``), if the training state then takes no more than half of the
             device's memory; a :class:`Plan` is followed as it is.
         schedule: ``gpipe``, ``1f1b``, ``interleaved`` (with ``chunks``) or ``zero-bubble``.
         micro_batches: into which each batch is cut.

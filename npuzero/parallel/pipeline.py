@@ -13,8 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ from npuzero.parallel.edges import Edge, Outputs, checked, header
 from npuzero.parallel.schedule import Act, Schedule
 from npuzero.parallel.split_backward import input_gradients, weight_gradients
 from npuzero.parallel.stages import Division, Stages
-from npuzero.plan import AXES, PIPE, TENSOR, divisors, ring_bytes
+from npuzero.plan import AXES, TENSOR, divisors, ring_bytes
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
 
@@ -88,7 +88,7 @@ class Pipeline(Stages):
         return sum(act.stage != ends[act.kind] for act in self.row if act.kind in ends)
 
     def control_bytes(self, world: int) -> int:
-        """Return what this rank says to others in a step: shapes to each next stage, to all of them flags and a loss."""
+        """Return what this rank says to others in a step: shapes to each next stage, and to all flags and a loss."""
         headers = sum(stage < self.count - 1 for stage in self.numbers) * header(None).nbytes
         return headers + sum(ring_bytes("all_reduce", nbytes, world) for nbytes in (8, 4))
 
@@ -192,7 +192,7 @@ class Runner:
         for edge in self._edges:
             edge.begin()
         self._micros: list[Batch] = []
-        with self._trying("the batch"):
+        with self._trying(None):
             self._micros = micro_batches(batch, self._schedule.micro_batches)
             if scaler is not None:  # whose tensors are made where the first loss is: on every rank
                 scaler.scale(self._sum)
@@ -220,13 +220,13 @@ class Runner:
         inputs = Outputs(()) if before is None else before.take(micro)
         outputs: Outputs | None = None
         if inputs is not None and self._failure is None:
-            with self._trying(_words(act)):
+            with self._trying(act):
                 outputs = self._compute(act, inputs)
                 if self._train:
                     self._live[stage, micro] = (inputs.tensors, outputs.tensors)
                     self.peak = max(self.peak, len(self._live) + len(self._owed))
         if behind is not None:
-            with self._trying(_words(act)):
+            with self._trying(act):
                 return behind.give(micro, outputs)
             behind.give(micro, None)  # what was refused is replaced
         return None
@@ -253,14 +253,16 @@ class Runner:
 
     def _loss(self, output: Any, target: tuple[Any, ...]) -> Tensor | None:
         """Return the loss of a micro-batch; None where nothing says what it is, and nothing trains."""
+        loss: object
         if self._loss_fn is not None and (target or self._train):
             loss = self._loss_fn(output, *target)
         else:
             loss = getattr(output, "loss", None)
-            if loss is None and self._train:
-                loss = output
-        if loss is None or (isinstance(loss, Tensor) and loss.numel() == 1):
-            return None if loss is None else loss.reshape(())
+            if loss is None and not self._train:
+                return None
+            loss = output if loss is None else loss
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss.reshape(())
         raise ContractError(
             "pipeline.step: the loss",
             expected="a tensor of one element, from loss_fn, the model's output.loss, or the last stage itself",
@@ -280,7 +282,7 @@ class Runner:
         returned: tuple[Tensor, ...] | None = None
         inputs, outputs = self._live.pop(key, ((), ()))
         if self._failure is None:
-            with self._trying(_words(act)):
+            with self._trying(act):
                 wanting = [each for each in inputs if each.requires_grad]
                 reached = [each for each in outputs if each.requires_grad]
                 if reached and act.kind == "I" and wanting:
@@ -296,7 +298,7 @@ class Runner:
     def _backward_weights(self, act: Act) -> None:
         rest = self._owed.pop((act.stage, act.micro), None)
         if rest is not None and self._failure is None:
-            with self._trying(_words(act)):
+            with self._trying(act):
                 rest()
 
     def _differentiate(self, stage: int, outputs: Sequence[Tensor], gradients: tuple[Tensor, ...]) -> None:
@@ -314,16 +316,13 @@ class Runner:
 
     # -- the end of a step -----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _trying(self, what: str) -> Iterator[None]:
-        """Note an error of the block, and go on: other ranks wait for what follows."""
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except Exception as error:
-            if self._failure is None:
-                self._failure = (what, error)
+    def _trying(self, act: Act | None) -> _Trying:
+        return _Trying(self, act)
+
+    def fails(self, act: Act | None, error: Exception) -> None:
+        """Note the first error of a step; ``act``: in which, None: before the first one."""
+        if self._failure is None:
+            self._failure = ("the batch" if act is None else _words(act), error)
 
     def _forget(self) -> None:
         self._live.clear()
@@ -355,6 +354,20 @@ class Runner:
         total = (self._sum / scale if counts else torch.zeros_like(self._sum)).view(1)
         self._engine.mesh.communicator(AXES, "control").all_reduce(total, tag="pipeline loss").wait()
         return total.view(())
+
+
+class _Trying(AbstractContextManager[None]):
+    """Note an error of the block, and go on: other ranks wait for what follows."""
+
+    def __init__(self, runner: Runner, act: Act | None) -> None:
+        self._runner = runner
+        self._act = act
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, CollectiveError):
+            return False
+        self._runner.fails(self._act, error)
+        return True
 
 
 def agreed(

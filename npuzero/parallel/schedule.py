@@ -94,7 +94,7 @@ class Timeline:
     @property
     def bubble(self) -> Fraction:
         """Return the part of the makespan in which a rank runs nothing, over all ranks; exact where times are."""
-        return 1 - sum(map(Fraction, self.busy)) / (len(self.rows) * Fraction(self.makespan))
+        return 1 - sum(Fraction(busy) for busy in self.busy) / (len(self.rows) * Fraction(self.makespan))
 
     @property
     def peak(self) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
 def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights: Time | None = None) -> Timeline:
     """Return when each act would run if each began as soon as its rank is free and what it takes is there.
 
-    Sends take nothing, and all stages take as long. Times come out as exact as they are given.
+    Sends take nothing, and all stages take as long. Times are sums of those given, and so as exact as these.
 
     Args:
         schedule: what runs in which order.
@@ -192,8 +192,8 @@ def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights:
     """
     takes = _durations(forward, backward, weights)
     left = [deque(row) for row in schedule.table]
-    free = [Fraction(0)] * len(left)
-    ended: dict[Act, Fraction] = {}
+    free: list[Time] = [0] * len(left)
+    ended: dict[Act, Time] = {}
     acts: list[Timed] = []
     moved = True
     while moved:
@@ -287,11 +287,10 @@ def _peak(acts: Iterable[Act]) -> int:
     return most
 
 
-def _durations(forward: Time, backward: Time, weights: Time | None) -> dict[str, Fraction]:
+def _durations(forward: Time, backward: Time, weights: Time | None) -> dict[str, Time]:
     """Return how long an act of each kind takes."""
-    whole = Fraction(backward)
-    later = whole / 2 if weights is None else Fraction(weights)
-    takes = {"F": Fraction(forward), "B": whole, "I": whole - later, "W": later}
+    later = backward / 2 if weights is None else weights
+    takes = {"F": forward, "B": backward, "I": backward - later, "W": later}
     if min(takes.values()) < 0 or max(takes.values()) == 0:
         raise ConfigError(
             "simulate",

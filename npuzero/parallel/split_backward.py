@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 Gradients = tuple[Tensor | None, ...]
@@ -70,9 +70,9 @@ def input_gradients(
     return groups
 
 
-def weight_gradients(groups: Sequence[Group]) -> dict[Tensor, Tensor]:
+def weight_gradients(groups: Sequence[Group]) -> dict[nn.Parameter, Tensor | None]:
     """Return the gradients of those weights that the outputs depend on."""
-    found: dict[Tensor, Tensor] = {}
+    found: dict[nn.Parameter, Tensor | None] = {}
     for group in groups:
         arrived = [
             (node, i, each) for node in group.nodes for i, each in enumerate(group.arrived[node]) if each is not None

@@ -16,7 +16,7 @@ from npuzero import MeshShape, Placement, Plan, Settings, comm
 from npuzero.comm import World
 from world.toy import build
 
-from .pipeline_training import CLASSES, ROWS, WIDTH, Block, Deep, Run, assert_like_plain, loss_of, piped, plainly
+from .pipeline_training import ROWS, WIDTH, Block, Deep, Run, assert_like_plain, loss_of, piped, plainly
 
 SGD = Run()
 ADAM = Run(kind="adamw")

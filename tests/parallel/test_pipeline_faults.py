@@ -271,7 +271,7 @@ def test_what_cannot_be_cut():
 def test_a_stage_without_parameters():
     def rank(world: World) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.ReLU())
-        with pytest.raises(ConfigError, match="stage 1.*parameter"):
+        with pytest.raises(ConfigError, match=r"stage 1.*parameter"):
             npuzero.pipeline(model, npuzero.mesh(world=world, pipe=2), 2, micro_batches=2, split=[2, 1])
 
     comm.run_threads(2, rank, timeout_s=20)

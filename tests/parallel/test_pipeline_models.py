@@ -127,9 +127,10 @@ def test_models_of_transformers_run_by_their_own_forward(make: Any):
     assert_trains(make, "zero3")
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("mode", ["mtp", "msp", "fsp"])
-def test_tensor_ranks_within_stages(mode: str):
-    assert_trains(llama, "zero2", mode=mode)
+def test_tensor_ranks_within_stages(mode: str, schedule: str):
+    assert_trains(llama, "zero2", mode=mode, schedule=schedule)
 
 
 PRESETS = ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
