@@ -22,7 +22,7 @@ from typing import final
 import torch
 
 from npuzero.comm.checks import (
-    INTEGERS,
+    SUMS,
     WIRES,
     check_apart,
     check_dtype,
@@ -30,7 +30,6 @@ from npuzero.comm.checks import (
     check_flats,
     check_parts,
     check_peer,
-    is_part,
 )
 from npuzero.comm.member import Member
 from npuzero.device import Handle
@@ -62,8 +61,7 @@ class Communicator(Member):
         check_flats("all_gather", self.device, whole=whole, shard=shard)
         check_parts("all_gather", whole, shard, self.size)
         check_equal_dtypes("all_gather", whole=whole, shard=shard)
-        if not is_part(whole, shard, self.rank):
-            check_apart("all_gather", whole=whole, shard=shard)
+        check_apart("all_gather", self.rank, whole=whole, shard=shard)
         return self._all_gather(whole, shard, tag)
 
     @final
@@ -80,15 +78,14 @@ class Communicator(Member):
         check_dtype("reduce_scatter: whole", whole, WIRES)
         check_dtype("reduce_scatter: shard", shard, (whole.dtype, torch.float32))
         check_parts("reduce_scatter", whole, shard, self.size)
-        if accumulate or not is_part(whole, shard, self.rank):
-            check_apart("reduce_scatter", shard=shard, whole=whole)
+        check_apart("reduce_scatter", None if accumulate else self.rank, whole=whole, shard=shard)
         return self._reduce_scatter(shard, whole, accumulate, tag)
 
     @final
     def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> Handle:
         """Sum all ranks' buffers[n] in place, to the same bits on every rank. Integers wrap around."""
         check_flats("all_reduce", self.device, buffer=buffer)
-        check_dtype("all_reduce: buffer", buffer, (*WIRES, torch.float64, *INTEGERS))
+        check_dtype("all_reduce: buffer", buffer, SUMS)
         return self._all_reduce(buffer, tag)
 
     @final
@@ -105,6 +102,25 @@ class Communicator(Member):
             )
         check_apart("all_to_all", out=out, inp=inp)
         return self._all_to_all(out, inp, tag)
+
+    @final
+    def gathered(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the shards[n] of all ranks in a new tensor[size * n], as :meth:`all_gather` does, once it is done."""
+        # What is made here need not be checked: this and its like take half of the host's time.
+        check_flats("all_gather", self.device, shard=shard)
+        whole = shard.new_empty(self.size * shard.numel())
+        self._all_gather(whole, shard, "").wait()
+        return whole
+
+    @final
+    def scattered(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the sum of this rank's part of whole[size * n] in a new tensor[n] of its dtype, once it is there."""
+        check_flats("reduce_scatter", self.device, whole=whole)
+        check_dtype("reduce_scatter: whole", whole, WIRES)
+        shard = whole.new_empty(whole.numel() // self.size)
+        check_parts("reduce_scatter", whole, shard, self.size)
+        self._reduce_scatter(shard, whole, False, "").wait()
+        return shard
 
     @final
     def broadcast(self, buffer: torch.Tensor, *, root: int, tag: str = "") -> Handle:

@@ -66,7 +66,7 @@ class Counted(Communicator):
         return self.communicator._recv(buffer, from_, tag)
 
     def _count(self, verb: str, whole: torch.Tensor, tag: str) -> None:
-        nbytes = whole.numel() * whole.element_size()
+        nbytes = whole.nbytes
         self.counter[verb] = self.counter.get(verb, 0) + ring_bytes(verb, nbytes, self.size)
         if (
             observe.enabled()

@@ -28,7 +28,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -47,19 +48,21 @@ class _Conjugate(torch.autograd.Function):
     """Apply a linear map over all ranks' tensors, and its conjugate to gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Map, back: _Map) -> Tensor:
-        ctx.pair = back, there
-        return there(x)
+    def forward(ctx: Any, x: Tensor, maps: tuple[_Map, _Map]) -> Tensor:
+        ctx.maps = maps
+        return maps[0](x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back, there = ctx.pair
-        # Where nobody asks for derivatives of gradients, a function more costs as much as the map.
-        return _linear(grad, back, there) if torch.is_grad_enabled() else back(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        there, back = ctx.maps
+        return _linear(grad, back, there), None
 
 
 def _linear(x: Tensor, there: _Map, back: _Map) -> Tensor:
-    return cast(Tensor, _Conjugate.apply(x, there, back))  # type: ignore[no-untyped-call]
+    # Where nobody asks for derivatives, a function of Python costs more than the map.
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return there(x)
+    return cast(Tensor, _Conjugate.apply(x, (there, back)))  # type: ignore[no-untyped-call]
 
 
 def copy(x: Tensor, group: Communicator) -> Tensor:
@@ -73,7 +76,8 @@ def copy(x: Tensor, group: Communicator) -> Tensor:
     if group.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
         return x
     y = x.view_as(x)
-    y.register_hook(partial(_sum_gradient, group=group))  # cheaper than a function of Python
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(partial(_sum_gradients, group))  # cheaper than a function of Python
     return y
 
 
@@ -85,7 +89,7 @@ def total(x: Tensor, group: Communicator) -> Tensor:
     Args:
         x: [...], float; a part of the sum on each rank.
     """
-    return x if group.size == 1 else _linear(x, partial(_sum, group=group), _same)
+    return x if group.size == 1 else _linear(x, partial(_sum, group), _same)
 
 
 def gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -102,7 +106,7 @@ def gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``.
     """
-    return _over(x, group, "gather", dim, _gather, _scatter)
+    return _over(x, group, "gather: dim", dim, _gather, _scatter)
 
 
 def scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -119,7 +123,7 @@ def scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
     """
-    return _over(x, group, "scatter", dim, _scatter, _gather, divides=True)
+    return _over(x, group, "scatter: dim", dim, _scatter, _gather, divides=True)
 
 
 def collect(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -136,7 +140,7 @@ def collect(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``.
     """
-    return _over(x, group, "collect", dim, _gather, _slice)
+    return _over(x, group, "collect: dim", dim, _gather, _slice)
 
 
 def split(x: Tensor, group: Communicator, dim: int) -> Tensor:
@@ -151,7 +155,7 @@ def split(x: Tensor, group: Communicator, dim: int) -> Tensor:
     Raises:
         ContractError: ``x`` has no dimension ``dim``, or the group does not divide it.
     """
-    return _over(x, group, "split", dim, _slice, _gather, divides=True)
+    return _over(x, group, "split: dim", dim, _slice, _gather, divides=True)
 
 
 def swap(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Tensor:
@@ -179,83 +183,88 @@ def swap(x: Tensor, group: Communicator, split_dim: int, gather_dim: int) -> Ten
     _check_divides(x, group, "swap: split_dim", splits)
     if group.size == 1:
         return x
-    there = partial(_swap, group=group, splits=splits, gathers=gathers)
-    return _linear(x, there, partial(_swap, group=group, splits=gathers, gathers=splits))
+    return _linear(x, partial(_swap, group, splits, gathers), partial(_swap, group, gathers, splits))
 
 
 def _over(
     x: Tensor,
     group: Communicator,
-    name: str,
+    subject: str,
     dim: int,
-    there: Callable[..., Tensor],
-    back: Callable[..., Tensor],
+    there: Callable[[Communicator, int, Tensor], Tensor],
+    back: Callable[[Communicator, int, Tensor], Tensor],
     *,
     divides: bool = False,
 ) -> Tensor:
     """Check ``dim``, and apply a pair of maps along it."""
-    dim = _dimension(x, f"{name}: dim", dim)
+    dim = _dimension(x, subject, dim)
     if divides:
-        _check_divides(x, group, f"{name}: dim", dim)
-    return (
-        x if group.size == 1 else _linear(x, partial(there, group=group, dim=dim), partial(back, group=group, dim=dim))
-    )
+        _check_divides(x, group, subject, dim)
+    return x if group.size == 1 else _linear(x, partial(there, group, dim), partial(back, group, dim))
 
 
-# -- the maps ----------------------------------------------------------------------------------------------------------
+# -- the maps: of x, which comes last ----------------------------------------------------------------------------------
 
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _sum_gradient(gradient: Tensor, group: Communicator) -> Tensor:
-    return total(gradient, group) if torch.is_grad_enabled() else _sum(gradient, group)
+def _sum_gradients(group: Communicator, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    (gradient,) = gradients
+    return (total(gradient, group) if torch.is_grad_enabled() else _sum(group, gradient),)
 
 
-def _sum(x: Tensor, group: Communicator) -> Tensor:
+def _sum(group: Communicator, x: Tensor) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
-    group.all_reduce(result.view(-1)).wait()
+    group.all_reduce(result.ravel()).wait()
     return result
 
 
-def _slice(x: Tensor, group: Communicator, dim: int) -> Tensor:
+def _slice(group: Communicator, dim: int, x: Tensor) -> Tensor:
     part = x.shape[dim] // group.size  # copied: a view would keep all of x
     return x.narrow(dim, group.rank * part, part).clone(memory_format=torch.contiguous_format)
 
 
-def _gather(x: Tensor, group: Communicator, dim: int) -> Tensor:
-    parts = x.new_empty(group.size, *x.shape)
-    group.all_gather(parts.view(-1), x.contiguous().view(-1)).wait()
-    return _join(parts, dim)
+def _gather(group: Communicator, dim: int, x: Tensor) -> Tensor:
+    return _join(group.gathered(x.ravel()), group.size, x.shape, dim)
 
 
-def _scatter(x: Tensor, group: Communicator, dim: int) -> Tensor:
+def _scatter(group: Communicator, dim: int, x: Tensor) -> Tensor:
     if x.dtype not in WIRES:  # float64, which reduce_scatter does not send
-        return _slice(_sum(x, group), group, dim)
-    parts = _divide(x, group, dim)
-    result = parts.new_empty(parts.shape[1:])
-    group.reduce_scatter(result.view(-1), parts.view(-1)).wait()
-    return result
+        return _slice(group, dim, _sum(group, x))
+    part = group.scattered(_divide(x, group.size, dim))
+    return part.view(_sizes(x.shape, dim, 1, group.size)).data
 
 
-def _swap(x: Tensor, group: Communicator, splits: int, gathers: int) -> Tensor:
-    parts = _divide(x, group, splits)
+def _swap(group: Communicator, splits: int, gathers: int, x: Tensor) -> Tensor:
+    parts = _divide(x, group.size, splits)
     received = torch.empty_like(parts)
-    group.all_to_all(received.view(-1), parts.view(-1)).wait()
-    return _join(received, gathers)
+    group.all_to_all(received, parts).wait()
+    return _join(received, group.size, _sizes(x.shape, splits, 1, group.size), gathers)
 
 
-def _divide(x: Tensor, group: Communicator, dim: int) -> Tensor:
-    """Return the slices along ``dim``, one after the other: Tensor[ranks, ..., n / ranks, ...]."""
-    sizes = (group.size, x.shape[dim] // group.size)
-    parts: Tensor = x.unflatten(dim, sizes).movedim(dim, 0).contiguous()
-    return parts
+def _divide(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """Return the slices along ``dim``, one after the other: without a copy where all dimensions before are 1."""
+    if math.prod(x.shape[:dim]) > 1:
+        x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
+    return x.ravel()
 
 
-def _join(parts: Tensor, dim: int) -> Tensor:
-    """Return the inverse of ``_divide``; without a copy where all dimensions before ``dim`` are 1."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1).data  # no view, for autograd: a program may write into it
+def _join(parts: Tensor, ranks: int, shape: Sequence[int], dim: int) -> Tensor:
+    """Return the inverse of ``_divide``, of parts that have ``shape``; likewise without a copy."""
+    if math.prod(shape[:dim]) > 1:
+        whole = parts.view(ranks, *shape).movedim(0, dim).flatten(dim, dim + 1)
+    else:
+        whole = parts.view(_sizes(shape, dim, ranks, 1))
+    return whole.data  # no view, for autograd: a program may write into it
+
+
+def _sizes(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:
+    """Return ``shape`` with another size along ``dim``."""
+    sizes = list(shape)
+    sizes[dim] = sizes[dim] * times // over
+    return sizes
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

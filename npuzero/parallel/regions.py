@@ -41,7 +41,8 @@ class Inputs:
         self._thrifty = thrifty
         self._linears: set[nn.Module] = set()
         self._waiting: set[nn.Module] = set()  # for the present input
-        self._given: tuple[Tensor, int] | None = None
+        self._given: Tensor | None = None
+        self._version = 0  # of what was given
         self._taken: Tensor | None = None
         self._saving: saved_tensors_hooks | None = None
         self._open: saved_tensors_hooks | None = None
@@ -68,10 +69,10 @@ class Inputs:
 
     def _before(self, linear: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0]
-        given = x, 0 if x.is_inference() else x._version
-        known = self._given is not None and self._given[0] is x and self._given[1] == given[1]
-        if not known or linear not in self._waiting:
-            self._given, self._waiting, self._taken = given, set(self._linears), self._take(x)
+        version = 0 if x.is_inference() else x._version
+        if x is not self._given or version != self._version or linear not in self._waiting:
+            self._taken = self._take(x)
+            self._given, self._version, self._waiting = x, version, self._linears.copy()
         self._waiting.discard(linear)
         taken = self._taken
         if not self._waiting:
@@ -149,21 +150,23 @@ class Sums:
         self._sliced = sliced
         self._whole = whole
         self._inputs = inputs
-        linear.register_forward_pre_hook(self._before)
+        self._biased = linear.bias is not None
+        if whole or self._biased:
+            linear.register_forward_pre_hook(self._before)
         linear.register_forward_hook(self._after, always_call=True)
 
     def _before(self, linear: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self._inputs is not None:
-            self._inputs.forget()
         linear.__dict__["bias"] = None  # found before the parameter, which stays registered
         return (split(args[0], self._group, -1), *args[1:]) if self._whole else None
 
     def _after(self, linear: nn.Linear, _args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
+        if self._inputs is not None:
+            self._inputs.forget()
         linear.__dict__.pop("bias", None)
         if output is None:  # it has raised
             return None
         done = scatter(output, self._group, SEQUENCE_DIM) if self._sliced else self._summed(output)
-        return done if linear.bias is None else done + linear.bias
+        return done + linear.bias if self._biased else done
 
     def _summed(self, output: Tensor) -> Tensor:
         """Return the sum of the ranks' outputs: in their place, where that is seen by nobody else.
@@ -173,7 +176,7 @@ class Sums:
         """
         if self._group.size == 1 or type(output) is not Tensor or not output.is_contiguous():
             return total(output, self._group)
-        self._group.all_reduce(output.detach().view(-1)).wait()
+        self._group.all_reduce(output.detach().ravel()).wait()
         if output.requires_grad:
             output.register_hook(self._gradient)
         return output

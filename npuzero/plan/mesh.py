@@ -95,6 +95,10 @@ def divisors(size: int) -> list[int]:
     return sorted({*low, *(size // each for each in low)})
 
 
+#: How often a collective sends its buffer around the ring, less one rank's part.
+_PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "barrier": 0}
+
+
 def ring_bytes(verb: str, nbytes: int, size: int) -> int:
     """Return the bytes each of ``size`` ranks sends for one collective on a ring (or any algorithm that sends the
     fewest).
@@ -106,5 +110,4 @@ def ring_bytes(verb: str, nbytes: int, size: int) -> int:
     """
     if verb == "send":
         return nbytes
-    factors = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "barrier": 0}
-    return factors[verb] * nbytes * (size - 1) // size
+    return _PASSES[verb] * nbytes * (size - 1) // size
