@@ -16,13 +16,8 @@ INTEGERS = (torch.int32, torch.int64, torch.uint8)
 SUMS = (*WIRES, torch.float64, *INTEGERS)
 
 
-def check_flats(verb: str, device: torch.device, **tensors: torch.Tensor) -> None:
-    """Check that each tensor is dense, 1-D, contiguous, on ``device``, and that its memory is there."""
-    for name, tensor in tensors.items():
-        _check_flat(verb, name, tensor, device)
-
-
-def _check_flat(verb: str, name: str, tensor: object, device: torch.device) -> None:
+def check_flat(verb: str, name: str, tensor: object, device: torch.device) -> None:
+    """Check that ``tensor`` is dense, 1-D, contiguous, on ``device``, and that its memory is there."""
     if not isinstance(tensor, torch.Tensor):
         _refuse(f"{verb}: {name}", "a tensor", type(tensor).__name__, "Hand over the flat buffer itself.")
     if tensor.device != device:

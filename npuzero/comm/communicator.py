@@ -27,7 +27,7 @@ from npuzero.comm.checks import (
     check_apart,
     check_dtype,
     check_equal_dtypes,
-    check_flats,
+    check_flat,
     check_parts,
     check_peer,
 )
@@ -58,7 +58,8 @@ class Communicator(Member):
 
         ``shard`` may be this rank's own part of ``whole``.
         """
-        check_flats("all_gather", self.device, whole=whole, shard=shard)
+        check_flat("all_gather", "whole", whole, self.device)
+        check_flat("all_gather", "shard", shard, self.device)
         check_parts("all_gather", whole, shard, self.size)
         check_equal_dtypes("all_gather", whole=whole, shard=shard)
         check_apart("all_gather", self.rank, whole=whole, shard=shard)
@@ -74,7 +75,8 @@ class Communicator(Member):
         then the addition, then one rounding). ``shard`` may be this rank's own part of ``whole``, then without
         ``accumulate``. The rest of ``whole`` keeps its values.
         """
-        check_flats("reduce_scatter", self.device, shard=shard, whole=whole)
+        check_flat("reduce_scatter", "shard", shard, self.device)
+        check_flat("reduce_scatter", "whole", whole, self.device)
         check_dtype("reduce_scatter: whole", whole, WIRES)
         check_dtype("reduce_scatter: shard", shard, (whole.dtype, torch.float32))
         check_parts("reduce_scatter", whole, shard, self.size)
@@ -84,14 +86,15 @@ class Communicator(Member):
     @final
     def all_reduce(self, buffer: torch.Tensor, *, tag: str = "") -> Handle:
         """Sum all ranks' buffers[n] in place, to the same bits on every rank. Integers wrap around."""
-        check_flats("all_reduce", self.device, buffer=buffer)
+        check_flat("all_reduce", "buffer", buffer, self.device)
         check_dtype("all_reduce: buffer", buffer, SUMS)
         return self._all_reduce(buffer, tag)
 
     @final
     def all_to_all(self, out: torch.Tensor, inp: torch.Tensor, *, tag: str = "") -> Handle:
         """Send part j of inp[size * n] to rank j; part i of out[size * n] comes from rank i; any dtype."""
-        check_flats("all_to_all", self.device, out=out, inp=inp)
+        check_flat("all_to_all", "out", out, self.device)
+        check_flat("all_to_all", "inp", inp, self.device)
         check_equal_dtypes("all_to_all", out=out, inp=inp)
         if out.numel() != inp.numel() or inp.numel() % self.size:
             raise ContractError(
@@ -107,7 +110,7 @@ class Communicator(Member):
     def gathered(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the shards[n] of all ranks in a new tensor[size * n], as :meth:`all_gather` does, once it is done."""
         # What is made here need not be checked: this and its like take half of the host's time.
-        check_flats("all_gather", self.device, shard=shard)
+        check_flat("all_gather", "shard", shard, self.device)
         whole = shard.new_empty(self.size * shard.numel())
         self._all_gather(whole, shard, "").wait()
         return whole
@@ -115,7 +118,7 @@ class Communicator(Member):
     @final
     def scattered(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the sum of this rank's part of whole[size * n] in a new tensor[n] of its dtype, once it is there."""
-        check_flats("reduce_scatter", self.device, whole=whole)
+        check_flat("reduce_scatter", "whole", whole, self.device)
         check_dtype("reduce_scatter: whole", whole, WIRES)
         shard = whole.new_empty(whole.numel() // self.size)
         check_parts("reduce_scatter", whole, shard, self.size)
@@ -125,7 +128,7 @@ class Communicator(Member):
     @final
     def broadcast(self, buffer: torch.Tensor, *, root: int, tag: str = "") -> Handle:
         """Copy the buffer[n] of the rank with index ``root`` in the group to all ranks, in place; any dtype."""
-        check_flats("broadcast", self.device, buffer=buffer)
+        check_flat("broadcast", "buffer", buffer, self.device)
         if not 0 <= root < self.size:
             raise ContractError(
                 "broadcast: root",
@@ -153,7 +156,7 @@ class Communicator(Member):
             CollectiveError: as for collectives. A recv of another size, dtype or tag is one on both ranks (nccl and
                 hccl compare nothing), and so is one that never comes, after the timeout at the latest.
         """
-        check_flats("send", self.device, buffer=buffer)
+        check_flat("send", "buffer", buffer, self.device)
         check_peer("send: to", to, self.rank, self.size)
         return self._send(buffer, to, tag)
 
@@ -165,7 +168,7 @@ class Communicator(Member):
             ContractError: ``from_`` is no other rank of the group.
             CollectiveError: as for :meth:`send`.
         """
-        check_flats("recv", self.device, buffer=buffer)
+        check_flat("recv", "buffer", buffer, self.device)
         check_peer("recv: from_", from_, self.rank, self.size)
         return self._recv(buffer, from_, tag)
 

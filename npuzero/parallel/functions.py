@@ -200,7 +200,9 @@ def _over(
     dim = _dimension(x, subject, dim)
     if divides:
         _check_divides(x, group, subject, dim)
-    return x if group.size == 1 else _linear(x, partial(there, group, dim), partial(back, group, dim))
+    if group.size == 1:
+        return x
+    return _linear(x, partial(there, group, dim), partial(back, group, dim))
 
 
 # -- the maps: of x, which comes last ----------------------------------------------------------------------------------
@@ -271,14 +273,15 @@ def _sizes(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:
 
 
 def _dimension(x: Tensor, subject: str, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
+    dims = x.dim()
+    if not -dims <= dim < dims:
         raise ContractError(
             subject,
-            expected=f"a dimension of {tuple(x.shape)}, {-x.dim()} to {x.dim() - 1}" if x.dim() else "a dimension",
+            expected=f"a dimension of {tuple(x.shape)}, {-dims} to {dims - 1}" if dims else "a dimension",
             got=f"{dim} of shape {tuple(x.shape)}",
             do="Name the dimension that is sharded.",
         )
-    return dim % x.dim()
+    return dim % dims
 
 
 def _check_divides(x: Tensor, group: Communicator, subject: str, dim: int) -> None:

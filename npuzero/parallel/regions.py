@@ -11,6 +11,7 @@ others take the same tensor. Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,12 +178,14 @@ class Sums:
         if self._group.size == 1 or type(output) is not Tensor or not output.is_contiguous():
             return total(output, self._group)
         self._group.all_reduce(output.detach().ravel()).wait()
-        if output.requires_grad:
-            output.register_hook(self._gradient)
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(partial(self._gradients, output.output_nr))
         return output
 
-    def _gradient(self, gradient: Tensor) -> Tensor | None:
-        return copy(gradient, self._group) if torch.is_grad_enabled() else None
+    def _gradients(self, own: int, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not torch.is_grad_enabled():
+            return None
+        return (*gradients[:own], copy(gradients[own], self._group), *gradients[own + 1 :])
 
 
 class Rows:
