@@ -235,8 +235,8 @@ def _gather(group: Communicator, dim: int, x: Tensor) -> Tensor:
 def _scatter(group: Communicator, dim: int, x: Tensor) -> Tensor:
     if x.dtype not in WIRES:  # float64, which reduce_scatter does not send
         return _slice(group, dim, _sum(group, x))
-    part = group.scattered(_divide(x, group.size, dim))
-    return part.view(_sizes(x.shape, dim, 1, group.size)).data
+    part = group.scattered(_divide(x, group.size, dim)).view(_sizes(x.shape, dim, 1, group.size))
+    return part.data  # no view, for autograd: a program may write into it
 
 
 def _swap(group: Communicator, splits: int, gathers: int, x: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ def _join(parts: Tensor, ranks: int, shape: Sequence[int], dim: int) -> Tensor:
         whole = parts.view(ranks, *shape).movedim(0, dim).flatten(dim, dim + 1)
     else:
         whole = parts.view(_sizes(shape, dim, ranks, 1))
-    return whole.data  # no view, for autograd: a program may write into it
+    return whole.data  # no view, as above
 
 
 def _sizes(shape: Sequence[int], dim: int, times: int, over: int) -> list[int]:

@@ -12,8 +12,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "derivatives of gradients are those of one tensor rank's part",
         "parallel/regions.py",
-        "return copy(gradient, self._group) if torch.is_grad_enabled() else None",
-        "return None",
+        "copy(gradients[own], self._group)",
+        "gradients[own]",
         ("parallel/test_tensor.py::test_gradients_of_gradients",),
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "queries, keys and values each send what they could share",
         "parallel/regions.py",
-        "if not known or linear not in self._waiting:",
+        "if x is not self._given or version != self._version or linear not in self._waiting:",
         "if True:",
         (BYTES,),
     ),
