@@ -1,14 +1,14 @@
 """A backward pass in two halves: the gradients of a stage's inputs at once, those of its weights later.
 
 What a weight's gradient needs is what arrives at the nodes where the way to the weight leaves the way to the inputs: it
-is kept, and the second half starts from there (Qi et al. 2023, Zero Bubble Pipeline Parallelism). Which nodes these are
-torch.distributed.pipelining finds out. Weights are known by their nodes alone, since they may be sharded by now.
+is kept, and the second half starts from there (Qi et al. 2023, Zero Bubble Pipeline Parallelism). Weights are known by
+their nodes alone, since they may be sharded by now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +50,11 @@ def input_gradients(
         gradients: of the outputs; None: ones.
         inputs: leaves that need gradients, one at least.
     """
-    # Not at the top: it takes long to import, and few need it.
-    from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
-
-    graph = construct_reverse_graph([output.grad_fn for output in outputs if output.grad_fn is not None])
-    leaves = [node for node in graph if hasattr(node, "variable")]
+    graph = _reversed(output.grad_fn for output in outputs)
     given = {id(each) for each in inputs}
-    weights = [node for node in leaves if id(node.variable) not in given]
-    found: list[dict[str, Any]] = get_param_groups([node for node in leaves if node not in weights], weights, graph)
-    groups = [Group(list(each["params"]), list(each["intermediates"])) for each in found]
+    leaves = [node for node in graph if hasattr(node, "variable")]
+    ways = _before([node for node in leaves if id(node.variable) in given], graph)
+    groups = _grouped([node for node in leaves if id(node.variable) not in given], ways, graph)
     hooks = [node.register_prehook(group.keep(node)) for group in groups for node in group.nodes]
     try:
         made = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
@@ -93,3 +89,47 @@ def weight_gradients(groups: Sequence[Group]) -> dict[nn.Parameter, Tensor | Non
 
 def _instead(gradients: Gradients) -> Callable[[Gradients], Gradients]:
     return lambda _: gradients
+
+
+#: By node those that lead to it.
+_Graph = dict[Node, list[Node]]
+
+
+def _reversed(roots: Iterable[Node | None]) -> _Graph:
+    """Return autograd's graph from outputs on."""
+    found: _Graph = {root: [] for root in roots if root is not None}
+    ahead = deque(found)
+    while ahead:
+        node = ahead.popleft()
+        for following, _ in node.next_functions:
+            if following is not None and following not in found:
+                found[following] = []
+                ahead.append(following)
+            if following is not None:
+                found[following].append(node)
+    return found
+
+
+def _before(nodes: Iterable[Node], graph: _Graph, until: Container[Node] = ()) -> dict[Node, bool]:
+    """Return those that lead to any of ``nodes``, with them, and no further than ``until``: whether each is of that."""
+    found = dict.fromkeys(nodes, False)
+    ahead = deque(found)
+    while ahead:
+        for leading in graph[ahead.popleft()]:
+            if leading not in found:
+                found[leading] = leading in until
+                if not found[leading]:
+                    ahead.append(leading)
+    return found
+
+
+def _grouped(weights: Iterable[Node], ways: Container[Node], graph: _Graph) -> list[Group]:
+    """Return weights with the nodes on the ``ways`` to the inputs that theirs leave; those that share one together."""
+    groups: list[Group] = []
+    for weight in weights:
+        nodes = [node for node, on_the_way in _before([weight], graph, ways).items() if on_the_way]
+        shared = [group for group in groups if not set(nodes).isdisjoint(group.nodes)]
+        groups = [group for group in groups if group not in shared]
+        joined = dict.fromkeys([*(node for group in shared for node in group.nodes), *nodes])
+        groups.append(Group([*(each for group in shared for each in group.weights), weight], list(joined)))
+    return groups

@@ -174,6 +174,22 @@ def test_evaluation_gives_logits_on_the_last_rank_and_a_loss_on_all():
     assert first == last
 
 
+def test_the_loss_is_the_mean_over_data_ranks():
+    run = replace(SGD, data=2)
+    assert_like_plain(run, piped(run, 2, 2), 1e-6)
+
+
+def test_batches_of_other_lengths_follow_each_other():
+    def train(world: World, pipe: Any) -> list[float]:
+        return [pipe.step(*each[:1], target=each[1]).item() for each in batches]
+
+    batches = [tuple(part[:, :length] for part in SGD.batch(0, 0)) for length in (5, 3, 4)]
+    model = build(make=Deep)
+    expected = [loss_of(model(tokens), target).item() for tokens, target in batches]
+    for losses in on_two_ranks(train):
+        torch.testing.assert_close(losses, expected)
+
+
 def test_modules_know_whether_they_train():
     def modes(world: World, pipe: Any) -> list[bool]:
         pipe.eval()

@@ -133,6 +133,23 @@ def test_tensor_ranks_within_stages(mode: str, schedule: str):
     assert_trains(llama, "zero2", mode=mode, schedule=schedule)
 
 
+def test_tensor_ranks_send_a_part_each():
+    """Where they hold the same activations, each sends its part, and those behind gather the parts."""
+
+    def sent(world: World, mode: str) -> int:
+        mesh = npuzero.mesh(world=world, pipe=2, tensor=2, local_size=1)
+        model = npuzero.parallel.tensor(build(make=llama), mesh, mode=mode)
+        pipe = npuzero.pipeline(model, mesh, 2, micro_batches=MICRO)
+        optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-3)
+        pipe.step(input_ids=tokens_of(0, 0), labels=tokens_of(0, 0))
+        optimizer.step()
+        return npuzero.report(pipe).bytes_sent["send"]
+
+    whole = 2 * SEQUENCE * SIZES["hidden_size"] * 4 * MICRO
+    for mode in ("mtp", "msp"):
+        assert comm.run_threads(4, partial(sent, mode=mode), timeout_s=20) == [whole // 2] * 4
+
+
 PRESETS = ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
 
 
