@@ -1,0 +1,320 @@
+"""Schedules of a pipeline as pure data: in which order each rank runs the stages that lie on it; and their simulation.
+
+A pipeline has p ranks, v chunks on each and so S = p * v stages, of which stage s lies on rank s % p; a step has m
+micro-batches. A schedule is a table with a row of acts for each rank. Nothing else decides what runs when: a rank runs
+its row from left to right, each act as soon as what it takes has come.
+
+===========  =============================================  ==================  ========================================
+name         bubble, of the makespan                        peak of rank r      source
+===========  =============================================  ==================  ========================================
+gpipe        (p-1) / (m+p-1)                                m                   Huang et al. 2019
+1f1b         (p-1) / (m+p-1)                                min(m, p-r)         Narayanan et al. 2021, section 2.2
+interleaved  (p-1) / (v*m+p-1)                              min(v*m, 2(p-r-1)   the same
+                                                            + (v-1)p + 1)
+zero-bubble  (p-1) / (3*m+p-1), from m = p on               min(m, p)           Qi et al. 2023, section 2.1: ZB-H1
+===========  =============================================  ==================  ========================================
+
+Bubbles are those of a forward that takes 1, a backward that takes 2, half of it for the weights, and sends that take
+nothing. Tests hold all of them, exactly.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
+
+from npuzero.errors import ConfigError, did_you_mean
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+#: Seconds, or whatever else a program counts time in.
+Time = Fraction | float
+
+
+class Act(NamedTuple):
+    """Name what a rank does without a pause: the forward or backward of one stage for one micro-batch.
+
+    Attributes:
+        kind: ``"F"`` forward, ``"B"`` backward; where a backward is in two parts ``"I"``, the gradients of the inputs,
+            which the stage before waits for, and ``"W"``, those of the weights, which nobody waits for.
+        stage: 0 .. S-1.
+        micro: the micro-batch, 0 .. m-1.
+    """
+
+    kind: str
+    stage: int
+    micro: int
+
+
+class Timed(NamedTuple):
+    """Say when a rank ran an act, or would.
+
+    Attributes:
+        rank: along the pipeline.
+        act: what it ran.
+        begin, end: in one unit for all of a timeline.
+    """
+
+    rank: int
+    act: Act
+    begin: Time
+    end: Time
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Hold when the acts of a step run: as ``simulate`` plans it, or as a pipeline has run it.
+
+    Attributes:
+        acts: those of each rank in the order in which it runs them.
+    """
+
+    acts: tuple[Timed, ...]
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Timed, ...], ...]:
+        """Return what each rank runs."""
+        ranks = range(1 + max(timed.rank for timed in self.acts))
+        return tuple(tuple(timed for timed in self.acts if timed.rank == rank) for rank in ranks)
+
+    @property
+    def makespan(self) -> Time:
+        """Return the time from the begin of the first act to the end of the last one."""
+        return max(timed.end for timed in self.acts) - min(timed.begin for timed in self.acts)
+
+    @property
+    def busy(self) -> tuple[Time, ...]:
+        """Return for how long each rank runs anything."""
+        return tuple(sum(timed.end - timed.begin for timed in row) for row in self.rows)
+
+    @property
+    def bubble(self) -> Fraction:
+        """Return the part of the makespan in which a rank runs nothing, over all ranks; exact where times are."""
+        return 1 - sum(Fraction(busy) for busy in self.busy) / (len(self.rows) * Fraction(self.makespan))
+
+    @property
+    def peak(self) -> tuple[int, ...]:
+        """Return what ``Schedule.peak`` says, of each rank."""
+        return tuple(_peak(timed.act for timed in row) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hold the order in which each rank of a pipeline runs its acts.
+
+    Attributes:
+        name: one of ``NAMES``.
+        ranks: along the pipeline, p.
+        micro_batches: in a step, m.
+        chunks: stages on each rank, v.
+        table: a row of acts for each rank.
+    """
+
+    name: str
+    ranks: int
+    micro_batches: int
+    chunks: int
+    table: tuple[tuple[Act, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Return how many stages all ranks have."""
+        return self.ranks * self.chunks
+
+    def row(self, rank: int) -> tuple[Act, ...]:
+        """Return what ``rank`` runs."""
+        return self.table[rank]
+
+    def needs(self, act: Act) -> tuple[Act, ...]:
+        """Return the acts that must have ended before ``act`` can begin, on whatever rank."""
+        kind, stage, micro = act
+        if kind == "F":
+            return (Act("F", stage - 1, micro),) if stage else ()
+        if kind == "W":
+            return (Act("I", stage, micro),)
+        last = stage == self.stages - 1
+        return (Act("F", stage, micro), *(() if last else (Act(kind, stage + 1, micro),)))
+
+    def peak(self, rank: int) -> int:
+        """Return how many forwards of ``rank`` are alive at most: begun, and their backward, all of it, not ended.
+
+        Each is a micro-batch in one stage, whose activations are kept.
+        """
+        return _peak(self.table[rank])
+
+    @cached_property
+    def bubble(self) -> Fraction:
+        """Return the part of a step in which a rank waits, where a backward takes as long as two forwards."""
+        return simulate(self).bubble
+
+
+def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Return the schedule called ``name``.
+
+    Args:
+        name: one of ``NAMES``. ``interleaved`` with one chunk on each rank is ``1f1b``, and is returned as such.
+        ranks: along the pipeline.
+        micro_batches: in a step; ``interleaved`` takes them in groups of as many as there are ranks.
+        chunks: stages on each rank; several for ``interleaved`` alone.
+
+    Raises:
+        ConfigError: there is no such schedule, or not for these numbers.
+    """
+    for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            do = f"Give the number of {what.replace('_', '-')}."
+            raise ConfigError(f"schedule: {what}", expected="a positive integer", got=repr(number), do=do)
+    _check(name, ranks, micro_batches, chunks)
+    if chunks == 1 and name == "interleaved":
+        name = "1f1b"
+    table = tuple(tuple(_row(name, rank, ranks, micro_batches, chunks)) for rank in range(ranks))
+    return Schedule(name, ranks, micro_batches, chunks, table)
+
+
+def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights: Time | None = None) -> Timeline:
+    """Return when each act would run if each began as soon as its rank is free and what it takes is there.
+
+    Sends take nothing, and all stages take as long. Times are sums of those given, and so as exact as these.
+
+    Args:
+        schedule: what runs in which order.
+        forward: how long an ``F`` takes.
+        backward: how long a ``B`` takes; or an ``I`` and a ``W`` together.
+        weights: how long a ``W`` takes; None: half of ``backward``.
+
+    Raises:
+        ConfigError: a time is negative or nothing takes any, or the schedule is a deadlock: each rank waits for what
+            another one, or itself, runs later.
+    """
+    takes = _durations(forward, backward, weights)
+    left = [deque(row) for row in schedule.table]
+    free: list[Time] = [0] * len(left)
+    ended: dict[Act, Time] = {}
+    acts: list[Timed] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(left):
+            while row and all(need in ended for need in schedule.needs(row[0])):
+                act = row.popleft()
+                begin = max([free[rank], *(ended[need] for need in schedule.needs(act))])
+                free[rank] = ended[act] = begin + takes[act.kind]
+                acts.append(Timed(rank, act, begin, free[rank]))
+                moved = True
+    if any(left):
+        raise _deadlock(schedule, left, ended)
+    return Timeline(tuple(acts))
+
+
+def _check(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
+    """Refuse a schedule that there is not."""
+    if name not in NAMES:
+        known = ", ".join(NAMES)
+        raise ConfigError(
+            "schedule", expected=f"one of {known}", got=repr(name), do=did_you_mean(name, NAMES, "Choose one.")
+        )
+    if chunks > 1 and name != "interleaved":
+        raise ConfigError(
+            f"schedule {name!r}",
+            expected="chunks=1: it has one stage on each rank",
+            got=f"chunks={chunks}",
+            do='Use "interleaved", or leave chunks out.',
+        )
+    if chunks > 1 and micro_batches % ranks:
+        more = micro_batches + ranks - micro_batches % ranks
+        raise ConfigError(
+            "schedule 'interleaved'",
+            expected=f"a number of micro-batches that its {ranks} ranks divide",
+            got=f"{micro_batches}",
+            do=f'Use {more} micro-batches; "1f1b" takes any number.',
+        )
+
+
+def _row(name: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Iterable[Act]:
+    """Return the acts of a rank. All schedules differ in how many forwards run before the first backward; and
+    zero-bubble in what a backward is.
+    """
+    warm = {
+        "gpipe": micro_batches,
+        "1f1b": ranks - rank - 1,
+        "interleaved": 2 * (ranks - rank - 1) + (chunks - 1) * ranks,
+        "zero-bubble": ranks - rank - 1,
+    }[name]
+    # A chunk gets as many micro-batches in a row as there are ranks: then the first one has come around.
+    groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = [Act("F", stage, micro) for group in groups for stage in stages for micro in group]
+    backwards = [Act("B", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
+    row = _in_turns(forwards, backwards, min(warm, len(forwards)))
+    return _split(row, late=rank) if name == "zero-bubble" else row
+
+
+def _in_turns(forwards: Sequence[Act], backwards: Sequence[Act], warm: int) -> list[Act]:
+    """Return ``warm`` forwards, then a forward and a backward in turns, then the backwards that are left."""
+    pairs = zip(forwards[warm:], backwards, strict=False)
+    steady = [act for pair in pairs for act in pair]
+    return [*forwards[:warm], *steady, *backwards[len(forwards) - warm :]]
+
+
+def _split(row: Iterable[Act], late: int) -> Iterator[Act]:
+    """Divide each backward in two, and have the gradients of weights follow ``late`` micro-batches behind.
+
+    A rank with fewer forwards ahead than the first one may hold as many micro-batches as that: so it puts off as many
+    gradients of weights, which leaves those of inputs to the ranks before it earlier, and fills the end of the step.
+    """
+    waiting: deque[Act] = deque()
+    for act in row:
+        if act.kind == "F":
+            yield act
+            continue
+        yield act._replace(kind="I")
+        waiting.append(act._replace(kind="W"))
+        if len(waiting) > late:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _peak(acts: Iterable[Act]) -> int:
+    """Return how many forwards are begun and not done with, at most."""
+    alive = most = 0
+    for act in acts:
+        alive += {"F": 1, "B": -1, "I": 0, "W": -1}[act.kind]
+        most = max(most, alive)
+    return most
+
+
+def _durations(forward: Time, backward: Time, weights: Time | None) -> dict[str, Time]:
+    """Return how long an act of each kind takes."""
+    later = backward / 2 if weights is None else weights
+    takes = {"F": forward, "B": backward, "I": backward - later, "W": later}
+    if min(takes.values()) < 0 or max(takes.values()) == 0:
+        raise ConfigError(
+            "simulate",
+            expected="times of at least 0, not all of them 0, and weights at most backward",
+            got=f"forward={forward}, backward={backward}, weights={weights}",
+            do="Give how long an act takes, in any unit.",
+        )
+    return takes
+
+
+def _deadlock(schedule: Schedule, left: Sequence[Sequence[Act]], ended: Container[Act]) -> ConfigError:
+    """Return what each rank that has not ended waits for."""
+    waits = []
+    for rank, row in enumerate(left):
+        if row:
+            needs = ", ".join(_name(need) for need in schedule.needs(row[0]) if need not in ended)
+            waits.append(f"rank {rank} at {_name(row[0])} for {needs}")
+    return ConfigError(
+        f"schedule {schedule.name!r}",
+        expected="a table in which each act finds what it takes",
+        got=f"a deadlock: {'; '.join(waits)}",
+        do="Order the acts of each rank so that none stands before one that it waits for.",
+    )
+
+
+def _name(act: Act) -> str:
+    return f"{act.kind} of stage {act.stage} #{act.micro}"
