@@ -14,6 +14,7 @@ from . import (
     parallel,
     plan,
     plan_axes,
+    schedules,
     sends,
     sequences,
     shard,
@@ -37,6 +38,7 @@ PARTS = (
     sends,
     parallel,
     plan_axes,
+    schedules,
     sequences,
     tensor,
 )
