@@ -21,7 +21,7 @@ MUTANTS: tuple[Mutant, ...] = (
         SOURCE,
         '"interleaved": 2 * (ranks - rank - 1) +',
         '"interleaved": (ranks - rank - 1) +',
-        (HAND,),
+        (f"{FILE}::test_peaks_are_exact",),
     ),
     Mutant(
         "chunks go backward in the order in which they go forward",

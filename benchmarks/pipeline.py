@@ -1,0 +1,80 @@
+"""The picture of a pipeline's step: the schedule as planned over the schedule as it ran, a box for each act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.patches import Patch
+
+from benchmarks.plot import Axes, Figure, plt, source_of  # first: it chooses matplotlib's backend
+from npuzero.cli.palette import PAPER, PARTS, STYLE, caption, ink
+from npuzero.parallel.schedule import Schedule, Timeline, simulate
+
+#: Forward, backward; or of the inputs and of the weights.
+COLOURS = {"F": PARTS["parameters"], "B": PARTS["gradients"], "I": PARTS["gradients"], "W": PARTS["activations"]}
+NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_HEIGHT = 0.8
+_WIDE = 1 / 60  # of the time drawn: a narrower box has no room for its number
+
+
+def plot(schedule: Schedule, ran: Timeline, path: Path, facts: Mapping[str, Any]) -> None:
+    """Draw ``schedule`` over what ``ran`` of it, in seconds, into the file ``path``; ``facts`` as of ``draw``."""
+    with plt.rc_context(STYLE):
+        figure = draw({"As planned": as_planned(schedule, ran), "As it ran": ran}, facts)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def as_planned(schedule: Schedule, ran: Timeline) -> Timeline:
+    """Return what ``ran`` would have been had each act taken the median of its kind, and nothing else any time."""
+    lengths = {
+        kind: median([float(timed.end - timed.begin) for timed in ran.acts if timed.act.kind == kind])
+        for kind in {timed.act.kind for timed in ran.acts}
+    }
+    weights = lengths.get("W", 0.0)
+    return simulate(schedule, lengths["F"], lengths["I"] + weights if "I" in lengths else lengths["B"], weights)
+
+
+def draw(timelines: Mapping[str, Timeline], facts: Mapping[str, Any]) -> Figure:
+    """Return the picture: a panel for each of ``timelines``, in seconds on one axis, with a row for each rank.
+
+    Args:
+        timelines: by title.
+        facts: ``title`` and ``machine`` of the run, as far as they are known.
+    """
+    inches = [0.9 + 0.42 * len(timeline.rows) for timeline in timelines.values()]
+    figure, panels = plt.subplots(
+        len(timelines), 1, figsize=(12, 1.5 + sum(inches)), sharex=True, squeeze=False, layout="constrained",
+        height_ratios=inches,
+    )  # fmt: skip
+    end = 1000 * max(float(timeline.makespan) for timeline in timelines.values())
+    for (title, timeline), axes in zip(timelines.items(), panels[:, 0], strict=True):
+        _panel(axes, timeline, end)
+        span = f"{1000 * float(timeline.makespan):.4g} ms, bubble {float(timeline.bubble):.0%}"
+        axes.set_title(f"{title}: {span}; alive at most {', '.join(map(str, timeline.peak))}")
+    panels[-1, 0].set_xlabel("ms from the begin of the first act · numbers: stage and micro-batch")
+    kinds = {timed.act.kind for timeline in timelines.values() for timed in timeline.acts}
+    legend = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in kinds]
+    finding = ", ".join(f"{title.lower()} {float(each.bubble):.0%}" for title, each in timelines.items())
+    caption(figure, f"Ranks wait: {finding}", facts.get("title", ""), source_of(facts.get("machine")), legend)
+    return figure
+
+
+def _panel(axes: Axes, timeline: Timeline, end: float) -> None:
+    """Draw one timeline."""
+    start = min(timed.begin for timed in timeline.acts)
+    for rank, act, begin, until in timeline.acts:
+        left, width = 1000 * float(begin - start), 1000 * float(until - begin)
+        colour = COLOURS[act.kind]
+        axes.broken_barh([(left, width)], (rank - _HEIGHT / 2, _HEIGHT), facecolor=colour, edgecolor=PAPER)
+        if width > end * _WIDE:
+            look = {"ha": "center", "va": "center_baseline", "color": ink(colour), "fontsize": 8}
+            axes.text(left + width / 2, rank, f"{act.stage}.{act.micro}", **look)
+    ranks = range(len(timeline.rows))
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.set(xlim=(0, end * 1.005), ylim=(len(ranks) - 0.5, -0.5))
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
