@@ -6,7 +6,7 @@ import pytest
 
 matplotlib = pytest.importorskip("matplotlib")
 
-from benchmarks.pipeline import as_planned, draw, plot  # noqa: E402 - after it is known that matplotlib is there
+from benchmarks.axes.schedule_picture import as_planned, draw, plot  # noqa: E402 - after it is known that matplotlib is there
 from npuzero.cli.palette import STYLE  # noqa: E402
 from npuzero.parallel.schedule import Timeline, schedule, simulate  # noqa: E402
 
