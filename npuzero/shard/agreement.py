@@ -66,7 +66,7 @@ def check_stages(
         if other["tied"] != (said[0]["tied"] if other["stage"] in (0, last) else []):
             raise ConfigError(
                 "npuzero.zero(): parameters that stages have in common (relation along pipe)",
-                expected=f"those of the first stage in the last one, in the same order, and none in others: {said[0]['tied']}",
+                expected=f"in the last stage those of the first, in the same order: {said[0]['tied']}; none in others",
                 got=f"in stage {other['stage']}, on rank {rank}: {other['tied']}",
                 do="Say the same of a tied parameter in the first and in the last stage, where it has the same name.",
                 rank=rank,

@@ -33,7 +33,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "each end begins with values of its own",
         "plan/presets.py",
         "return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED, Relation.REPEATED)",
-        "return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED, Relation.REPEATED)[ENDS in self.reduced :]",
+        "return tuple(axis for axis in STAGE if axis not in self.divided)",
         (f"{BOTH}[2-2-zero1-False-0.5]",),
     ),
     Mutant(

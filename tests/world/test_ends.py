@@ -82,7 +82,7 @@ class Lines:
         self._queues[begin, end].put(tensor)
 
     def receive(self, begin: int, end: int) -> Tensor:
-        return self._queues[begin, end].get(timeout=20)
+        return self._queues[begin, end].get(timeout=60)
 
 
 def batch(step: int, micro_batch: int, rank: int) -> Tensor:
@@ -246,14 +246,6 @@ def test_a_parameter_of_both_ends_is_one(pipe: int, data: int, plan: str, adam: 
     check(pipe, data, plan, adam, clip)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "hsdp", "zero1.5"])
-@pytest.mark.parametrize(("pipe", "data"), [(2, 1), (2, 2), (3, 1), (3, 2)])
-def test_a_parameter_of_both_ends_is_one_under_every_preset(pipe: int, data: int, plan: str, adam: bool) -> None:
-    check(pipe, data, plan, adam, 0.5)
-
-
 def test_an_end_that_does_not_use_it_takes_the_others_gradient() -> None:
     check(2, 1, "zero2", heads=2)
 
@@ -410,7 +402,7 @@ def test_what_one_stage_alone_calls_is_told_on_every_rank() -> None:
     ("mistake", "message"),
     [
         ("one end alone", "parameters that stages have in common.*in stage 2, on rank 2"),
-        ("a stage between", r"none in others: .*embed.weight.*in stage 1, on rank 1: .*blocks.1.up.weight"),
+        ("a stage between", r"none in others; got in stage 1, on rank 1: .*blocks.1.up.weight"),
         ("a stage that cannot", "rank 1: parameter blocks.1.up.weight.*int"),
         ("another plan", "plan.name: expected the same on every rank, as on rank 0: 'zero2'; got on rank 2: 'zero3'"),
     ],
@@ -460,3 +452,11 @@ def test_ends_are_a_view_of_pipe() -> None:
             mesh.ranks(("ends", "pipe"))
 
     comm.run_threads(12, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3", "hsdp", "zero1.5"])
+@pytest.mark.parametrize(("pipe", "data"), [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_parameter_of_both_ends_is_one_under_every_preset(pipe: int, data: int, plan: str, adam: bool) -> None:
+    check(pipe, data, plan, adam, 0.5)
