@@ -125,7 +125,7 @@ def _counts(blocks: Sequence[Block], firsts: list[str]) -> list[int]:
                 "split",
                 expected=f"names of blocks, {blocks[0].name!r} to {blocks[-1].name!r}",
                 got=repr(name),
-                do=did_you_mean(name, places, "Name the first block of each stage."),
+                do=did_you_mean(name, list(places), "Name the first block of each stage."),
             )
     begins = [places[name] for name in firsts]
     if begins[0] != 0 or begins != sorted(set(begins)):

@@ -6,7 +6,7 @@ blocks under the names that they have in the whole model, so that checkpoints, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -24,6 +24,14 @@ _Kind = TypeVar("_Kind", bound="Stages")
 
 
 @dataclass(frozen=True)
+class Home:
+    """Tell where a parameter is: all its names in the whole model, the first one first, and the blocks that have it."""
+
+    names: tuple[str, ...]
+    blocks: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Division:
     """Hold which blocks make which stage; stage s is on pipeline rank ``s % ranks``.
 
@@ -32,14 +40,16 @@ class Division:
         ranks: of the pipeline.
         blocks: the names of each stage's blocks, in the order in which they are called.
         plan: the model's own, whose forward runs; None: blocks are called one after another.
-        tied: names of parameters that both the first and the last rank have, and all their names.
+        homes: of all parameters, by their first names.
+        tied: names of those that the first and the last rank both have.
     """
 
     model: nn.Module = field(repr=False)
     ranks: int
     blocks: tuple[tuple[str, ...], ...]
     plan: PipelinePlan | None = field(repr=False)
-    tied: dict[str, tuple[str, ...]]
+    homes: dict[str, Home] = field(repr=False)
+    tied: tuple[str, ...]
 
     def take(self, stages: Sequence[int], kind: type[_Kind] | None = None) -> _Kind:
         """Return what computes ``stages``, with their blocks; those of other stages are not in it.
@@ -107,7 +117,7 @@ def divide(
     _check_apart(names, modules)
     homes = _homes(model, names)
     parts = split_blocks([_block(name, modules[name]) for name in names], ranks * chunks, split)
-    return Division(model, ranks, parts, plan, _tied(homes, parts, ranks))
+    return Division(model, ranks, parts, plan, homes, _tied(homes, parts, ranks))
 
 
 class Stages(nn.Module):
@@ -220,25 +230,11 @@ class _Tree:
         self._listed = {name for part in division.blocks for name in part}
         self._paths = {path for name in self._listed for path in around(f"{name}.")}
         self.present = {name for number in numbers for name in division.blocks[number]}
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, parameter in division.model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
-        here = {
-            parameter: said
-            for parameter, said in names.items()
-            if any(path in self.present for name in said for path in around(name))
-        }
-        elsewhere = {parameter for parameter, said in here.items() if {*self._blocks_of(said)} - self.present}
-        self.tied = tuple(
-            said[0] for parameter, said in here.items() if said[0] in division.tied and parameter in elsewhere
-        )
-        self._names = {name for said in here.values() for name in (said if said[0] in self.tied else said[:1])}
-        for parameter, said in here.items():
-            if said[0] in self.tied:
-                relate_parameter(parameter, PIPE, Relation.SUMMED)
-
-    def _blocks_of(self, names: Sequence[str]) -> Iterator[str]:
-        return (path for name in names for path in around(name) if path in self._listed)
+        here = {name: home for name, home in division.homes.items() if home.blocks & self.present}
+        self.tied = tuple(name for name in here if name in division.tied and not here[name].blocks <= self.present)
+        self._names = {said for name, home in here.items() for said in (home.names if name in self.tied else [name])}
+        for name in self.tied:
+            relate_parameter(division.model.get_parameter(name), PIPE, Relation.SUMMED)
 
     def grown(self, module: nn.Module, path: str, absent: bool = False) -> nn.Module:
         """Return a bare module with what is here of ``module``; ``absent``: it is in a block of another stage."""
@@ -258,7 +254,7 @@ class _Tree:
                 found = part
             else:
                 found = self.grown(part, place, absent or place in self._listed)
-            if found.state_dict(keep_vars=True) or any(True for _ in found.buffers()) or place in self.present:
+            if place in self.present or _has_parameters(found) or any(True for _ in found.buffers()):
                 branch.add_module(name, found)
         return branch
 
@@ -301,7 +297,7 @@ def _found(model: nn.Module, block: nn.Module | str) -> tuple[str, nn.Module]:
     if isinstance(block, str):
         if block in modules:
             return block, modules[block]
-        got, do = repr(block), did_you_mean(block, modules, "Name modules as in model.named_modules().")
+        got, do = repr(block), did_you_mean(block, list(modules), "Name modules as in model.named_modules().")
     else:
         for name, module in modules.items():
             if module is block:
@@ -337,14 +333,14 @@ def _block(name: str, module: nn.Module) -> Block:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-def _homes(model: nn.Module, blocks: Sequence[str]) -> dict[str, tuple[tuple[str, ...], set[str]]]:
-    """Return of each parameter, by its first name, all its names and the blocks that have it."""
+def _homes(model: nn.Module, blocks: Sequence[str]) -> dict[str, Home]:
+    """Return where each parameter is, by its first name."""
     listed, names = set(blocks), dict[nn.Parameter, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     homes = {}
     for said in names.values():
-        found = {path for name in said for path in around(name) if path in listed}
+        found = frozenset(path for name in said for path in around(name) if path in listed)
         if not found:
             raise ConfigError(
                 f"pipeline stages: parameter {said[0]}",
@@ -353,27 +349,24 @@ def _homes(model: nn.Module, blocks: Sequence[str]) -> dict[str, tuple[tuple[str
                 do="Name its module among the blocks, or make a module of it and what computes with it.",
                 parameter=said[0],
             )
-        homes[said[0]] = tuple(said), found
+        homes[said[0]] = Home(tuple(said), found)
     return homes
 
 
-def _tied(
-    homes: dict[str, tuple[tuple[str, ...], set[str]]], parts: Sequence[Sequence[str]], ranks: int
-) -> dict[str, tuple[str, ...]]:
-    """Return the parameters that both ends of the pipeline have."""
+def _tied(homes: dict[str, Home], parts: Sequence[Sequence[str]], ranks: int) -> tuple[str, ...]:
+    """Return the names of parameters that both ends of the pipeline have."""
     stage_of = {name: stage for stage, part in enumerate(parts) for name in part}
-    tied = {}
-    for name, (names, blocks) in homes.items():
-        where = sorted({stage_of[block] % ranks for block in blocks})
+    tied = []
+    for name, home in homes.items():
+        stages = sorted({stage_of[block] for block in home.blocks})
+        where = sorted({stage % ranks for stage in stages})
         if len(where) > 1 and where != [0, ranks - 1]:
-            stages = sorted({stage_of[block] for block in blocks})
             raise ConfigError(
-                f"pipeline stages: parameter {name}, tied to {', '.join(names[1:])}",
+                f"pipeline stages: parameter {name}, tied to {', '.join(home.names[1:])}",
                 expected="parameters on one rank, or on the first and the last",
                 got=f"it in stages {', '.join(map(str, stages))} on ranks {', '.join(map(str, where))} of {ranks}",
                 do="Give a split= that has its blocks in one stage, or untie it.",
                 parameter=name,
             )
-        if len(where) > 1:
-            tied[name] = names
-    return tied
+        tied += [name] * (len(where) > 1)
+    return tuple(tied)
