@@ -19,6 +19,7 @@ from . import (
     sends,
     sequences,
     shard,
+    stages,
     tensor,
     tiers,
 )
@@ -43,5 +44,6 @@ PARTS = (
     schedules,
     sequences,
     tensor,
+    stages,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)
