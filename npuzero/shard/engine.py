@@ -209,7 +209,7 @@ class Engine:
         Args:
             lend: let the memory that gradients took be used for other things until the next ones come.
         """
-        self.passes.start_again()
+        self.passes.forget_backward()
         if not in_backward():
             self._hooks.forget_backward()
         # Who watches may yet ask where it stopped being finite; what is away has no memory to lend.

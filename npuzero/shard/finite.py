@@ -45,6 +45,8 @@ class Watch:
 
     def outputs(self, unit: Unit, tensors: Iterable[Tensor]) -> None:
         """Count what a forward of ``unit`` returned."""
+        if unit.index == 0:  # it returns once for each part, and what is of a part came before
+            self._order.pop(0, None)
         self._order[unit.index] = None
         self._count(unit.index, tensors)
 

@@ -231,9 +231,13 @@ class Passes:
             self._gatherer.hold_between(unit)
 
     def _begin_backward(self) -> None:
+        again = self._boundary.reopen()
+        if self._failed and not again:  # after an error: another try at the step, whose passes are counted anew
+            self._failed = False
+            for part in self._all:
+                part.count = 0
         part = self._part
         part.count += 1
-        again = self._boundary.reopen()
         self._boundary.early.pass_begins(again, self._alone)
         for unit in part.units:
             unit.missing = set(unit.trainable)
@@ -253,14 +257,6 @@ class Passes:
             self._failed = self._failed or self._reducer.open
             self._reducer.abandon()
             self._boundary.early.pass_ends()
-
-    def start_again(self) -> None:
-        """Note zero_grad(): after an error it is another try at the step, whose passes are counted anew."""
-        self.forget_backward()
-        if self._failed:
-            self._failed = False
-            for part in self._all:
-                part.count = 0
 
     def step_ends(self) -> None:
         """Note that the step's passes are over; the next step is expected to have as many, unless it had none."""

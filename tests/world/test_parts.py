@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from npuzero import Placement, Plan, Report, comm
+from npuzero import ConfigError, Placement, Plan, Report, StateError, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import World
+from npuzero.observe import Events, Instant, Span
 from world.toy import build
 from world.train import BOUND, State, assert_close, assert_same_bits
 
@@ -27,21 +31,27 @@ F0, B0, F1, B1 = (0, False), (0, True), (1, False), (1, True)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """A unit; ``checkpointed``: it computes again in backward."""
+
+    def __init__(self, frozen: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH).requires_grad_(not frozen)
         self.out = nn.Linear(2 * WIDTH, WIDTH)
+        self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.compute, x, use_reentrant=False) if self.checkpointed else self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
         return x + self.out(torch.tanh(self.inner(x)))
 
 
 class Chain(nn.Module):
     """Stages of blocks, each called by its number; the root owns nothing, or what the outermost stages share."""
 
-    def __init__(self, stages: int = 2, blocks: int = 2, tied: bool = False) -> None:
+    def __init__(self, stages: int = 2, blocks: int = 2, tied: bool = False, **block: bool) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(blocks)) for _ in range(stages))
+        self.stages = nn.ModuleList(nn.ModuleList(Block(**block) for _ in range(blocks)) for _ in range(stages))
         self.tied = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3) if tied else None
 
     def forward(self, stage: int, x: Tensor) -> Tensor:
@@ -60,6 +70,17 @@ def tied() -> Chain:
 
 def one() -> Chain:
     return Chain(stages=1, blocks=3)
+
+
+def frozen() -> Chain:
+    """In part, in each block, and one stage's last block altogether."""
+    model = Chain(frozen=True)
+    model.stages[1][1].requires_grad_(False)
+    return model
+
+
+def checkpointed() -> Chain:
+    return Chain(checkpointed=True)
 
 
 def one_f_one_b(micro_batches: int, ahead: int = 2) -> list[Act]:
@@ -94,6 +115,7 @@ class Runner:
         self.losses: list[Tensor] = []
 
     def act(self, act: Act) -> None:
+        observe.instant("act", "FB"[act[1]] + str(act[0]))
         micro_batch = self._done[act]
         self._done[act] += 1
         with engine_of(self._model).passes.part(act[0]):
@@ -110,6 +132,9 @@ class Runner:
             output = output.square().mean()
             self.losses.append(output.detach())
         self._outputs[at] = output
+
+    def finish(self) -> None:
+        """End the step's passes."""
 
     def seed(self, stage: int, micro_batch: int) -> tuple[Tensor, Tensor | None]:
         """The output that a backward pass begins at, and its gradient."""
@@ -144,7 +169,7 @@ def trained(
     steps: int = 3,
     **options: Any,
 ) -> list[Trained]:
-    """Train by ``acts`` on each rank."""
+    """Train by ``acts`` on each rank, by SGD unless another is given."""
 
     def rank(world: World) -> Trained:
         model = npuzero.zero(build(make=make), plan=plan, world=world, units=Block, **options)
@@ -157,6 +182,7 @@ def trained(
             run = runner(model, world.rank, step)
             for act in acts:
                 run.act(act)
+            run.finish()
             update.step()
             update.zero_grad()
             losses += run.losses
@@ -202,9 +228,10 @@ CASES = [
     pytest.param(Chain, INTERLEAVED, 3, id="two parts interleaved"),
     pytest.param(Chain, GPIPE, 3, id="two parts, all forwards first"),
     pytest.param(tied, INTERLEAVED, 3, id="two parts that share a parameter"),
+    pytest.param(frozen, INTERLEAVED, 3, id="two parts, frozen in part"),
 ]
-#: The first three sum gradients of micro-batches on each rank first, the others over the ranks first: in each of the two
-#: orders all plans agree in all bits.
+#: The first three sum gradients of micro-batches on each rank first, the others over the ranks first: in each of the
+#: two orders all plans agree in all bits.
 PLANS = ("zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3 within the step")
 ALIKE = (PLANS[:3], PLANS[3:])
 
@@ -237,3 +264,210 @@ def test_what_is_sent_and_held_is_foretold(make: Make, acts: list[Act], micro_ba
             for _, _, report in trained(make, acts, plan):
                 assert report.bytes_sent == expected.bytes_sent, (name, precision)
                 assert report.held == expected.held, (name, precision)
+
+
+def test_parameters_that_stay_within_the_step_are_gathered_once() -> None:
+    """And otherwise once for each forward and once for each backward."""
+    once = npuzero.predict(Chain(), plan_of("zero3 within the step"), SIZE, units=Block).bytes_sent["all_gather"]
+    for plan, times in (("zero3 within the step", 1), ("zero3", 2 * 3)):
+        for each in trained(Chain, INTERLEAVED, plan_of(plan)):
+            assert each.report.bytes_sent["all_gather"] == times * once
+
+
+def test_checkpointing_within_a_stage() -> None:
+    for plan in ("zero1", "zero3", "zero3 within the step"):
+        found = trained(checkpointed, INTERLEAVED, plan_of(plan))
+        assert_as_plain(found, checkpointed, 3)
+
+
+# -- gradients that torch.autograd.grad makes --------------------------------------------------------------------------
+
+
+class Split(Runner):
+    """Each backward pass in two: the gradients of the inputs at once, those of the weights an act later."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._owed: deque[tuple[int, Tensor, Tensor | None]] = deque()
+
+    def backward(self, stage: int, micro_batch: int) -> None:
+        output, seed = self.seed(stage, micro_batch)
+        if stage:
+            x = self._inputs[stage, micro_batch]
+            (x.grad,) = torch.autograd.grad(output, x, seed, retain_graph=True)
+        self._owed.append((stage, output, seed))
+        if len(self._owed) > 1:
+            self.weights()
+
+    def weights(self) -> None:
+        stage, output, seed = self._owed.popleft()
+        passes = engine_of(self._model).passes
+        parameters = [p for p in (*self._model.stages[stage].parameters(), self._model.tied) if p is not None]
+        parameters = [p for p in parameters if p.requires_grad]
+        with passes.part(stage):
+            gradients = torch.autograd.grad(output, parameters, seed, allow_unused=True)
+        passes.take_gradients(stage, dict(zip(parameters, gradients, strict=True)))
+
+    def finish(self) -> None:
+        while self._owed:
+            self.weights()
+
+
+@pytest.mark.parametrize("make", [tied, frozen])
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_that_were_taken_are_those_of_backward(make: Make, plan: str) -> None:
+    whole, split = (trained(make, INTERLEAVED, plan_of(plan), runner=runner) for runner in (Runner, Split))
+    for one, other in zip(whole, split, strict=True):
+        assert_same_bits(one.state, other.state)
+        assert torch.equal(one.losses, other.losses)
+        assert one.report.bytes_sent["reduce_scatter"] == other.report.bytes_sent["reduce_scatter"]
+
+
+# -- when R3 runs ------------------------------------------------------------------------------------------------------
+
+
+def launched(make: Make, runner: type[Runner], steps: int = 2) -> list[tuple[int, str]]:
+    """Acts of the last step, by number, and units whose R3 was launched within; behind all acts at the boundary."""
+    with observe.recording(Events()) as sink:
+        trained(make, INTERLEAVED, plan_of("zero1"), runner=runner, steps=steps)
+    events = [event for event in sink.events if isinstance(event, (Span, Instant)) and event.rank == 0]
+    events.sort(key=lambda event: event.begin_s if isinstance(event, Span) else event.at_s)
+    acts, found = 0, []
+    for event in events:
+        acts += event.category == "act"
+        if event.category == "launch reduction":
+            found.append((acts, event.name.partition("[")[0]))
+    before = acts - len(INTERLEAVED)
+    return [(act - before - 1, name) for act, name in found if act > before]
+
+
+class Raises(RuntimeError):
+    """What a pass raises."""
+
+
+class Fails(Runner):
+    """In the second step try first, and fail: in a forward or a backward pass of the second part."""
+
+    def __init__(self, model: nn.Module, rank: int, step: int) -> None:
+        super().__init__(model, rank, step)
+        if step == 1:
+            self.fail(model)
+            attempt = Runner(model, rank, step)
+            with pytest.raises(Raises):
+                for act in INTERLEAVED:
+                    attempt.act(act)
+            self._handle.remove()
+            model.zero_grad()
+
+    def fail(self, model: nn.Module) -> None:
+        self._handle = model.stages[1][0].register_forward_hook(second_time())
+
+
+class FailsInBackward(Fails):
+    def fail(self, model: nn.Module) -> None:
+        self._handle = model.stages[1][0].inner.weight.register_hook(second_time())
+
+
+def second_time() -> Callable[..., None]:
+    """A hook that raises when it is called for the second time."""
+    times = count(1)
+
+    def hook(*_: object) -> None:
+        if next(times) == 2:
+            raise Raises
+
+    return hook
+
+
+@pytest.mark.parametrize("runner", [Runner, Fails, FailsInBackward])
+def test_the_last_pass_of_a_part_sums_its_gradients_and_the_last_of_all_the_roots(runner: type[Runner]) -> None:
+    blocks = [f"stages.{stage}.{block}" for stage in (1, 0) for block in (1, 0)]
+    last = [(10, blocks[0]), (10, blocks[1]), (11, blocks[2]), (11, blocks[3])]
+    assert INTERLEAVED[10:] == [B1, B0]
+    assert launched(tied, runner) == [*last, (11, "root")]
+    assert launched(tied, Runner, steps=1) == [(11, name) for name in (*blocks, "root")], "at the boundary"
+
+
+@pytest.mark.parametrize("runner", [Fails, FailsInBackward])
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "zero3 within the step"])
+def test_training_goes_on_after_an_exception(runner: type[Runner], plan: str) -> None:
+    found, without = (trained(tied, INTERLEAVED, plan_of(plan), runner=each) for each in (runner, Runner))
+    for each, expected in zip(found, without, strict=True):
+        assert_same_bits(each.state, expected.state)
+
+
+# -- what else there is ------------------------------------------------------------------------------------------------
+
+
+class NoSync(Runner):
+    """All passes of the first two micro-batches add up on each rank."""
+
+    def act(self, act: Act) -> None:
+        with npuzero.no_sync(self._model) if self._done[act] < 2 else nullcontext():
+            super().act(act)
+
+
+def test_no_sync() -> None:
+    for plan in PLANS:
+        found = trained(tied, INTERLEAVED, plan_of(plan), runner=NoSync)
+        assert_as_plain(found, tied, 3)
+
+
+def test_updates_that_begin_in_the_last_backward_pass() -> None:
+    plan = plan_of("zero2").offloaded("host")
+    late, early = (
+        trained(tied, INTERLEAVED, plan, optimizer=partial(npuzero.AdamW, early=early), steps=4)
+        for early in (False, True)
+    )
+    for one, other in zip(late, early, strict=True):
+        assert_same_bits(one.state, other.state)
+
+
+def test_a_finite_guard_names_the_stage() -> None:
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(make=Chain), 2, world=world, units=Block)
+        engine_of(model).passes.divide([["stages.0"], ["stages.1"]])
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with npuzero.FiniteGuard(model) as guard:
+            for step in range(3):
+                handle = model.stages[1][0].register_forward_hook(lambda *_: _[-1] / 0.0) if step == 1 else None
+                run = Runner(model, world.rank, step)
+                if step == 2:
+                    with pytest.raises(npuzero.NonFiniteError, match=r"stages\.1\.0"):
+                        run.act(F0)
+                    break
+                for act in INTERLEAVED:
+                    run.act(act)
+                guard.check(torch.stack(run.losses).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                if handle is not None:
+                    handle.remove()
+
+    comm.run_threads(SIZE, rank)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def rank(world: World) -> None:
+        model = npuzero.zero(build(make=Chain), 2, world=world, units=Block)
+        passes = engine_of(model).passes
+        with pytest.raises(ConfigError, match=r"unit 'stages\.1\.0'"):
+            passes.divide([[model.stages[0]]])
+        passes.divide([[model.stages[0]], [model.stages[1]]])
+        output = model(1, model(0, data_of(0, 0, world.rank)))
+        with passes.part(1), pytest.raises(StateError, match=r"gradients of unit 'stages\.0\.1'"):
+            output.sum().backward()
+        model.zero_grad()
+        weight = model.stages[0][0].inner.weight
+        for number, gradient in ((1, torch.zeros(2 * WIDTH, WIDTH)), (0, torch.zeros(WIDTH))):
+            with pytest.raises(ConfigError, match=f"take_gradients, part {number}"):
+                passes.take_gradients(number, {weight: gradient})
+
+    comm.run_threads(SIZE, rank)
+    for wrong in (
+        {"acts": [F1]},
+        {"parts": [["stages"]]},
+        {"acts": [(2, False)], "parts": [["stages.0"], ["stages.1"]]},
+    ):
+        with pytest.raises(ConfigError, match="predict: acts"):
+            npuzero.predict(Chain(), "zero2", SIZE, units=Block, **wrong)
