@@ -243,9 +243,8 @@ class _Rank:
             unit.state = State.WHOLE
 
     def _release(self, unit: Unit, keep: list[Held]) -> None:
-        """Hold ``keep`` of a unit, by run, and no more; what is held as its forward ended serves its own backward."""
-        more = any(held.more for held in keep)
-        if not unit.apart or unit.state is State.SHARDED or (more and unit.state is State.HELD):
+        """Hold ``keep`` of a unit, by run, and no more."""
+        if not unit.apart or unit.state is State.SHARDED:
             return
         if unit.state is State.GATHERING:  # gathered ahead, and never used
             self._finish_gather(unit)
@@ -257,7 +256,7 @@ class _Rank:
             if kind.apart and whole and not held.all:
                 self._moves.append(Give(kind.whole, count))
         unit.held = keep
-        unit.state = State.HELD if more else State.SHARDED
+        unit.state = State.HELD if any(held.more for held in keep) else State.SHARDED
 
     def _restore(self, unit: Unit) -> None:
         for kind, count in unit.trainable:

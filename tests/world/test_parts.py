@@ -167,12 +167,12 @@ def trained(
     optimizer: Callable[..., Any] = SGD,
     lr: float = 0.1,
     steps: int = 3,
-    **options: Any,
+    size: int = SIZE,
 ) -> list[Trained]:
     """Train by ``acts`` on each rank, by SGD unless another is given."""
 
     def rank(world: World) -> Trained:
-        model = npuzero.zero(build(make=make), plan=plan, world=world, units=Block, **options)
+        model = npuzero.zero(build(make=make), plan=plan, world=world, units=Block)
         stages = len(model.stages)
         if stages > 1:
             engine_of(model).passes.divide([[stage] for stage in model.stages])
@@ -191,7 +191,7 @@ def trained(
             {name: value.clone() for name, value in state.items()}, torch.stack(losses), npuzero.report(model)
         )
 
-    return comm.run_threads(SIZE, rank)
+    return comm.run_threads(size, rank)
 
 
 @cache
@@ -258,12 +258,22 @@ PLACED = (*PLANS, "hpz", "hpz within the step", "mics", "hsdp")
 def test_what_is_sent_and_held_is_foretold(make: Make, acts: list[Act], micro_batches: int) -> None:
     for name in PLACED:
         for precision in ("fp32", "bf16"):
-            plan = plan_of(name, precision)
-            parts = [[f"stages.{i}"] for i in range(len(make().stages))]
-            expected = npuzero.predict(make(), plan, SIZE, units=Block, acts=acts, parts=parts, moments=0)
-            for _, _, report in trained(make, acts, plan):
-                assert report.bytes_sent == expected.bytes_sent, (name, precision)
-                assert report.held == expected.held, (name, precision)
+            assert_foretold(make, acts, plan_of(name, precision), SIZE)
+
+
+@pytest.mark.parametrize(("make", "acts"), [(one, one_f_one_b(4)), (Chain, INTERLEAVED)])
+def test_a_copy_that_is_held_after_forward_is_foretold(make: Make, acts: list[Act]) -> None:
+    """A backward pass lets go of what a later forward holds: that one's backward gathers anew, or the next forward."""
+    for between in (None, Placement(("local",)), Placement()):
+        assert_foretold(make, acts, replace(Plan.preset("hpz", local_size=2), between=between), 4)
+
+
+def assert_foretold(make: Make, acts: Sequence[Act], plan: Plan, size: int) -> None:
+    parts = [[f"stages.{i}"] for i in range(len(make().stages))]
+    expected = npuzero.predict(make(), plan, size, units=Block, acts=acts, parts=parts, moments=0)
+    for _, _, report in trained(make, acts, plan, size=size):
+        assert report.bytes_sent == expected.bytes_sent, plan.name
+        assert report.held == expected.held, plan.name
 
 
 def test_parameters_that_stay_within_the_step_are_gathered_once() -> None:
