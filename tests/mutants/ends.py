@@ -46,8 +46,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an end waits within backward for the other, which waits for it",
         "shard/reduce.py",
-        "boundary = self._pass is Pass.LAST and gradient.meets_in_pass",
-        "boundary = self._pass is Pass.LAST and gradient.meets_at_boundary",
+        "boundary = role is Pass.LAST and gradient.meets_in_pass",
+        "boundary = role is Pass.LAST and gradient.meets_at_boundary",
         (f"{WORLD}test_neither_end_waits_for_the_other_within_a_pass",),
     ),
     Mutant(

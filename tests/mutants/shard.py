@@ -14,15 +14,15 @@ MUTANTS = (
     # in which order
     Mutant(
         "reductions start in the order of forward",
-        "shard/reduce.py",
-        "for unit in (*reversed(units[1:]), units[0]) for",
-        "for unit in units for",
+        "shard/parts.py",
+        "return [*reversed(units[1:]), units[0]]",
+        "return list(units)",
         (f"{ORDER}[True-1-zero3]",),
     ),
     Mutant(
         "the next unit is gathered only once its own forward begins",
         "shard/passes.py",
-        "self._start_gathers(self._trace.after(unit.index, self._ahead))",
+        "self._start_gathers(self._part.trace.after(unit.index, self._ahead))",
         "pass",
         (f"{ORDER}[True-1-zero3]",),
     ),
