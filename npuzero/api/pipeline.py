@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from npuzero import device
-from npuzero.api.model import PlanLike, chosen_plan, predict, zero
+from npuzero.api.model import PlanLike, chosen_plan, zero
 from npuzero.checkpoint.weights import Weights
 from npuzero.comm import Mesh
 from npuzero.config import Settings
-from npuzero.errors import ConfigError, keywords
+from npuzero.errors import keywords
+from npuzero.parallel.kept import kept_between
 from npuzero.parallel.pipeline import Loss, Pipeline, agreed
 from npuzero.parallel.schedule import schedule as table_of
 from npuzero.parallel.stages import divide
 from npuzero.parallel.tensor import repeats_activations
-from npuzero.plan import PIPE, Memory, Placement, Plan, PrecisionLike
-
-#: Of the device's memory, that a training state may take which is kept unsharded between micro-batches.
-_SHARE = 0.5
+from npuzero.plan import PIPE, Plan, PrecisionLike
+from npuzero.shard.plans import Plans
 
 
 @keywords(preset="plan", dtype="precision", num_chunks="chunks", num_microbatches="micro_batches", loss="loss_fn")
@@ -93,10 +89,8 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     pipe.follow(table)
     settings = Settings() if settings is None else settings
     own = chosen_plan(stage, plan, precision, local_size)
-    if table.name == "zero-bubble":
-        own = _kept(own)
-    elif not isinstance(plan, Plan):
-        own = _kept_between(own, pipe, mesh, offload=offload, unit_plans=unit_plans, settings=settings)
+    if table.name == "zero-bubble" or not isinstance(plan, Plan):
+        own = kept_between(own, pipe, mesh, settings, Plans.named(own, unit_plans, offload))
     zero(
         pipe,
         plan=own,
@@ -111,33 +105,3 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     )
     pipe.open(mesh, loss_fn, repeated=repeated, overlap=settings.overlaps_activations)
     return pipe
-
-
-def _kept(plan: Plan) -> Plan:
-    """Return the plan by which parameters stay unsharded until the step, as the gradients of weights need them.
-
-    Raises:
-        ConfigError: it says otherwise.
-    """
-    if plan.between is not None and plan.between.axes:
-        raise ConfigError(
-            f"plan {plan.name!r}, between, under the schedule zero-bubble",
-            expected="parameters that stay unsharded until the step: a weight's gradient is computed long after those "
-            "that pass through it",
-            got=str(plan.between),
-            do="Leave it out, or choose the schedule 1f1b.",
-        )
-    return replace(plan, between=Placement(()))
-
-
-def _kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, **options: Any) -> Plan:
-    """Return the plan by which parameters stay unsharded until the step, where every rank has the memory for it."""
-    if plan.between is not None or plan.parameters.axes == () or plan.parameters.far:
-        return plan
-    kept = replace(plan, between=Placement(()))
-    foreseen = predict(pipe, kept, mesh, **options)
-    total, sharers = device.get(mesh.world.device).memory().total, 1
-    if mesh.world.device.type == "cpu":
-        sharers = len(mesh.world.local)
-    fits = total is None or sum(foreseen.held[Memory.DEVICE].values()) * sharers <= _SHARE * total
-    return kept if all(mesh.world.exchange(fits, "pipeline")) else plan

@@ -219,7 +219,7 @@ def _run(division: Division, number: int) -> _Chain | Section:
 
 
 class _Tree:
-    """Grow bare modules that lead to the blocks of some stages, by their names in the whole model.
+    """Make bare modules that lead to the blocks of some stages, by their names in the whole model.
 
     Parts without parameters, such as rotary embeddings, are on every stage. A parameter is called as in the whole
     model, by its first name, also where that is of a block elsewhere; and a tied one by all its names, so that at both

@@ -135,7 +135,7 @@ class _Rank:
         return self._moves
 
     def _acts(self, acts: Sequence[tuple[int, bool]]) -> None:
-        """Forwards and backwards of parts, in the order given."""
+        """Add forwards and backwards of parts, in the order given."""
         passes = Counter(unit.index for number, backward in acts if backward for unit in self._parts[number].units)
         for unit in self._units:
             unit.passes = passes[unit.index]

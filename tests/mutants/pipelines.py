@@ -53,7 +53,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters are gathered for each micro-batch under presets, too",
-        "api/pipeline.py",
+        "parallel/kept.py",
         "return kept if all(",
         "return plan if all(",
         (f"{PIPE}test_presets_keep_parameters_between_micro_batches",),
