@@ -182,6 +182,7 @@ class Runner:
 
     def run(self, batch: Batch, train: bool, scaler: Scaler | None) -> Any:
         """Run one step, see :meth:`Pipeline.step`."""
+        self._engine.finite.look()  # on all stages at once: it may raise
         self._failure = None
         self._forget()
         self._train, self._scaler = train, scaler

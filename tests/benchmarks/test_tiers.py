@@ -87,9 +87,10 @@ def test_a_page_has_the_picture_where_its_records_are() -> None:
     assert figures.DISK_PICTURE.name not in figures.markdown([], {})
 
 
-def test_growth_is_what_the_least_that_is_held_rises_by() -> None:
-    assert highwater.growth([100.0 + 7 * step for step in range(20)]) == 7
-    assert highwater.growth([100.0 + 7 * step + 900 * (step % 3) for step in range(60)]) == 7
+def test_growth_is_what_nine_steps_in_ten_hold_at_least_rises_by() -> None:
+    assert highwater.growth([100.0 + 7 * step for step in range(20)]) == pytest.approx(7)
+    assert highwater.growth([100.0 + 7 * step + 900 * (step % 3) for step in range(60)]) == pytest.approx(7)
+    assert highwater.growth([100.0 - 900 * (step == 3) for step in range(200)]) == 0
     assert highwater.growth([100.0 + 900 * (step > 150) * (step % 9 > 0) for step in range(200)]) == 0
 
 
