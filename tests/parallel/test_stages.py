@@ -199,16 +199,15 @@ def test_a_transformers_model_is_divided_anywhere(split: tuple[int, ...]) -> Non
     assert torch.equal(through(stages, batch["input_ids"]).logits, whole(batch["input_ids"]).logits)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 def test_modes_reach_what_a_stage_has_beside_its_blocks() -> None:
-    model: Any = build(make=of("GPTNeoX", hidden_dropout=0.5))
-    stages = all_of(divide(copy.deepcopy(model), 2))
+    model: Any = build(make=MODELS["llama"])
+    model.model.dropout = nn.Dropout(0.5)
+    model.model.layers[2].register_forward_hook(lambda _layer, _args, output: model.model.dropout(output))
+    stages = all_of(divide(model.train(), 2))
     tokens = batch_of(0, 0)["input_ids"]
-    assert torch.equal(through(stages.eval(), tokens).logits, model.eval()(tokens).logits)
-    torch.manual_seed(0)
-    expected = model.train()(tokens).logits
-    torch.manual_seed(0)
-    assert torch.equal(through(stages.train(), tokens).logits, expected)
+    assert stages.eval() is stages and not model.model.dropout.training
+    assert torch.equal(through(stages, tokens).logits, model.eval()(tokens).logits)
+    assert stages.train() is stages and model.model.dropout.training
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
