@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
-import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ import npuzero
 from npuzero import comm, parallel
 from npuzero.comm import World
 from npuzero.errors import ConfigError
-from npuzero.parallel.splits import Block, split_blocks
 from npuzero.parallel.stages import Division, Stages, divide
 from npuzero.plan import PIPE, Relation
 from npuzero.shard.discover import discover
@@ -365,32 +362,6 @@ def test_over_slices_of_sequences() -> None:
 
 
 # -- which blocks ------------------------------------------------------------------------------------------------------
-
-
-def best(blocks: Sequence[Block], stages: int) -> tuple[int, int]:
-    """The least largest cost, and then the least largest number of parameters, of all partitions."""
-    found = []
-    for inner in itertools.combinations(range(1, len(blocks)), stages - 1):
-        ends = [0, *inner, len(blocks)]
-        parts = [blocks[a:b] for a, b in itertools.pairwise(ends)]
-        if all(sum(block.numel for block in part) for part in parts):
-            found.append(largest(parts))
-    return min(found)
-
-
-def largest(parts: Sequence[Sequence[Block]]) -> tuple[int, int]:
-    return max(sum(b.cost for b in part) for part in parts), max(sum(b.numel for b in part) for part in parts)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_splits_are_the_best_of_all(seed: int) -> None:
-    chance = random.Random(seed)
-    blocks = [Block(str(i), cost := chance.choice((0, 1, 2, 9)), cost + chance.choice((0, 1, 5))) for i in range(8)]
-    stages = min(chance.randint(1, 5), sum(map(bool, (block.numel for block in blocks))))
-    known = {block.name: block for block in blocks}
-    parts = [[known[name] for name in part] for part in split_blocks(blocks, stages, None)]
-    assert [block for part in parts for block in part] == blocks and len(parts) == stages
-    assert largest(parts) == best(blocks, stages)
 
 
 def test_embeddings_cost_nothing_and_heads_do() -> None:
