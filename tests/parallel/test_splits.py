@@ -35,3 +35,8 @@ def test_splits_are_the_best_of_all(seed: int) -> None:
     parts = [[known[name] for name in part] for part in split_blocks(blocks, stages, None)]
     assert [block for part in parts for block in part] == blocks and len(parts) == stages
     assert largest(parts) == best(blocks, stages)
+
+
+def test_every_stage_has_parameters() -> None:
+    blocks = [Block(str(i), cost, cost) for i, cost in enumerate((0, 9, 1, 1))]
+    assert split_blocks(blocks, 3, None) == (("0", "1"), ("2",), ("3",)), "though the 9 alone would be as slow"
