@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,20 +22,48 @@ class Side:
 
     Attributes:
         name: for people.
-        contender: of benchmarks.axes.contenders.
+        contender: an entry of the CONTENDERS of ``work``.
         sizes: of its model and batches.
-        shared: neighbouring ranks that compute one batch together.
+        shared: ranks that compute one batch together.
+        apart: they are not neighbours, but have all other batches' ranks between them.
+        learns: trains the model, so that its losses can be checked.
+        work: the module that makes its ranks.
     """
 
     name: str
     contender: str
     sizes: Llama
     shared: int
+    apart: bool = False
+    learns: bool = True
+    work: str = "benchmarks.axes.work"
+
+    def batch(self, rank: int, ranks: int) -> int:
+        """The batch that ``rank`` of ``ranks`` takes part in."""
+        return rank % (ranks // self.shared) if self.apart else rank // self.shared
+
+    def team(self, batches: list[list[int]], contender: str = "", threads: int = 1) -> Team:
+        """The ranks that have these batches each, of this contender or another."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        named = f"{self.work}:{contender or self.contender}"
+        return Team(
+            contender or self.name,
+            python_worker(self.work),
+            len(batches),
+            options={"contender": named, "batches": batches, "workload": asdict(self.sizes)},
+            threads=threads,
+            variables={"PYTHONPATH": path},
+            start_s=600.0,
+        )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of both comparisons."""
-    Llama.add_options(parser)
+def nothing(teams: Mapping[str, Team], result: Result) -> None:
+    """Ask no more of the contenders."""
+
+
+def add_options(parser: argparse.ArgumentParser, sizes: type[Llama] = Llama) -> None:
+    """The options of every comparison; those of ``sizes`` among them."""
+    sizes.add_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="each a process with one thread")
     parser.add_argument("--rounds", type=int, default=15, help="at the most")
     parser.add_argument("--seconds", type=float, default=120.0, help="of rounds, at the most")
@@ -44,25 +72,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the record there (JSON)")
 
 
-def measure(name: str, title: str, sides: Sequence[Side], options: argparse.Namespace) -> Result:
+def measure(
+    name: str,
+    title: str,
+    sides: Sequence[Side],
+    options: argparse.Namespace,
+    also: Callable[[Mapping[str, Team], Result], None] = nothing,
+) -> Result:
     """Return the times of all sides, the first of which is the baseline, and what each held.
+
+    Args:
+        also: called with the sides' teams by name after that, and the result.
 
     Raises:
         BenchmarkError: one of them does not start, or learns something else than plain torch.
     """
     wanted: dict[tuple[Llama, int], list[float]] = {}
     for side in sides:
-        if (side.sizes, side.shared) not in wanted:
+        if side.learns and (side.sizes, side.shared) not in wanted:
             wanted[side.sizes, side.shared] = reference(side, options)
     with ExitStack() as stack:
         teams = {}
         for side in sides:
             print(f"starting {side.name}", flush=True)
-            batches = [[rank // side.shared] for rank in range(options.ranks)]
-            teams[side.name] = stack.enter_context(_team(side.name, side.contender, side.sizes, batches))
+            batches = [[side.batch(rank, options.ranks)] for rank in range(options.ranks)]
+            teams[side.name] = stack.enter_context(side.team(batches))
 
         def check() -> str:
-            return "; ".join(_learns(side, teams[side.name], wanted[side.sizes, side.shared]) for side in sides)
+            those = [side for side in sides if side.learns]
+            return "; ".join(_learns(side, teams[side.name], wanted[side.sizes, side.shared]) for side in those)
 
         parameters = {"ranks": options.ranks, "sides": {side.name: asdict(side.sizes) for side in sides}}
         contenders = [team.contender() for team in teams.values()]
@@ -74,6 +112,7 @@ def measure(name: str, title: str, sides: Sequence[Side], options: argparse.Name
             held = [look["peak_bytes"] - look["base_bytes"] for look in looks]
             parts = {part: max(look["parts_s"][part] for look in looks) for part in looks[0]["parts_s"]}
             result.values[side.name].update(held_bytes=max(held), parts_s=parts)
+        also(teams, result)
     return result
 
 
@@ -92,7 +131,7 @@ def reference(side: Side, options: argparse.Namespace) -> list[float]:
     """Plain torch's losses, one process taking the batches of all ranks."""
     batches = [list(range(options.ranks // side.shared))]
     print(f"plain torch, as {side.name} is to learn", flush=True)
-    with _team("plain", "plain", side.sizes, batches, threads=2) as team:
+    with side.team(batches, "plain", threads=2) as team:
         losses: list[float] = team.ask("train", steps=options.checked)[0]
     return losses
 
@@ -109,16 +148,3 @@ def _learns(side: Side, team: Team, wanted: list[float]) -> str:
             do="No figure is taken of a contender that learns something else: correct it.",
         )
     return f"losses of {side.name} within {band} of plain torch's: {', '.join(f'{loss:.4f}' for loss in wanted)}"
-
-
-def _team(name: str, contender: str, sizes: Llama, batches: list[list[int]], threads: int = 1) -> Team:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return Team(
-        name,
-        python_worker("benchmarks.axes.work"),
-        len(batches),
-        options={"contender": f"benchmarks.axes.contenders:{contender}", "batches": batches, "workload": asdict(sizes)},
-        threads=threads,
-        variables={"PYTHONPATH": path},
-        start_s=600.0,
-    )

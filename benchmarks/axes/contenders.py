@@ -79,6 +79,13 @@ def sharded(model: nn.Module, workload: Workload, mesh: Any, preset: str) -> Ste
 
     precision = workload.precision + ("-split" if workload.precision == "bf16" else "")
     npuzero.zero(model, plan=npuzero.Plan.preset(preset, precision=precision), mesh=mesh)
+    return trained(model)
+
+
+def trained(model: nn.Module) -> Steps:
+    """npuzero's clipping and AdamW on a model that it has sharded."""
+    import npuzero
+
     optimizer = npuzero.AdamW(model.parameters(), **HYPER)
 
     def update() -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.axes.contenders import CONTENDERS
 from benchmarks.axes.llama import Llama
 from benchmarks.step.work import Rank
+
+__all__ = ["CONTENDERS", "make"]
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> Rank:

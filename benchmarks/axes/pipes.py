@@ -1,0 +1,195 @@
+"""One rank of a contender whose layers are divided over the stages of a pipeline; options as those of axes.work.
+
+All cut the model behind the same layer, run the same micro-batches in the order of 1F1B, clip by the norm over all
+stages and update with AdamW. Within a stage's ranks parameters are sharded, and gathered once a step: FSDP2 does so
+with ``reshard_after_forward=False``, npuzero where the memory allows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.axes.contenders import plain, trained
+from benchmarks.axes.llama import Llama
+from benchmarks.peers.contenders import join
+from benchmarks.step.contenders import Build, Steps, plain_steps
+from benchmarks.step.work import Rank
+from benchmarks.step.workload import HYPER, MAX_NORM
+
+STAGES = 2
+FIRST = "model.embed_tokens"  # of the blocks
+
+
+@dataclass(frozen=True)
+class Piped(Llama):
+    """Sizes of a step that goes through stages in micro-batches, ``first`` layers in the first of two stages."""
+
+    sequence: int = 128
+    batch: int = 8
+    micro_batches: int = 8
+    first: int = 5
+
+    @property
+    def sent(self) -> Tensor:
+        """What a micro-batch has between the stages."""
+        shape = (self.batch // self.micro_batches, self.sequence, self.dim)
+        return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends to the other stage in a step: activations, or their gradients."""
+        return self.micro_batches * self.sent.nbytes
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a rank of 1F1B has nothing to do, where both stages take as long."""
+        return (STAGES - 1) / (self.micro_batches + STAGES - 1)
+
+
+class PipedRank(Rank):
+    """A rank that says what its stage has sent."""
+
+    def sent(self) -> int:
+        """The bytes between stages that npuzero has counted in the last step."""
+        import npuzero
+
+        return npuzero.report(self._steps.model).bytes_sent["send"]
+
+
+def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+    """The rank of this team."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return PipedRank(rank, options, Piped)
+
+
+class Stage(nn.Module):
+    """One of two stages of a Llama: tokens int64[B, T] to activations [B, T, D], or these to logits [B, T, V]."""
+
+    def __init__(self, model: Any, stage: int, first: int) -> None:
+        super().__init__()
+        self.begins = stage == 0
+        self.model = model.model
+        self.head: nn.Module = nn.Identity() if self.begins else model.lm_head
+        if self.begins:
+            self.model.layers = self.model.layers[:first]
+            self.model.norm = nn.Identity()
+        else:
+            self.model.layers = self.model.layers[first:]
+            self.model.embed_tokens = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"input_ids" if self.begins else "inputs_embeds": x}
+        return self.head(self.model(**given).last_hidden_state)
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of ``tokens`` int64[B, T] under ``logits`` [B, T, V]."""
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def scheduled(steps: Steps, loss: Callable[[nn.Module, Tensor], Tensor]) -> Steps:
+    """Steps whose ``loss`` runs all of a schedule, backward too."""
+    return replace(steps, loss=loss, backward=lambda loss: None)
+
+
+def compute_only() -> Build:
+    """A stage's work alone: forward and backward of each micro-batch, and its update; nothing is sent."""
+    begins = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // STAGES
+
+    def build(model: nn.Module, workload: Piped) -> Steps:  # type: ignore[override]
+        stage = Stage(model, 0 if begins else 1, workload.first).to(workload.dtype)
+        received = torch.randn_like(workload.sent, device="cpu")
+
+        def loss(stage: nn.Module, tokens: Tensor) -> Tensor:
+            for micro in tokens.chunk(workload.micro_batches):
+                if begins:
+                    stage(micro[:, :-1]).backward(received / received.numel())
+                else:
+                    found = token_loss(stage(received.clone().requires_grad_()), micro[:, 1:])
+                    (found / workload.micro_batches).backward()
+            return torch.zeros(())
+
+        return scheduled(plain_steps(stage), loss)
+
+    return build
+
+
+def pipeline(preset: str) -> Build:
+    """npuzero: a pipeline whose stages are sharded by a preset over data ranks."""
+    import npuzero
+
+    def build(model: nn.Module, workload: Piped) -> Steps:  # type: ignore[override]
+        npuzero.init()
+        pipe = npuzero.pipeline(
+            model,
+            npuzero.mesh(pipe=STAGES),
+            plan=preset,
+            precision=workload.precision + ("-split" if workload.precision == "bf16" else ""),
+            micro_batches=workload.micro_batches,
+            split=(FIRST, f"model.layers.{workload.first}"),
+            loss_fn=lambda output, target: token_loss(output.logits, target),
+        )
+        return scheduled(trained(pipe), lambda pipe, tokens: pipe.step(tokens[:, :-1], target=tokens[:, 1:]))
+
+    return build
+
+
+def torchs(backend: str) -> Build:
+    """torch.distributed.pipelining over the stages, FSDP2 over data ranks: torch's own."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    if backend == "shm":
+        import npuzero  # noqa: F401  here, since what is imported is no part of the memory that is measured
+
+    def build(model: nn.Module, workload: Piped) -> Steps:  # type: ignore[override]
+        join(backend)
+        shape = (STAGES, dist.get_world_size() // STAGES)
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "data"))
+        group, number = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
+        stage = Stage(model, number, workload.first)
+        policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=workload.dtype)
+        for module in (*stage.model.layers, stage):
+            fully_shard(module, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=False)
+        piece = PipelineStage(stage, number, STAGES, torch.device("cpu"), group=group)
+        schedule = Schedule1F1B(piece, workload.micro_batches, loss_fn=token_loss)
+        parameters = list(stage.parameters())
+        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+
+        def loss(_: nn.Module, tokens: Tensor) -> Tensor:
+            if number == 0:
+                schedule.step(tokens[:, :-1], return_outputs=False)
+                return torch.zeros(())
+            losses: list[Tensor] = []
+            schedule.step(target=tokens[:, 1:], losses=losses, return_outputs=False)
+            return STAGES * torch.stack(losses).mean()  # so that the mean over all ranks is the loss
+
+        def update() -> None:
+            squared = nn.utils.get_total_norm([each.grad for each in parameters]).full_tensor().square()
+            dist.all_reduce(squared, group=group)
+            nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, squared.sqrt())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return scheduled(Steps(stage, update), loss)
+
+    return build
+
+
+CONTENDERS: dict[str, Callable[[], Build]] = {
+    "plain": plain,
+    "compute": compute_only,
+    "zero3": partial(pipeline, "zero3"),
+    "zero2": partial(pipeline, "zero2"),
+    "torch": partial(torchs, "gloo"),
+    "torch-shm": partial(torchs, "shm"),
+}

@@ -1,0 +1,72 @@
+"""A training step over the stages of a pipeline beside torch's, in the same rounds. From the repository's root::
+
+    python -m benchmarks.pipeline --out runs/bench/pipeline.json                 # about 5 minutes on two cores
+    python -m benchmarks.pipeline --precision bf16 --out runs/bench/pipeline-bf16.json
+    python -m benchmarks.pipeline --ranks 4 --out runs/bench/pipeline-4.json     # pipe 2 x data 2
+    python -m benchmarks.pipeline --rounds 1 --trace runs/bench/trace/pipeline.json
+
+A Llama of transformers with 32 M parameters, its layers divided over two stages, eight micro-batches in the order of
+1F1B: npuzero (stage 3 within a stage's ranks, shared memory; of data ranks stage 2, too) beside torch's PipelineStage,
+Schedule1F1B and FSDP2, over gloo and over npuzero's backend "shm". Each clips by the norm over all stages and updates
+with AdamW. *compute only* is what each rank does between what it sends and receives: forward and backward of its own
+stage's micro-batches, and the update of all its parameters, in as many processes.
+
+Goals: 0.85 of torch's time and no more memory; and 1.05 (1 + bubble) of compute only, the bubble being the share of a
+step in which a rank has nothing to do. That one is of two ranks: where ranks share a core, one works in the bubble of
+another.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.axes.beside import Side, add_options, measure, told
+from benchmarks.axes.pipes import STAGES, Piped
+from npuzero.bench import Record, Result, Team, fingerprint, typed
+
+GOAL, COMPUTE_GOAL = 0.85, 1.05
+OWN, ZERO2, GLOO, SHM, COMPUTE = "npuzero", "npuzero zero2", "torch", 'torch on "shm"', "compute only"
+CONTENDERS = {GLOO: "torch", SHM: "torch-shm", COMPUTE: "compute", OWN: "zero3"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, Piped)
+    parser.set_defaults(rounds=30)
+    options = parser.parse_args(arguments)
+    record = Record.begin("pipeline", typed(), fingerprint())
+    sizes = Piped.of(options)
+    contenders = CONTENDERS | ({ZERO2: "zero2"} if options.ranks > STAGES else {})
+    sides = [
+        Side(name, each, sizes, STAGES, apart=True, learns=name != COMPUTE, work="benchmarks.axes.pipes")
+        for name, each in contenders.items()
+    ]
+    title = (
+        f"step over {STAGES} stages of {options.ranks} ranks, {sizes.precision}, {sizes.micro_batches} micro-batches"
+    )
+    also = partial(ask, sizes=sizes)
+    result = measure(f"pipeline/{sizes.precision}-{options.ranks}", title, sides, options, also)
+    record.results.append(result)
+    print(told(result))
+    for other in (GLOO, SHM):
+        held = result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"]
+        slow = result.slowdown(OWN, other).median
+        print(f"beside {other}: time {slow:.3f}, goal {GOAL}; memory {held:.3f}, goal 1")
+    print(f"of {COMPUTE}: time {result.slowdown(OWN, COMPUTE).median:.3f}, goal {COMPUTE_GOAL * (1 + sizes.bubble):.3f}")
+    if options.out is not None:
+        record.write(options.out)
+
+
+def ask(teams: Mapping[str, Team], result: Result, sizes: Piped) -> None:
+    """Note the bubble of the schedule, and the bytes that go between stages: those there are to send, and npuzero's."""
+    result.parameters.update(bubble=sizes.bubble, sent_bytes=sizes.sent_bytes)
+    for name in (OWN, ZERO2):
+        if name in teams:
+            result.values[name]["sent_bytes"] = teams[name].ask("sent")
+
+
+if __name__ == "__main__":
+    main()
