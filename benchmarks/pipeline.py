@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks.axes.beside import Side, add_options, measure, told
 from benchmarks.axes.pipes import STAGES, Piped
+from benchmarks.step.compare import write_trace
 from npuzero.bench import Record, Result, Team, fingerprint, typed
 
 GOAL, COMPUTE_GOAL = 0.85, 1.05
@@ -35,6 +36,7 @@ CONTENDERS = {GLOO: "torch", SHM: "torch-shm", COMPUTE: "compute", OWN: "zero3"}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, Piped)
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of npuzero's step there, for benchmarks.trace")
     parser.set_defaults(rounds=30)
     options = parser.parse_args(arguments)
     record = Record.begin("pipeline", typed(), fingerprint())
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = (
         f"step over {STAGES} stages of {options.ranks} ranks, {sizes.precision}, {sizes.micro_batches} micro-batches"
     )
-    also = partial(ask, sizes=sizes)
+    also = partial(ask, sizes=sizes, trace=options.trace)
     result = measure(f"pipeline/{sizes.precision}-{options.ranks}", title, sides, options, also)
     record.results.append(result)
     print(told(result))
@@ -55,17 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         held = result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"]
         slow = result.slowdown(OWN, other).median
         print(f"beside {other}: time {slow:.3f}, goal {GOAL}; memory {held:.3f}, goal 1")
-    print(f"of {COMPUTE}: time {result.slowdown(OWN, COMPUTE).median:.3f}, goal {COMPUTE_GOAL * (1 + sizes.bubble):.3f}")
+    print(
+        f"of {COMPUTE}: time {result.slowdown(OWN, COMPUTE).median:.3f}, goal {COMPUTE_GOAL * (1 + sizes.bubble):.3f}"
+    )
     if options.out is not None:
         record.write(options.out)
 
 
-def ask(teams: Mapping[str, Team], result: Result, sizes: Piped) -> None:
+def ask(teams: Mapping[str, Team], result: Result, sizes: Piped, trace: Path | None) -> None:
     """Note the bubble of the schedule, and the bytes that go between stages: those there are to send, and npuzero's."""
     result.parameters.update(bubble=sizes.bubble, sent_bytes=sizes.sent_bytes)
-    for name in (OWN, ZERO2):
-        if name in teams:
-            result.values[name]["sent_bytes"] = teams[name].ask("sent")
+    for name in {OWN, ZERO2} & teams.keys():
+        result.values[name]["sent_bytes"] = teams[name].ask("sent")
+    if trace is not None:
+        schedule = {"name": "1f1b", "ranks": STAGES, "micro_batches": sizes.micro_batches}
+        write_trace(trace, teams[OWN].ask("trace", steps=2), title=f"{result.title}.", schedule=schedule)
 
 
 if __name__ == "__main__":

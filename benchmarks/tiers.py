@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from benchmarks.figures import costs, exact
+from benchmarks.goals import costs, exact
 from npuzero.bench import Result
 from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PARTS, STYLE, TEXT, caption
 

@@ -104,7 +104,7 @@ def compute_only() -> Build:
     """A stage's work alone: forward and backward of each micro-batch, and its update; nothing is sent."""
     begins = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // STAGES
 
-    def build(model: nn.Module, workload: Piped) -> Steps:  # type: ignore[override]
+    def build(model: nn.Module, workload: Piped) -> Steps:
         stage = Stage(model, 0 if begins else 1, workload.first).to(workload.dtype)
         received = torch.randn_like(workload.sent, device="cpu")
 
@@ -126,7 +126,7 @@ def pipeline(preset: str) -> Build:
     """npuzero: a pipeline whose stages are sharded by a preset over data ranks."""
     import npuzero
 
-    def build(model: nn.Module, workload: Piped) -> Steps:  # type: ignore[override]
+    def build(model: nn.Module, workload: Piped) -> Steps:
         npuzero.init()
         pipe = npuzero.pipeline(
             model,
@@ -151,7 +151,7 @@ def torchs(backend: str) -> Build:
     if backend == "shm":
         import npuzero  # noqa: F401  here, since what is imported is no part of the memory that is measured
 
-    def build(model: nn.Module, workload: Piped) -> Steps:  # type: ignore[override]
+    def build(model: nn.Module, workload: Piped) -> Steps:
         join(backend)
         shape = (STAGES, dist.get_world_size() // STAGES)
         mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "data"))

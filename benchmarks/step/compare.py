@@ -166,15 +166,8 @@ class Comparison:
         """Leave two steps of every rank of a contender as a Chrome trace that says of what it is, a line an event."""
         told = self._of_all(self.teams[name].ask("trace", steps=2))
         if self.world.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with observe.recording(observe.ChromeTrace(path)):
-                for event in (event for events in told for event in events):
-                    kind = observe.Span if "end_s" in event else observe.Count if "value" in event else observe.Instant
-                    observe.emit(kind(**event))
             size = f"{self.ranks} ranks, {self.workload.precision}, batch {self.workload.batch} a rank"
-            facts = {"title": f"One training step of {name}: {size}.", "machine": fingerprint()}
-            rows = ",\n".join(json.dumps(row) for row in json.loads(path.read_text("utf-8"))["traceEvents"])
-            path.write_text(f'{{"otherData": {json.dumps(facts)},\n"traceEvents": [\n{rows}\n]}}\n', "utf-8")
+            write_trace(path, told, title=f"One training step of {name}: {size}.")
 
     def _team(
         self,
@@ -209,6 +202,18 @@ class Comparison:
 
     def _greatest(self, values: list[float]) -> list[float]:
         return [max(column) for column in zip(*self.world.exchange(values), strict=True)]
+
+
+def write_trace(path: Path, told: Sequence[Sequence[dict[str, Any]]], **facts: Any) -> None:
+    """Leave the events that ranks have told as a Chrome trace, a line an event, with ``facts`` and the machine's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with observe.recording(observe.ChromeTrace(path)):
+        for event in (event for events in told for event in events):
+            kind = observe.Span if "end_s" in event else observe.Count if "value" in event else observe.Instant
+            observe.emit(kind(**event))
+    facts["machine"] = fingerprint()
+    rows = ",\n".join(json.dumps(row) for row in json.loads(path.read_text("utf-8"))["traceEvents"])
+    path.write_text(f'{{"otherData": {json.dumps(facts)},\n"traceEvents": [\n{rows}\n]}}\n', "utf-8")
 
 
 def add_beyond_plan(values: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,287 @@
+"""The figures: what is claimed, of which benchmarks, and its goal; benchmarks.figures makes tables of them.
+
+A figure is a ratio within a round, at the median over the rounds. Where it covers several benchmarks, their range is
+shown, and the worst of them is held against the goal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from npuzero.bench import Result, median
+
+Results = Mapping[str, Result]
+Value = Callable[[Result], float]
+
+OWN, _FLATS, IN_PLACE = "npuzero", "npuzero, in flats", "npuzero, read in place"
+COMPUTE = "compute only"
+_DEEPSPEED_ADAM, _DEEPSPEED_SHM = "DeepSpeed CPU Adam's passes", "DeepSpeed shared memory"
+_DEEPSPEED_NVME, _UNVERIFIED, _EARLY = "DeepSpeed, stage 3, NVMe", "npuzero, without verify", "npuzero, early"
+_SHARED, _OF_EACH = "isp, sequences of 4,096 tokens that 2 ranks share", "zero3, a sequence of 2,048 for each"
+_HOW = {OWN: "", IN_PLACE: ", read in place"}
+_LARGE_KIB = (16384, 32768, 65536)
+_CUT_LESS, _CUT_MORE = ("zero0", "zero1", "zero2"), ("zero3", "zero3-keep")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the table.
+
+    Attributes:
+        group: rows of one group stand together, and are drawn in one panel.
+        name: what is measured.
+        against: what it is measured against.
+        goal: the least value, or where ``at_most`` the greatest.
+        benchmarks: whose results hold it.
+        values: of such a result; those there are.
+        presets: of a training step, those it is about.
+    """
+
+    group: str
+    name: str
+    against: str
+    goal: float
+    benchmarks: tuple[str, ...]
+    values: Callable[[Result], list[float]]
+    at_most: bool = False
+    presets: tuple[str, ...] = ()
+
+    def measured(self, results: Results) -> list[float]:
+        """What the results say, in order; nothing where they do not have it."""
+        return [value for name in self.benchmarks if name in results for value in self.values(results[name])]
+
+    def meets(self, values: Sequence[float]) -> bool:
+        """Whether the worst of ``values``, as they are shown, reaches the goal."""
+        worst = round(max(values), 2) if self.at_most else round(min(values), 2)
+        return worst <= self.goal if self.at_most else worst >= self.goal
+
+
+def _faster(contender: str, against: str | None = None) -> Callable[[Result], list[float]]:
+    needed = {contender, against or contender}
+    return lambda result: [result.speedup(contender, against).median] if needed <= result.seconds.keys() else []
+
+
+def _share(probe: str) -> Callable[[Result], list[float]]:
+    return lambda result: [result.share(OWN, probe).median]
+
+
+def _longer(*presets: str, baseline: str = COMPUTE) -> Callable[[Result], list[float]]:
+    names = [f"npuzero {preset}" for preset in presets]
+    return lambda result: [result.slowdown(name, baseline).median for name in names if name in result.seconds]
+
+
+def _beyond_plan(*presets: str) -> Callable[[Result], list[float]]:
+    names = [f"npuzero {preset}" for preset in presets]
+    return lambda result: [result.values[name]["beyond_plan"] for name in names if name in result.values]
+
+
+def _host(result: Result) -> list[float]:
+    allowed_s = 1e-3 + 50e-6 * int(result.parameters["units"])
+    return [values["more_s"] / allowed_s for name, values in result.values.items() if name != result.baseline]
+
+
+def costs(result: Result) -> dict[str, float]:
+    """Return what contenders add to the seconds of the baseline, which computes and updates nothing."""
+    base = result.seconds[result.baseline]
+    return {
+        name: median([one - other for one, other in zip(seconds, base, strict=True)])
+        for name, seconds in result.seconds.items()
+        if name != result.baseline
+    }
+
+
+def exact(result: Result) -> str:
+    """Return the contender with the fewest bytes of float32 masters and moments: split masters, where there are any."""
+    return "npuzero-split" if result.parameters["precision"] == "bf16" else "npuzero"
+
+
+def _on_disk(storage: str, against: str, goal: float, precisions: Sequence[str], *others: str) -> list[Figure]:
+    """Two rows beside the quickest of ``others``: what states add to a step, and updates to the end of their writes.
+
+    Args:
+        storage: as in the contender's name; empty: float32 states, whichever way npuzero has to keep them exactly.
+    """
+
+    def added(result: Result) -> list[float]:
+        found = costs(result)
+        own = f"npuzero{storage}" if storage else exact(result)
+        there = [found[name] / found[own] for name in others if name in found and own in found]
+        return [min(there)] if there else []
+
+    def alone(result: Result) -> list[float]:
+        own = f"npuzero{storage}-blocking" if storage else f"{exact(result)}-blocking"
+        there = [name for name in others if name in result.seconds and own in result.seconds]
+        return [min(result.speedup(own, name).median for name in there)] if there else []
+
+    kind = "bf16-8bit states" if storage else "float32 states"
+    rows = {"step": (f"what {kind} add to a step", added), "update": (f"an update alone of {kind}", alone)}
+    return [
+        Figure("disk", name, against, goal, tuple(f"nvme/{what}-{each}-1" for each in precisions), values)
+        for what, (name, values) in rows.items()
+    ]
+
+
+def _far(name: str, against: str, goal: float, benchmark: str, contender: str) -> Figure:
+    """A row of steps that keep something off the device."""
+
+    def values(result: Result) -> list[float]:
+        return [result.slowdown(contender).median] if contender in result.seconds else []
+
+    return Figure("far", name, against, goal, (benchmark,), values, at_most=True)
+
+
+def _less(group: str, name: str, against: str, goal: float, names: Sequence[str], value: Value) -> Figure:
+    """A row whose ``goal`` is the most that a value may be."""
+    return Figure(group, name, against, goal, tuple(names), lambda result: [value(result)], at_most=True)
+
+
+def _pair(name: str, mode: str) -> Figure:
+    def value(result: Result) -> float:
+        return float(result.values[mode]["pair_s"]) / 15e-6
+
+    name = f"host's work of {name}, forward and backward"
+    return _less("axes", name, "15 µs a pair", 1.0, [f"host_axes/{mode}"], value)
+
+
+def _beside_torch(group: str, suite: str, name: str, against: str, goal: float) -> list[Figure]:
+    """Rows of a step that ranks share, its time and its memory, beside torch's over gloo and over our backend."""
+    names = [f"{suite}/{precision}-{ranks}" for ranks in (2, 4) for precision in ("fp32", "bf16")]
+    rows = []
+    for other, backend in (("torch", "gloo"), ('torch on "shm"', 'the backend "shm"')):
+
+        def slow(result: Result, other: str = other) -> float:
+            return result.slowdown(OWN, other).median
+
+        def held(result: Result, other: str = other) -> float:
+            return float(result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"])
+
+        rows.append(_less(group, name, f"{against}, {backend}", goal, names, slow))
+        rows.append(_less(group, "memory of that step", f"{against}, {backend}", 1.0, names, held))
+    return rows
+
+
+def _beyond_bubble(result: Result) -> float:
+    return result.slowdown(OWN, COMPUTE).median / (1 + float(result.parameters["bubble"]))
+
+
+def _op(
+    name: str, against: str, goal: float, benchmark: str, contender: str = OWN, baseline: str | None = None
+) -> Figure:
+    return Figure("ops", name, against, goal, (benchmark,), _faster(contender, baseline))
+
+
+def _share_of(name: str, probe: str, benchmark: str) -> Figure:
+    return Figure("share", name, f"{probe} bandwidth", 0.9, (benchmark,), _share(probe))
+
+
+def _collective(verb: str, ranks: int, goal: float, contender: str) -> Figure:
+    benchmarks = tuple(f"{verb}/fp32/{kib}/{ranks}" for kib in _LARGE_KIB)
+    name = f"{verb}, {ranks} ranks{_HOW[contender]}"
+    return Figure("comm", name, "gloo", goal, benchmarks, _faster(contender))
+
+
+def _all_reduce_beside_deepspeed(contender: str) -> Figure:
+    benchmarks = tuple(f"deepspeed/all_reduce/fp32/{kib}/2" for kib in _LARGE_KIB)
+    name = f"all_reduce beside DeepSpeed's, 2 ranks{_HOW[contender]}"
+    return Figure("comm", name, _DEEPSPEED_SHM, 2.5, benchmarks, _faster(contender, _DEEPSPEED_SHM))
+
+
+def _update(dtype: str, contender: str) -> Figure:
+    name = f"gradients to new parameters, {dtype}, 2 ranks{_HOW[contender]}"
+    return Figure("comm", name, "gloo + torch fused", 9.0, (f"update/{dtype}/65536/2",), _faster(contender))
+
+
+def _step(name: str, benchmark: str, goal: float, presets: tuple[str, ...], baseline: str = COMPUTE) -> Figure:
+    values = _longer(*presets, baseline=baseline)
+    return Figure("step", name, baseline, goal, (benchmark,), values, at_most=True, presets=presets)
+
+
+FIGURES = (
+    _op("AdamW fp32, one flat tensor", "torch fused", 1.0, "flat_adam/flat"),
+    _op("AdamW fp32, 400 tensors of a GPT", "torch fused", 1.2, "flat_adam/400"),
+    _op("the same tensors in flats, as zero() lays them", "torch fused", 1.2, "flat_adam/400", _FLATS),
+    _op("mixed step: bf16 gradients to bf16 parameters", "torch's passes", 2.0, "mixed_step"),
+    _op("the mixed step beside DeepSpeed's", _DEEPSPEED_ADAM, 2.0, "deepspeed/mixed_step", baseline=_DEEPSPEED_ADAM),
+    _op("pack 400 fp32 tensors to flat bf16, scaled", "loop of copy_ and mul_", 1.8, "pack"),
+    _op("cast fp32 to bf16", "copy_", 1.2, "cast/nearest"),
+    _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
+    _share_of("pack", "copy", "pack"),
+    _share_of("norm", "copy", "norm"),
+    *(
+        _collective(verb, ranks, goal, contender)
+        for ranks, goals in {2: (15.0, 10.0, 8.0, 3.0), 4: (10.0, 7.0, 6.0, 2.5)}.items()
+        for verb, goal in zip(("reduce_scatter", "all_gather", "all_reduce", "all_to_all"), goals, strict=True)
+        for contender in (OWN, IN_PLACE)
+    ),
+    *(_all_reduce_beside_deepspeed(contender) for contender in (OWN, IN_PLACE)),
+    *(_update(dtype, contender) for dtype in ("fp32", "bf16") for contender in (OWN, IN_PLACE)),
+    _step("bf16, batch 4, stages 0–2", "step/bf16-batch4", 1.04, _CUT_LESS),
+    _step("bf16, batch 4, stage 3", "step/bf16-batch4", 1.06, _CUT_MORE),
+    _step("bf16, batch 1, stages 0–2", "step/bf16-batch1", 1.12, _CUT_LESS),
+    _step("bf16, batch 1, stage 3", "step/bf16-batch1", 1.2, _CUT_MORE),
+    _step("fp32, batch 4, all stages", "step/fp32-batch4", 1.02, (*_CUT_LESS, *_CUT_MORE), "independent ranks"),
+    Figure(
+        "step",
+        "memory of that step beyond the plan",
+        "the plan",
+        0.05,
+        ("step/fp32-batch4",),
+        _beyond_plan(*_CUT_LESS, *_CUT_MORE),
+        at_most=True,
+    ),
+    Figure(
+        "step",
+        "host's work beyond plain torch's, world of one, 9 and 33 units",
+        "1 ms + 50 µs a unit",
+        1.0,
+        ("host/8", "host/32"),
+        _host,
+        at_most=True,
+    ),
+    *_on_disk("", _DEEPSPEED_NVME, 2.0, ("bf16", "fp32"), "deepspeed"),
+    *_on_disk("-8bit", _DEEPSPEED_NVME, 5.0, ("bf16",), "deepspeed"),
+    *_on_disk("", "torch fused, memory-mapped", 3.0, ("bf16", "fp32"), "mapped", "mapped-dropped"),
+    Figure("disk", "chunks that stream", "raw reads and writes", 0.85, ("disk/stream",), _share("raw")),
+    Figure(
+        "disk",
+        "the same without checksums",
+        "raw reads and writes",
+        0.9,
+        ("disk/stream",),
+        lambda result: [result.share(_UNVERIFIED, "raw").median],
+    ),
+    _far("states on NVMe, forward as long as the update", "resident", 1.1, "farstep/forward", OWN),
+    _far("states on NVMe, forward and backward as long", "resident", 1.1, "farstep/whole", OWN),
+    _far("the same, `AdamW(early=True)`", "resident", 1.05, "farstep/whole", _EARLY),
+    _far("checkpointed activations on the host", "on the device", 1.05, "activations", "host"),
+    _far("checkpointed activations on NVMe", "on the device", 1.05, "activations", "nvme"),
+    Figure(
+        "far",
+        "memory of a process beyond its imports and the plan, states on NVMe",
+        "imports and plan",
+        0.05,
+        ("highwater",),
+        lambda result: [result.values[OWN]["beyond_plan"]],
+        at_most=True,
+    ),
+    _pair("copy before and total behind cut Linears", "mtp"),
+    _pair("gather before and scatter behind them", "msp"),
+    *_beside_torch("axes", "tensor", "a step over 2 tensor ranks", "parallelize_module and FSDP2", 0.8),
+    _less("axes", _SHARED, _OF_EACH, 1.1, ["sequence"], lambda result: result.slowdown("isp").median),
+    *_beside_torch("pipe", "pipeline", "a step over 2 stages, 8 micro-batches", "pipelining and FSDP2", 0.85),
+    _less(
+        "pipe", "that step, over (1 + bubble)", COMPUTE, 1.05, ["pipeline/fp32-2", "pipeline/bf16-2"], _beyond_bubble
+    ),
+)
+
+GROUPS = {
+    "ops": "Ops: times as fast",
+    "share": "Ops: share of memory's bandwidth",
+    "comm": "Collectives, shared memory, 16–64 MiB: times as fast",
+    "step": "A training step: times as long",
+    "disk": "States on a disk: times as fast",
+    "far": "A step that keeps something off the device: times as long",
+    "axes": "Tensor and sequence ranks: times as long, or as much",
+    "pipe": "Pipelines: times as long, or as much",
+}
