@@ -127,12 +127,15 @@ bench-peers: $(VENV)/.installed-bench  ## measure the training step and kernels 
 DISK_BENCH = --folder $(or $(DISK),.)
 NVME_BENCH = $(PY) -m benchmarks.peers.nvme $(DISK_BENCH) --dim 768 --layers 12 --heads 12 --sequence 128 --batch 1
 
-bench-axes: $(VENV)/.installed-bench  ## measure tensor and sequence ranks, beside torch's; into RESULTS; 15 minutes
+bench-axes: $(VENV)/.installed-bench  ## measure tensor and sequence ranks and pipelines, beside torch's; into RESULTS; 30 minutes
 	$(PY) -m benchmarks.host_axes --out $(RESULTS)/host_axes.json
 	$(PY) -m benchmarks.tensor --out $(RESULTS)/tensor-fp32-2.json
 	$(PY) -m benchmarks.tensor --precision bf16 --out $(RESULTS)/tensor-bf16-2.json
 	$(PY) -m benchmarks.tensor --ranks 4 --out $(RESULTS)/tensor-fp32-4.json
 	$(PY) -m benchmarks.sequence --out $(RESULTS)/sequence.json
+	$(PY) -m benchmarks.pipeline --trace $(RESULTS)/trace/pipeline.json --out $(RESULTS)/pipeline-fp32-2.json
+	$(PY) -m benchmarks.pipeline --precision bf16 --out $(RESULTS)/pipeline-bf16-2.json
+	$(PY) -m benchmarks.pipeline --ranks 4 --out $(RESULTS)/pipeline-fp32-4.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
 bench-disk: $(VENV)/.installed-bench  ## measure what rests on DISK (this one): beside its peers, memory, steps; into RESULTS

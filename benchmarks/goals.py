@@ -271,7 +271,7 @@ FIGURES = (
     _less("axes", _SHARED, _OF_EACH, 1.1, ["sequence"], lambda result: result.slowdown("isp").median),
     *_beside_torch("pipe", "pipeline", "a step over 2 stages, 8 micro-batches", "pipelining and FSDP2", 0.85),
     _less(
-        "pipe", "that step, over (1 + bubble)", COMPUTE, 1.05, ["pipeline/fp32-2", "pipeline/bf16-2"], _beyond_bubble
+        "pipe", "that step", f"{COMPUTE} × (1 + bubble)", 1.05, ("pipeline/fp32-2", "pipeline/bf16-2"), _beyond_bubble
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The benchmarks of tensor and sequence ranks in tiny sizes: what they check, and whole runs that leave records."""
+"""The benchmarks of tensor and sequence ranks and of pipelines in tiny sizes: what they check, and whole runs that leave records."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import figures, host_axes, sequence, tensor
+from benchmarks import figures, host_axes, pipeline, sequence, tensor
+from benchmarks.axes.beside import Side
 from benchmarks.axes.llama import Llama
+from benchmarks.axes.pipes import Piped, Stage
 from npuzero.bench import Record
 from npuzero.errors import BenchmarkError
 
@@ -22,9 +24,9 @@ TINY = shlex.split(
 )
 
 
-def shown(path: Path) -> list[str]:
+def shown(path: Path, group: str = "axes") -> list[str]:
     """Names of the rows that a record fills."""
-    return [name for name, *_ in figures.rows({each.name: each for each in Record.read(path).results})["axes"]]
+    return [name for name, *_ in figures.rows({each.name: each for each in Record.read(path).results})[group]]
 
 
 def test_a_pair_of_each_mode_computes_what_plain_perceptrons_do():
@@ -51,6 +53,24 @@ def test_the_sizes_are_those_that_figures_are_quoted_for():
     assert round(sequence.work(wide) / sequence.work(replace(wide, sequence=2048)), 3) == 1.075
 
 
+def test_two_stages_compute_what_the_model_does():
+    sizes = Piped(dim=32, layers=3, heads=4, key_value_heads=2, hidden=64, vocabulary=64, sequence=16, first=2)
+    tokens = sizes.tokens(0, 0)[:, :-1]
+    ahead, behind = Stage(sizes.model(), 0, sizes.first), Stage(sizes.model(), 1, sizes.first)
+    between = ahead(tokens)
+    assert torch.equal(behind(between), sizes.model()(input_ids=tokens).logits)
+    names = [{name for name, _ in stage.named_parameters()} for stage in (ahead, behind)]
+    assert len(names[0]) + len(names[1]) == len(list(sizes.model().parameters()))
+    assert sizes.sent_bytes == between.nbytes  # micro-batches are parts of it
+    assert Piped().bubble == 1 / 9
+
+
+def test_the_stages_of_a_pipeline_have_the_batch_of_their_data_rank():
+    neighbours, apart = Side("a", "x", Llama(), 2), Side("b", "x", Llama(), 2, apart=True)
+    assert [neighbours.batch(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
+    assert [apart.batch(rank, 4) for rank in range(4)] == [0, 1, 0, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.world
 def test_a_step_over_tensor_ranks_is_compared_with_torchs(tmp_path):
@@ -71,3 +91,16 @@ def test_a_shared_sequence_is_compared_with_one_for_each(tmp_path):
     assert set(result.seconds) == {sequence.APART, sequence.OWN}
     assert result.parameters["sides"][sequence.APART]["sequence"] == 8
     assert len(shown(out)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.world
+def test_a_step_over_stages_is_compared_with_torchs_and_with_compute_only(tmp_path):
+    out = tmp_path / "record.json"
+    pipeline.main([*TINY, "--first", "1", "--out", str(out), "--trace", str(tmp_path / "trace.json")])
+    result = Record.read(out).result("pipeline/fp32-2")
+    assert set(result.seconds) == set(pipeline.CONTENDERS)
+    assert all(values["held_bytes"] > 0 for values in result.values.values())
+    sent = result.parameters["sent_bytes"]
+    assert sent == 8 * 16 * 32 * 4 and result.values[pipeline.OWN]["sent_bytes"] == [sent, sent]
+    assert len(shown(out, "pipe")) == 5
