@@ -3,6 +3,11 @@
     python -m benchmarks.step --presets zero3 --batch 1 --rounds 1 --trace benchmarks/results/trace/step.json
     python -m benchmarks.trace benchmarks/results/trace/step.json --out docs/overlap.png
 
+Of a pipeline, the schedule as it ran under the schedule as planned::
+
+    python -m benchmarks.pipeline --rounds 1 --trace runs/trace/pipeline.json
+    python -m benchmarks.trace runs/trace/pipeline.json --out runs/trace/pipeline.png
+
 The trace itself opens in Perfetto or chrome://tracing, with every span's name and facts.
 """
 
@@ -17,8 +22,11 @@ from typing import Any
 
 from matplotlib.patches import Patch
 
+from benchmarks.axes import schedule_picture
 from benchmarks.plot import Axes, Figure, plt, source_of  # first: it chooses matplotlib's backend
 from npuzero.cli.palette import PAPER, PARTS, STYLE, TEXT, WORK, caption, ink
+from npuzero.errors import ConfigError
+from npuzero.parallel.schedule import Schedule, Timed, Timeline, schedule
 
 PHASES = ("forward", "backward", "update")
 #: What the loop waits in, by category. It computes in the rest of a phase: a wait is never both.
@@ -53,14 +61,42 @@ class Span:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("trace", type=Path, help="what benchmarks.step --trace wrote")
+    parser.add_argument("trace", type=Path, help="what benchmarks.step or benchmarks.pipeline wrote by --trace")
     parser.add_argument("--out", type=Path, required=True, help="the picture, .png or .svg")
     options = parser.parse_args(arguments)
     content = json.loads(options.trace.read_text("utf-8"))
+    if planned := content.get("otherData", {}).get("schedule"):
+        table = schedule(**planned)
+        schedule_picture.plot(table, as_it_ran(content["traceEvents"], table), options.out, content["otherData"])
+        return
     with plt.rc_context(STYLE):
         figure = draw(last_step(content["traceEvents"]), content.get("otherData", {}))
         figure.savefig(options.out, dpi=150)
         plt.close(figure)
+
+
+def as_it_ran(events: Iterable[Mapping[str, Any]], table: Schedule) -> Timeline:
+    """Return when the acts of a trace's last step ran, in seconds, on the first rank of each that share a stage.
+
+    Raises:
+        ConfigError: one of the schedule's acts is not in the trace.
+    """
+    spans = [event for event in events if event["ph"] == "X" and event["cat"] == "pipeline"]
+    shared = len({event["pid"] for event in spans}) // table.ranks  # pipe is the outermost axis of the ranks
+    last: dict[tuple[int, str], Mapping[str, Any]] = {}
+    for event in sorted(spans, key=lambda event: float(event["ts"])):
+        last[event["pid"], event["name"]] = event
+    acts = []
+    for rank, row in enumerate(table.table):
+        for act in row:
+            name = f"{act.kind} {act.stage} #{act.micro}"
+            event = last.get((rank * shared, name))
+            if event is None:
+                raise ConfigError(
+                    "trace", expected=f"{name!r} on rank {rank * shared}", got="none", do="Take the trace anew."
+                )
+            acts.append(Timed(rank, act, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+    return Timeline(tuple(acts))
 
 
 def last_step(events: Iterable[Mapping[str, Any]]) -> list[Span]:

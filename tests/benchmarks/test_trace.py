@@ -10,8 +10,10 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 
 from benchmarks import trace  # noqa: E402 - after it is known that matplotlib is there
-from benchmarks.trace import Span, draw, finding, last_step, short, together, without  # noqa: E402
+from benchmarks.trace import Span, as_it_ran, draw, finding, last_step, short, together, without  # noqa: E402
 from npuzero.cli.palette import STYLE, WORK  # noqa: E402
+from npuzero.errors import ConfigError  # noqa: E402
+from npuzero.parallel.schedule import schedule, simulate  # noqa: E402
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "trace" / "step.json"
 
@@ -84,3 +86,35 @@ def test_the_committed_trace_is_drawn(tmp_path):
     trace.main([str(RECORD), "--out", str(tmp_path / "overlap.png")])
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
     assert "zero3" in json.loads(RECORD.read_text("utf-8"))["otherData"]["title"]
+
+
+def events_of(name: str, micro_batches: int, begin_ms: float) -> list[dict]:
+    """A step over two stages, two ranks each, the second of which begin a millisecond later."""
+    return [
+        event("pipeline", f"{act.kind} {act.stage} #{act.micro}", start + begin, start + end, 2 * rank + data)
+        for rank, act, begin, end in simulate(schedule(name, 2, micro_batches), 10, 20).acts
+        for data, start in enumerate((begin_ms, begin_ms + 1))
+    ]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+def test_a_pipelines_last_step_is_as_it_ran(name):
+    found = as_it_ran([*events_of(name, 3, 0), event("comm control", "x", 500, 600), *events_of(name, 3, 1000)],
+                      schedule(name, 2, 3))  # fmt: skip
+    plan = simulate(schedule(name, 2, 3), 0.010, 0.020)
+    ran = {(each.rank, each.act): (each.begin, each.end) for each in found.acts}
+    for rank, act, begin, end in plan.acts:
+        assert ran.pop((rank, act)) == (pytest.approx(1 + begin), pytest.approx(1 + end))
+    assert not ran and found.peak == plan.peak
+
+
+def test_a_trace_without_one_of_the_acts_is_refused():
+    with pytest.raises(ConfigError, match="'F 0 #3' on rank 0"):
+        as_it_ran(events_of("1f1b", 3, 0), schedule("1f1b", 2, 4))
+
+
+def test_plan_and_run_of_a_pipeline_are_drawn(tmp_path):
+    facts = {"title": "a step", "schedule": {"name": "1f1b", "ranks": 2, "micro_batches": 3}}
+    (tmp_path / "trace.json").write_text(json.dumps({"otherData": facts, "traceEvents": events_of("1f1b", 3, 0)}))
+    trace.main([str(tmp_path / "trace.json"), "--out", str(tmp_path / "schedule.png")])
+    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
