@@ -1,4 +1,4 @@
-"""Benchmarks of tensor and sequence ranks and of pipelines in tiny sizes: what they check, and runs that leave records."""
+"""Benchmarks of tensor and sequence ranks and of pipelines in tiny sizes: what they check, and whole runs."""
 
 from __future__ import annotations
 
