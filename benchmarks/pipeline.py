@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, Piped)
     parser.add_argument("--trace", type=Path, help="write a Chrome trace of npuzero's step there, for benchmarks.trace")
-    parser.set_defaults(rounds=30)
+    parser.set_defaults(rounds=30, seconds=240.0)
     options = parser.parse_args(arguments)
     record = Record.begin("pipeline", typed(), fingerprint())
     sizes = Piped.of(options)
