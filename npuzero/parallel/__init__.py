@@ -3,8 +3,13 @@
 ``functions`` has the collectives that autograd differentiates, each its partner's conjugate; ``vocabulary`` an
 embedding and a cross entropy over a sharded vocabulary; ``ClassHead`` a softmax over more classes than a device holds.
 ``sequences`` divides sequences, and ``sequence_models`` prepares models of transformers for that. ``tensor`` divides
-layers: by ``words``, of which ``division`` makes data, and ``regions`` hooks.
+layers: by ``words``, of which ``division`` makes data, and ``regions`` hooks. ``TorchStage`` lets torch's pipeline
+schedules drive sharded stages.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from npuzero.parallel.class_head import ClassHead
 from npuzero.parallel.margins import ArcFace, CosFace
@@ -17,6 +22,7 @@ __all__ = [
     "ArcFace",
     "ClassHead",
     "CosFace",
+    "TorchStage",
     "attention",
     "relate",
     "sequence",
@@ -25,3 +31,15 @@ __all__ = [
     "tensor_bytes",
     "token_loss",
 ]
+
+if TYPE_CHECKING:
+    from npuzero.parallel.torch_stage import TorchStage
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "TorchStage":  # imported when it is first asked for: torch's pipelining takes a second
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from npuzero.parallel import torch_stage
+
+        value = globals()[name] = torch_stage.TorchStage
+        return value
