@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from npuzero.cli import pipes
 from npuzero.cli.arguments import number
 from npuzero.cli.model import ModelShape
 from npuzero.comm.mesh import groups_of
@@ -20,7 +21,7 @@ from npuzero.parallel.heads import head_counts, head_size
 from npuzero.parallel.sequences import check_heads
 from npuzero.parallel.tensor import MODES, Mode, note
 from npuzero.parallel.words import Kind
-from npuzero.plan import POD, PRECISIONS, SEQUENCE, TENSOR, MeshShape, Plan, ring_bytes
+from npuzero.plan import PIPE, POD, PRECISIONS, SEQUENCE, TENSOR, MeshShape, Plan, ring_bytes
 from npuzero.shard.build import units_of
 
 #: By axis and collective, the bytes that the layers of one rank send in a step.
@@ -30,6 +31,7 @@ LayerBytes = dict[str, dict[str, int]]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what says how the ranks are arranged."""
     axes = parser.add_argument_group("axes (docs/tensor.md, docs/sequence.md); the other ranks have data of their own")
+    pipes.add_options(axes)
     axes.add_argument("--tensor", type=number, default=1, metavar="N", help="ranks that divide the layers (1)")
     axes.add_argument("--mode", choices=tuple(MODES), help="of parallel.tensor (mtp)")
     axes.add_argument(
@@ -40,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=number,
         metavar="N",
-        help="that a rank sees in a micro-batch (of its slice, with --sequence): for what layers send",
+        help="that a rank sees in a micro-batch (of its slice, with --sequence): for what layers and stages send",
     )
 
 
@@ -50,11 +52,11 @@ def check_options(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: they do not.
     """
-    several = options.tensor > 1 or options.sequence > 1
+    several = options.tensor > 1 or options.sequence > 1 or options.pipe > 1
     sliced = options.tensor > 1 and MODES[options.mode or "mtp"].sliced
     for option, wrong, needed in (
         ("mode", options.tensor == 1, "--tensor 2 or more beside it"),
-        ("tokens", not several, "--tensor or --sequence beside it"),
+        ("tokens", not several, "--tensor, --sequence or --pipe beside it"),
         ("tiles", options.tensor > 1, "layers in one piece where tensor ranks divide them"),
     ):
         if getattr(options, option) and wrong:
@@ -70,7 +72,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def arranged(options: argparse.Namespace) -> bool:
     """Tell whether there is any axis beside those that ZeRO has of itself."""
-    return any(size > 1 for size in (options.tensor, options.sequence, options.pod))
+    return any(size > 1 for size in (options.pipe, options.tensor, options.sequence, options.pod))
 
 
 def mesh_shape(options: argparse.Namespace) -> MeshShape:
@@ -80,11 +82,13 @@ def mesh_shape(options: argparse.Namespace) -> MeshShape:
         ConfigError: they do not multiply to the world.
     """
     hosts = Plan(local_size=options.local).mesh_shape(options.world)
-    data = groups_of(TENSOR, options.tensor, options.world, options.world)
+    stage = groups_of(PIPE, options.pipe, options.world, options.world)
+    data = groups_of(TENSOR, options.tensor, stage, options.world)
     pod = groups_of(POD, options.pod, data, options.world)
     groups_of(SEQUENCE, options.sequence, data, options.world)
     local = math.gcd(max(1, hosts.local // options.tensor), pod)
-    return MeshShape(pod // local, local, pod=options.pod, tensor=options.tensor, sequence=options.sequence)
+    sizes = {axis: getattr(options, axis) for axis in (PIPE, POD, TENSOR, SEQUENCE)}
+    return MeshShape(pod // local, local, **sizes)
 
 
 def divided(model: ModelShape, options: argparse.Namespace) -> tuple[ModelShape, LayerBytes]:
@@ -107,7 +111,7 @@ def divided(model: ModelShape, options: argparse.Namespace) -> tuple[ModelShape,
             raise _unknown(model.name, options, f"none in {type(module).__name__}", do)
         division = divide(module, None, options.tensor, mode.sliced)
         note(module, division)
-        model = replace(model, units=units_of(module))
+        model = replace(model, units=units_of(module), module=lambda: module)
         sent[TENSOR] = _sent(_around_layers(module, division, mode), options.tensor, options)
     if options.sequence > 1:
         swaps = list(_around_attention(module, options.tensor, options.sequence))

@@ -23,7 +23,9 @@ _PLAN |= {f"layers.*.{path}": word for path, word in _BLOCK.items()}
 
 
 def decoder(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
-    """Return modules with these parameters, the blocks in ``layers``, and the plan of their division in ``tp_plan``."""
+    """Return modules with these parameters, the blocks in ``layers``, the plan of their division in ``tp_plan``, and ``counted``,
+    by which they are known.
+    """
     root, *blocks = units
     model = _modules(root)
     layers = nn.ModuleList(_modules(block) for block in blocks)
@@ -37,7 +39,7 @@ def decoder(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
     if not hasattr(model, "lm_head"):  # it is tied
         model.add_module("lm_head", _module([ParameterFacts("lm_head.weight", embedding.shape)]))
         model.get_submodule("lm_head").register_parameter("weight", embedding)
-    vars(model)["tp_plan"] = _PLAN
+    vars(model).update({"tp_plan": _PLAN, "counted": True})
     return model
 
 

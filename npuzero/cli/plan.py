@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import axes, families, tiers
+from npuzero.cli import axes, families, pipes, tiers
 from npuzero.cli.arguments import memory, named_number, number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
@@ -24,6 +24,7 @@ examples:
   npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
   npuzero plan --parameters 70B --memory 64GiB --offload nvme --disk 5 --link 25
   npuzero plan --config config.json --world 64 --local 8 --tensor 2 --mode msp --tokens 4096
+  npuzero plan --parameters 70B --world 64 --local 8 --pipe 4 --tensor 2 --micro-batches 16 --tokens 4096
 
 --config counts to the element: by the model's class where transformers is installed (on meta: nothing is downloaded,
 none of a repository's code is run), else by npuzero's own arithmetic for
@@ -112,7 +113,8 @@ def run(options: argparse.Namespace) -> str:
     axes.check_options(options)
     mesh = axes.mesh_shape(options)
     model, layers = axes.divided(_model(options).tiled(dict(options.tiles)), options)
-    reports = predictions(model, mesh, options)
+    pipe = pipes.piped(model, options)
+    reports = predictions(pipe or model, mesh, options)
     title = _title(model, options)
     if options.plot:
         plot(options.plot, title, reports, options.memory)
@@ -120,13 +122,15 @@ def run(options: argparse.Namespace) -> str:
         facts = {"model": title, "parameters": model.parameters, "presets": as_dict(reports, options)}
         if axes.arranged(options):
             facts |= {"mesh": asdict(mesh), "layers_bytes_sent": layers}
+        if pipe is not None:
+            facts |= {"pipeline": pipe.as_dict()}
         if options.memory:
             facts |= {"memory_bytes": options.memory, "first_fit": first_fit(reports, options.memory)}
         return json.dumps(facts, indent=2)
-    return render(title, reports, mesh, layers, options)
+    return render(title, reports, mesh, layers, options, pipe)
 
 
-def predictions(model: ModelShape, mesh: MeshShape, options: argparse.Namespace) -> dict[str, Report]:
+def predictions(model: ModelShape | pipes.Piped, mesh: MeshShape, options: argparse.Namespace) -> dict[str, Report]:
     """Return a Report for each preset; and where options say so, for each with parts off the device."""
     settings = Settings(prefetch=options.prefetch)
     precision = replace(PRECISIONS[options.precision], sums=options.sums)
@@ -134,7 +138,9 @@ def predictions(model: ModelShape, mesh: MeshShape, options: argparse.Namespace)
     plans = [Plan.preset(preset, precision=precision) for preset in presets]
     plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
     placed = [plan for plan in (tiers.place(plan, options) for plan in plans) if plan is not None]
-    facts = {"micro_batches": options.micro_batches, "clip": options.clip}
+    facts = {"clip": options.clip}
+    if isinstance(model, ModelShape):  # a pipeline's schedule has them
+        facts["micro_batches"] = options.micro_batches
     return {plan.name: model.predict(plan, mesh, settings, **facts) for plan in (*plans, *placed)}
 
 
@@ -179,7 +185,12 @@ def distinct(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
 
 
 def render(
-    title: str, reports: dict[str, Report], mesh: MeshShape, layers: axes.LayerBytes, options: argparse.Namespace
+    title: str,
+    reports: dict[str, Report],
+    mesh: MeshShape,
+    layers: axes.LayerBytes,
+    options: argparse.Namespace,
+    pipe: pipes.Piped | None = None,
 ) -> str:
     """Render two tables: memory by part, traffic by collective, each with its total; with a rank's memory which fit;
     on a mesh of more axes that traffic by axes, and what layers send; and where any row has parts off the device what
@@ -191,6 +202,8 @@ def render(
     sent = {name: report.bytes_sent for name, report in rows.items()}
     cuts = {"sharded": {name: _cuts(report.plan, mesh) for name, report in rows.items()}}
     fits = tiers.elsewhere(rows)
+    if pipe is not None:
+        fits["fullest rank"] = {name: pipe.fullest(report.plan.name) for name, report in rows.items()}
     if memory_bytes:
         fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
     tables = [_table("memory per rank", held, cuts, fits), _table("sent per rank and step", sent)]
@@ -203,7 +216,8 @@ def render(
         took = {what: {name: f"{busy[name][what]:.3g} s" for name in moved} for what in next(iter(busy.values()))}
         tables.append(_table("moved between memories per rank and step", moved, after=took))
         legend.append(_FAR_LEGEND)
-    return "\n\n".join([title, *_coincidence(reports, mesh), *tables, *advice, *legend])
+    told = [] if pipe is None else [pipe.told()]
+    return "\n\n".join([title, *told, *_coincidence(reports, mesh), *tables, *advice, *legend])
 
 
 _Texts = Mapping[str, Mapping[str, str]]
@@ -245,10 +259,12 @@ def _along(rows: dict[str, Report]) -> str:
 def _layers(layers: axes.LayerBytes, options: argparse.Namespace) -> list[str]:
     """Return the table of what layers send, or why there is none."""
     if layers:
-        return [_table("sent by the layers per rank and step, on top of any preset", layers, first="axis")]
-    if options.tensor == options.sequence == 1:
+        whose = "per rank" if options.pipe == 1 else "of all stages together"
+        return [_table(f"sent by the layers {whose} and step, on top of any preset", layers, first="axis")]
+    if options.tokens or options.pipe == options.tensor == options.sequence == 1:
         return []
-    return ["What layers send on top depends on the batch: --tokens, of a rank and micro-batch, says how much it is."]
+    what = "layers" if options.pipe == 1 else "layers and stages"
+    return [f"What {what} send on top depends on the batch: --tokens, of a rank and micro-batch, says how much it is."]
 
 
 def _cuts(plan: Plan, mesh: MeshShape) -> str:
@@ -319,7 +335,7 @@ def _title(model: ModelShape, options: argparse.Namespace) -> str:
     ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
     batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
     kept = ", parameters unsharded between them" if options.between else ""
-    sizes = {"tensor": f" ({options.mode or 'mtp'})", "sequence": "", "pod": ""}
+    sizes = {"pipe": "", "tensor": f" ({options.mode or 'mtp'})", "sequence": "", "pod": ""}
     more = "".join(f", {axis} {size}{how}" for axis, how in sizes.items() if (size := getattr(options, axis)) > 1)
     told = f"{options.precision}{sums}, {ranks}{more}, {batches}{kept}"
     return f"{model.name}: {model.parameters:,} parameters{frozen}, {told}"

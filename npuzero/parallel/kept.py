@@ -14,7 +14,7 @@ from npuzero.shard import build
 from npuzero.shard.plans import Plans
 
 #: Of the device's memory, that a training state may take whose parameters stay unsharded.
-SHARE = 0.5
+BETWEEN_SHARE = 0.5
 
 
 def kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, plans: Plans) -> Plan:
@@ -31,7 +31,6 @@ def kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, pla
     Raises:
         ConfigError: the schedule needs it (zero-bubble), and the plan says otherwise.
     """
-    kept = replace(plan, between=Placement(()))
     if pipe.schedule.name == "zero-bubble":
         if plan.between is not None and plan.between.axes:
             raise ConfigError(
@@ -41,13 +40,21 @@ def kept_between(plan: Plan, pipe: Pipeline, mesh: Mesh, settings: Settings, pla
                 got=str(plan.between),
                 do="Leave it out, or choose the schedule 1f1b.",
             )
-        return kept
-    if plan.between is not None or not plan.parameters.axes or plan.parameters.far:
+        return replace(plan, between=Placement(()))
+    kept = unsharded_between(plan)
+    if kept is None:
         return plan
     foreseen = build.predict(
         pipe, replace(plans, model=kept), mesh, pipe.unit_rule, settings, pipe.parts, acts=pipe.acts
     )
     where = mesh.world.device
     total, sharers = device.get(where).memory().total, len(mesh.world.local) if where.type == "cpu" else 1
-    fits = total is None or sum(foreseen.held[Memory.DEVICE].values()) * sharers <= SHARE * total
+    fits = total is None or sum(foreseen.held[Memory.DEVICE].values()) * sharers <= BETWEEN_SHARE * total
     return kept if all(mesh.world.exchange(fits, "pipeline")) else plan
+
+
+def unsharded_between(plan: Plan) -> Plan | None:
+    """Return the plan by which parameters stay unsharded between micro-batches; None where that is not to be chosen."""
+    if plan.between is not None or not plan.parameters.axes or plan.parameters.far:
+        return None
+    return replace(plan, between=Placement(()))
