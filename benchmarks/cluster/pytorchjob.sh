@@ -8,12 +8,19 @@
 #   IMAGE      an image with a checkout of npuzero, installed, in FOLDER (/opt/npuzero), and with the accelerator's torch
 #   RESOURCE   the devices' resource name; DEVICES of it per node (8)
 #   NODES      pods (1)
+#   SUITES, PIPE, TENSOR, DATA, LOCAL_SIZE, MESH_ARGUMENTS   as for torchrun.sh, where they are set
 #   NAME       of the job (npuzero-bench)
 # The records lie in the master's FOLDER/runs/cluster and are printed at the end of its log.
 set -euo pipefail
 : "${IMAGE:?an image with npuzero}" "${RESOURCE:?such as nvidia.com/gpu or huawei.com/Ascend910}"
 : "${NODES:=1}" "${DEVICES:=8}" "${NAME:=npuzero-bench}" "${FOLDER:=/opt/npuzero}"
 
+variables=""
+for name in SUITES PIPE TENSOR DATA LOCAL_SIZE MESH_ARGUMENTS; do
+    if [[ -n ${!name:-} ]]; then
+        variables+=$'\n'"                - {name: $name, value: \"${!name}\"}"
+    fi
+done
 arguments=""
 for argument in "$@"; do
     arguments+=", \"$argument\""
@@ -34,11 +41,11 @@ replicas() {
               command:
                 - bash
                 - -c
-                - NODE_RANK=\$RANK benchmarks/cluster/torchrun.sh "\$@" && tail -n +1 runs/cluster/*.json
+                - NODE_RANK=\$RANK benchmarks/cluster/torchrun.sh "\$@" && find runs/cluster -name '*.json' -exec tail -n +1 {} +
               args: ["torchrun.sh"$arguments]
               env:
                 - {name: NODES, value: "$NODES"}
-                - {name: DEVICES, value: "$DEVICES"}
+                - {name: DEVICES, value: "$DEVICES"}$variables
               resources:
                 limits: {"$RESOURCE": $DEVICES}
               volumeMounts:

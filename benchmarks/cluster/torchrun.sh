@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# The step and comm benchmarks on one node, or on this node of several; node 0 leaves JSON in OUT.
+# The step and comm benchmarks, or training over a mesh, on one node or on this node of several; node 0 leaves JSON in OUT.
 #
 #   benchmarks/cluster/torchrun.sh                                   # this host, its accelerators or 2 CPU ranks
 #   DEVICES=8 benchmarks/cluster/torchrun.sh --dim 4096 --layers 32 --heads 32 --sequence 2048 --batch 1
 #   NODES=2 NODE_RANK=$i MASTER_ADDR=node0 benchmarks/cluster/torchrun.sh    # the same on each of two nodes
+#   DEVICES=8 SUITES=mesh PIPE=2 TENSOR=2 benchmarks/cluster/torchrun.sh      # a GPT over pipe 2 x data 2 x tensor 2
 #
 # Arguments go to `python -m benchmarks.step`, COMM_ARGUMENTS to `npuzero bench comm`. Variables, beside torchrun's usual ones:
 #   DEVICES      ranks per node
-#   SUITES       "step comm" or one of them
+#   SUITES       "step comm", some of them, or "mesh": examples/pipeline_gpt, to see all axes work between these devices
+#   PIPE, TENSOR, DATA, LOCAL_SIZE   sizes of the mesh's axes, of the ranks on all nodes (see npuzero.mesh)
+#   MESH_ARGUMENTS   more for the example, such as "--schedule interleaved --chunks 2 --preset zero3"
 #   OUT          folder for the records (runs/cluster)
 #   PYTHON       the interpreter npuzero is installed for (python)
 #   ASCEND_ENV   CANN's set_env.sh (of /usr/local/Ascend/cann, else of ascend-toolkit there)
@@ -45,11 +48,20 @@ ranks() {
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
 }
 
+mesh=()
+for axis in PIPE TENSOR DATA LOCAL_SIZE; do
+    if [[ -n ${!axis:-} ]]; then
+        option=${axis,,}
+        mesh+=("--${option//_/-}" "${!axis}")
+    fi
+done
+
 mkdir -p "$OUT"
 for suite in $SUITES; do
     case $suite in
         step) ranks -m benchmarks.step --threads "$OMP_NUM_THREADS" --out "$OUT/step.json" "$@" ;;
+        mesh) ranks examples/pipeline_gpt/train.py "${mesh[@]}" ${MESH_ARGUMENTS:-} ;;
         comm) ranks -m npuzero bench comm --device "$kind" --out "$OUT" ${COMM_ARGUMENTS:-} ;;
-        *) echo "SUITES: expected step or comm, got $suite" >&2 && exit 2 ;;
+        *) echo "SUITES: expected step, comm or mesh, got $suite" >&2 && exit 2 ;;
     esac
 done

@@ -23,8 +23,8 @@ _PLAN |= {f"layers.*.{path}": word for path, word in _BLOCK.items()}
 
 
 def decoder(units: Sequence[Sequence[ParameterFacts]], heads: int) -> nn.Module:
-    """Return modules with these parameters, the blocks in ``layers``, the plan of their division in ``tp_plan``, and ``counted``,
-    by which they are known.
+    """Return modules with these parameters, the blocks in ``layers``, and the plan of their division in ``tp_plan``;
+    ``counted`` tells them from those of a model's class.
     """
     root, *blocks = units
     model = _modules(root)

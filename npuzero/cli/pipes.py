@@ -1,4 +1,4 @@
-"""What ``npuzero plan`` knows of pipelines: the model cut into stages, what each rank of one holds, and its schedule."""
+"""What ``npuzero plan`` knows of pipelines: the model cut into stages, what each rank holds, and the schedule."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Piped:
         peaks = ", ".join(str(table.peak(rank)) for rank in range(table.ranks))
         blocks = ", ".join(str(len(each)) for each in self.stages[0].blocks_of)
         return (
-            f"pipeline {table.name}: a rank waits {float(table.bubble):.1%} of a step (a backward taken as two forwards); "
-            f"micro-batches alive at most, by rank: {peaks}; blocks by stage: {blocks}."
+            f"pipeline {table.name}: a rank waits {float(table.bubble):.1%} of a step, where a backward takes as long as "
+            f"two forwards;\nmicro-batches alive at most, by rank: {peaks}; blocks by stage: {blocks}."
         )
 
     def fullest(self, name: str) -> str:

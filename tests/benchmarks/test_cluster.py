@@ -43,6 +43,32 @@ def test_the_job_is_yaml_with_a_pod_per_node(nodes):
         assert {"name": "NODES", "value": str(nodes)} in container["env"]
 
 
+def test_the_job_passes_the_mesh_on():
+    made = subprocess.run(
+        [CLUSTER / "pytorchjob.sh"],
+        env=os.environ | {"IMAGE": "i", "RESOURCE": "r", "SUITES": "mesh", "PIPE": "2", "MESH_ARGUMENTS": "--steps 8"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    (container,) = yaml.safe_load(made.stdout)["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
+        "containers"
+    ]
+    given = {each["name"]: each["value"] for each in container["env"]}
+    assert given == {"NODES": "1", "DEVICES": "8", "SUITES": "mesh", "PIPE": "2", "MESH_ARGUMENTS": "--steps 8"}
+
+
+def test_torchrun_passes_the_mesh_on(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/seen\necho cpu 8\n')
+    python.chmod(0o755)
+    mesh = {"SUITES": "mesh", "PIPE": "2", "TENSOR": "2", "LOCAL_SIZE": "1", "MESH_ARGUMENTS": "--chunks 2"}
+    variables = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path)} | mesh
+    subprocess.run([CLUSTER / "torchrun.sh"], env=variables, capture_output=True, check=True)
+    *_, line = (tmp_path / "seen").read_text().splitlines()
+    script, _, options = line.partition("train.py ")
+    assert script.endswith("examples/pipeline_gpt/")
+    assert options == "--pipe 2 --tensor 2 --local-size 1 --chunks 2"
+
+
 def test_the_job_needs_an_image():
     variables = {key: value for key, value in os.environ.items() if key not in ("IMAGE", "RESOURCE")}
     made = subprocess.run([CLUSTER / "pytorchjob.sh"], env=variables, capture_output=True, text=True)

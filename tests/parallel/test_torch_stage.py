@@ -16,7 +16,7 @@ from npuzero import ConfigError, StateError
 from npuzero.comm import World
 from world.comm_ranks import run_ranks, values
 
-pytestmark = [pytest.mark.world, pytest.mark.slow]
+pytestmark = pytest.mark.world
 
 DIM, MICRO_BATCHES, ROWS, STEPS = 6, 4, 8, 3
 
@@ -62,9 +62,7 @@ def pipelined(world: World, kind: str, chunks: int, plan: Any, no_sync: bool, sh
         example |= {"output_args": torch.empty(rows, DIM, requires_grad=True)} if shapes else {}
         part = npuzero.zero(model()[number * size : (number + 1) * size], plan=plan, mesh=mesh)
         parts.append(part)
-        held.append(
-            npuzero.parallel.TorchStage(part, number, stages, world.device, group, no_sync=no_sync, **example)
-        )
+        held.append(npuzero.parallel.TorchStage(part, number, stages, world.device, group, no_sync=no_sync, **example))
     schedule = getattr(pipelining, kind)(held if chunks > 1 else held[0], MICRO_BATCHES, loss_fn=F.mse_loss)
     optimizer = npuzero.AdamW([p for part in parts for p in part.parameters()], lr=1e-2, eps=1e-4)
     clip = 0.1 if chunks == 1 else float("inf")  # a norm is over one model of each rank: over the whole pipeline
@@ -94,6 +92,19 @@ def cases(world: World) -> None:
     pipelined(world, "ScheduleInterleaved1F1B", 2, plan, True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_training_equals_plain_torch(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, cases, folder=tmp_path, limit_s=120.0))
+
+
+def test_what_it_cannot_drive_is_refused() -> None:
+    with pytest.raises(StateError, match="npuzero.zero"):
+        npuzero.parallel.TorchStage(model(), 0, 1, torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stage = npuzero.parallel.TorchStage(npuzero.zero(model()), 0, 1, torch.device("cpu"))
+        with pytest.raises(ConfigError, match="zero bubble"):
+            stage.backward_one_chunk(0, full_backward=False)
+    finally:
+        dist.destroy_process_group()
