@@ -72,8 +72,8 @@ class Piped:
         peaks = ", ".join(str(table.peak(rank)) for rank in range(table.ranks))
         blocks = ", ".join(str(len(each)) for each in self.stages[0].blocks_of)
         return (
-            f"pipeline {table.name}: a rank waits {float(table.bubble):.1%} of a step, where a backward takes as long as "
-            f"two forwards;\nmicro-batches alive at most, by rank: {peaks}; blocks by stage: {blocks}."
+            f"pipeline {table.name}: a rank waits {float(table.bubble):.1%} of a step, where a backward takes as long "
+            f"as two forwards;\nmicro-batches alive at most, by rank: {peaks}; blocks by stage: {blocks}."
         )
 
     def fullest(self, name: str) -> str:
