@@ -259,8 +259,8 @@ def _along(rows: dict[str, Report]) -> str:
 def _layers(layers: axes.LayerBytes, options: argparse.Namespace) -> list[str]:
     """Return the table of what layers send, or why there is none."""
     if layers:
-        whose = "per rank" if options.pipe == 1 else "of all stages together"
-        return [_table(f"sent by the layers {whose} and step, on top of any preset", layers, first="axis")]
+        whose = "per rank and" if options.pipe == 1 else "of all stages together per"
+        return [_table(f"sent by the layers {whose} step, on top of any preset", layers, first="axis")]
     if options.tokens or options.pipe == options.tensor == options.sequence == 1:
         return []
     what = "layers" if options.pipe == 1 else "layers and stages"
@@ -302,13 +302,13 @@ def _fit(bytes_left: int) -> str:
 
 def _coincidence(reports: dict[str, Report], mesh: MeshShape) -> list[str]:
     """Return why presets are the same here, where the number of ranks or hosts is the reason."""
-    ranks = mesh.node * mesh.local
+    ranks, group = mesh.node * mesh.local, "stage" if mesh.pipe > 1 else "pod"
     if ranks == 1:
         here = "" if len(reports) == len(PRESETS) else " but for what rests off the device"
-        where = "On one rank" if mesh.world == 1 else "With one rank in a pod that has data of its own"
+        where = "On one rank" if mesh.world == 1 else f"With one rank in a {group} that has data of its own"
         return [f"{where} there is nothing to shard over: all presets are the same{here}."]
     if mesh.node == 1:
-        whose = "" if mesh.world == ranks else " with data of their own in a pod"
+        whose = "" if mesh.world == ranks else f" with data of their own in a {group}"
         return [
             f"All {ranks} ranks{whose} share a host (--local says otherwise), so sharded within a host is sharded over"
             " all ranks:\nnames joined by = are the same plan here."
