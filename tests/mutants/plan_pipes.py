@@ -1,0 +1,49 @@
+"""Mutants of what ``npuzero plan`` says of pipelines, and of the bridge to torch's."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+FILE = "parallel/test_cli_pipeline.py"
+SENT = f"{FILE}::test_ranks_hold_and_send_what_plan_says"
+BRIDGE = "parallel/test_torch_stage.py::test_training_equals_plain_torch[2]"
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "the emptiest rank of a pipeline stands for all",
+        "cli/pipes.py",
+        "return max(found, key=_held)",
+        "return min(found, key=_held)",
+        (f"{SENT}[llama-1f1b-1-zero3]",),
+    ),
+    Mutant(
+        "plan foretells what is kept between micro-batches, whatever memory there is",
+        "cli/pipes.py",
+        "max(map(_held, found)) > limit",
+        "max(map(_held, found)) < 0",
+        (f"{FILE}::test_parameters_stay_unsharded_between_micro_batches_where_memory_allows",),
+    ),
+    Mutant(
+        "what a size leaves over is on no rank of a pipeline",
+        "cli/pipes.py",
+        'if "rest" in module._parameters:',
+        "if False:",
+        (f"{FILE}::test_a_size_alone_is_cut_as_well",),
+    ),
+    Mutant(
+        "torch's schedules leave gradients undivided by the number of micro-batches",
+        "parallel/torch_stage.py",
+        "1.0 / grad_scale_factor",
+        "1.0",
+        (BRIDGE,),
+        slow=True,
+    ),
+    Mutant(
+        "no_sync lets the last micro-batch of a step go unreduced",
+        "parallel/torch_stage.py",
+        "alone = self._no_sync and not last_backward",
+        "alone = self._no_sync and last_backward",
+        ("parallel/test_torch_stage.py::test_training_equals_plain_torch[4]",),
+        slow=True,
+    ),
+)
