@@ -38,12 +38,4 @@ MUTANTS: tuple[Mutant, ...] = (
         (BRIDGE,),
         slow=True,
     ),
-    Mutant(
-        "no_sync lets the last micro-batch of a step go unreduced",
-        "parallel/torch_stage.py",
-        "alone = self._no_sync and not last_backward",
-        "alone = self._no_sync and last_backward",
-        ("parallel/test_torch_stage.py::test_training_equals_plain_torch[4]",),
-        slow=True,
-    ),
 )

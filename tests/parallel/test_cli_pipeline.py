@@ -80,11 +80,11 @@ def test_transformers_and_its_own_arithmetic_say_the_same(told: Any, monkeypatch
 
 def test_a_size_alone_is_cut_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--world", "8", "--local", "4", "--pipe", "2", "--tensor", "2", "--tokens", "64", "--micro-batches", "4"]
-    assert main(["plan", "--parameters", "20M", *options, "--json"]) == 0
+    assert main(["plan", "--parameters", "20M", "--vocabulary", "128", *options, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     held = [each["parameters"] for each in facts["pipeline"]["bytes_held_by_rank"]["zero0"]]
-    assert sum(held) == pytest.approx(facts["parameters"], rel=0.02)  # bfloat16, over two tensor ranks
-    assert facts["presets"]["zero0"]["bytes_sent_along"].keys() == {"pipe", "local"}
+    assert sum(held) == pytest.approx(facts["parameters"], rel=0.02)  # bfloat16, over two tensor ranks; the embedding twice
+    assert facts["presets"]["zero0"]["bytes_sent_along"].keys() == {"pipe", "local", "ends+local"}
 
 
 @pytest.mark.parametrize(
