@@ -111,7 +111,8 @@ class GPT(nn.Module):
         self.embedding = Embedding()
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.head = Head(self.embedding.tokens)
-        nn.init.normal_(self.embedding.tokens.weight, std=0.02)
+        for weight in self.embedding.parameters():
+            nn.init.normal_(weight, std=0.1)
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -165,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer = npuzero.AdamW(trained.parameters(), lr=3e-3)
     table = trained.schedule
     if world.rank == 0:
-        waits = f"{float(table.bubble):.0%} of a step waited, {table.peak(0)} micro-batches alive on rank 0"
-        print(f"{mesh}, {table.name}: {waits}")
+        alive = f"micro-batches alive on rank 0: {table.peak(0)}"
+        print(f"{mesh}, {table.name}: {float(table.bubble):.0%} of a step waited, {alive}")
     losses = []
     for step in range(options.steps):
         tokens = batch_of(step, mesh.index(DATA), mesh.size(DATA), options.batch).to(world.device)
