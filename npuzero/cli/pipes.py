@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from npuzero.api.model import predict
-from npuzero.parallel.kept import BETWEEN_SHARE, unsharded_between
 from npuzero.cli.arguments import number
 from npuzero.cli.model import ModelShape
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
+from npuzero.parallel.kept import BETWEEN_SHARE, unsharded_between
 from npuzero.parallel.pipeline import Pipeline
 from npuzero.parallel.schedule import NAMES, Schedule, schedule
 from npuzero.parallel.stages import divide
@@ -63,8 +63,10 @@ class Piped:
         return max(found, key=_held)
 
     def _each(self, plan: Plan, mesh: MeshShape, settings: Settings, clip: bool) -> list[Report]:
-        facts = {"clip": clip, "settings": settings, "activation_bytes": self.edge_bytes}
-        return [predict(stages, plan, mesh, **facts) for stages in self.stages]
+        sent = self.edge_bytes
+        return [
+            predict(stages, plan, mesh, clip=clip, settings=settings, activation_bytes=sent) for stages in self.stages
+        ]
 
     def told(self) -> str:
         """Return what the schedule comes to."""
