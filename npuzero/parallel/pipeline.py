@@ -197,14 +197,22 @@ class Runner:
             self._micros = micro_batches(batch, self._schedule.micro_batches)
             if scaler is not None:  # whose tensors are made where the first loss is: on every rank
                 scaler.scale(self._sum)
-        row = self._rows[train]
+        try:
+            self._follow(self._rows[train])
+            some = self._agree()
+        except CollectiveError as error:
+            # A stage that raised on one data rank alone leaves its peers waiting: what it raised is the cause.
+            raise error from (self._failure and self._failure[1])
+        return self._mean_loss() if some else joined(self._outputs) if self._outputs else None
+
+    def _follow(self, row: Sequence[Act]) -> None:
+        """Run a row of the schedule."""
         for k, act in enumerate(row):
             self._expect(row[k : k + 2] if self._overlap else row[k : k + 1])
             with observe.span("pipeline", f"{act.kind} {act.stage} #{act.micro}", rank=self._mesh.world.rank):
                 self._acts[act.kind](act)
         for edge in self._edges:
             edge.end()
-        return self._mean_loss() if self._agree() else joined(self._outputs) if self._outputs else None
 
     # -- acts ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,68 @@
+"""A stage of a pipeline that dies; every function runs on each of several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import npuzero
+from npuzero import ops
+from npuzero.comm import Counted, World
+from npuzero.plan import DATA
+
+from .dead_ranks import CULPRIT, kill_me
+
+#: Stages, of which each has as many data ranks.
+STAGES = 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.linear(x).tanh()
+        return y
+
+
+def dies(where: str, pipe: Any) -> None:
+    """Have this process killed inside a forward, a backward, R3 or the update of what comes."""
+    block = list(pipe.children())[1]  # its input needs a gradient
+    if where == "forward":
+        block.register_forward_pre_hook(lambda *_: kill_me())
+    elif where == "backward":
+        block.register_full_backward_hook(lambda *_: kill_me())
+    elif where == "R3":
+        Counted._all_reduce = _killed_in("reduce", Counted._all_reduce)  # type: ignore[method-assign]
+    else:
+        ops.Line.update = lambda *_, **__: kill_me()  # type: ignore[method-assign]
+
+
+def _killed_in(word: str, plain: Any) -> Any:
+    def call(group: Any, buffer: torch.Tensor, tag: str) -> Any:
+        if tag.startswith(word):
+            kill_me()
+        return plain(group, buffer, tag)
+
+    return call
+
+
+def killed(world: World, plan: str, where: str, schedule: str) -> None:
+    """The culprit dies in the second step."""
+    mesh = npuzero.mesh(world=world, pipe=STAGES)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    chunks = 2 if schedule == "interleaved" else 1
+    options = {"schedule": schedule, "micro_batches": 4, "chunks": chunks}
+    pipe = npuzero.pipeline(model, mesh, plan=plan, loss_fn=nn.functional.mse_loss, **options)
+    optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-3)
+    for step in range(4):
+        if step == 1 and world.rank == CULPRIT:
+            dies(where, pipe)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + mesh.index(DATA)))
+        pipe.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,35 @@
+"""A rank of a pipeline that dies: the ranks of all stages get a CollectiveError soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults import dead_stages
+from faults.fault_ranks import run_ranks
+
+from .test_dead_ranks import CULPRIT, _nothing_left, _others_know
+
+__all__ = ["_nothing_left"]
+
+pytestmark = pytest.mark.world
+
+
+@pytest.mark.parametrize(
+    ("plan", "where", "schedule", "data"),
+    [
+        ("zero2", "forward", "1f1b", 1),
+        ("zero3", "backward", "1f1b", 2),
+        ("zero0", "R3", "1f1b", 2),
+        pytest.param("zero3", "forward", "interleaved", 2, marks=pytest.mark.slow),
+        pytest.param("zero0", "backward", "gpipe", 1, marks=pytest.mark.slow),
+        pytest.param("zero2", "update", "zero-bubble", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_killed(plan: str, where: str, schedule: str, data: int) -> None:
+    outcomes = run_ranks(dead_stages.killed, dead_stages.STAGES * data, plan, where, schedule)
+    assert outcomes[CULPRIT].exit_code == -9
+    # Of the culprit by who waits for it, and where such a rank has ended in turn, of that one.
+    _others_know(outcomes, r"rank \d (is dead|has ended|aborted)")
+    assert any(f"rank {CULPRIT} is dead" in outcome.seen.text for outcome in outcomes if outcome.seen is not None)
+    if where in {"forward", "backward"}:  # who waits for the stage says between which, and for what
+        assert any(" tagged 'stage " in outcome.seen.text for outcome in outcomes if outcome.seen is not None)
