@@ -13,11 +13,16 @@ from npuzero.plan import LINKS, STAGE, Axes, Plan, Report, sent_by_verb
 
 
 class CountingMesh:
-    """Make communicators that count what they send: control traffic apart from the training state's."""
+    """Make communicators that count what they send: control traffic apart from the training state's.
+
+    Attributes:
+        world: the ranks of all stages; those that train the same modules are the engine's.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._made: dict[tuple[Axes, str], Communicator] = {}
+        self.world = mesh.world
         self.shape = mesh.shape
         self.size = mesh.size
         self.index = mesh.index

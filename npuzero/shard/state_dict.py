@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import pickle
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from npuzero.config import strict_word
 from npuzero.errors import CheckpointError, StateError, differing_names
 from npuzero.shard.cuts import assembled, portion_of, whole_shape
 from npuzero.shard.engine import Engine
+from npuzero.shard.everyone import Line, agree, in_order, of_stages
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.ownership import engine_of
 from npuzero.shard.tiles import TiledTensor
@@ -34,7 +38,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
 
     Returns:
         On rank 0 (or all ranks without ``rank0_only``) the tensors, each storage once however many names it has, and
-        what else modules give as their extra state; ``{}`` elsewhere.
+        what else modules give as their extra state; ``{}`` elsewhere. Of a pipeline those of all stages, which send
+        them one at a time.
 
     Example::
 
@@ -43,16 +48,145 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
             torch.save(state, "model.pt")
     """
     engine = engine_of(model)
-    wanted = engine.world.rank == 0 or not rank0_only
-    copies: dict[int, Tensor] = {}  # by parameter, so that tied names share one copy
+    line = Line(engine.mesh, to_all=not rank0_only)
+    here = _contents(model, engine)
+    stages = [(here.names, here.members)]
+    if line.many:
+        stages = _contents_of_stages(engine, line, here)
+    found: dict[str, dict[int, Any]] = {}  # of each name its value, or its tiles by number
+    seen: set[str] = set()
+    for stage, (names, members) in enumerate(stages):
+        fresh = [member for member in members if seen.isdisjoint(member.names)]
+        for member, value in _given(engine, line, here, fresh) if stage == line.stage else _taken(line, stage, fresh):
+            for name in member.names:
+                found.setdefault(name, {})[member.tile] = value
+        for member in members if line.takes else ():  # names that only this stage has for what an earlier one has, too
+            value = next(found[name] for name in member.names if name in found)
+            found.update((name, value) for name in member.names)
+        seen.update(names)
+    if not line.takes:
+        return {}
+    order = in_order(name for names, _ in stages for name in names) if line.many else here.names
+    return {name: _joined(found[name]) for name in order}
+
+
+class _Member(NamedTuple):
+    """Describe what is moved at once: a tensor of the state dict, a tile of one, or a module's extra state.
+
+    Attributes:
+        names: in the state dict; several of a tied tensor.
+        dtype: as torch names it; empty: it is no tensor.
+        tile: which of the tensor's tiles it is.
+    """
+
+    names: tuple[str, ...]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    tile: int = 0
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """Hold what a stage has of the state dict.
+
+    Attributes:
+        names: in the order of its state dict.
+        parameters: by ``id``, in the order in which units are gathered.
+        others: with their values.
+    """
+
+    names: list[str]
+    parameters: dict[int, _Member]
+    others: list[tuple[_Member, Any]]
+
+    @property
+    def members(self) -> list[_Member]:
+        return [*self.parameters.values(), *(member for member, _ in self.others)]
+
+
+def _contents(model: nn.Module, engine: Engine) -> _Contents:
+    named = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = defaultdict(list)  # by parameter, so that tied names share one copy
+    tiles: dict[int, int] = {}
+    values: dict[int, Any] = {}
+    for name, value in named.items():
+        for i, each in enumerate(value.tiles if isinstance(value, TiledTensor) else [value]):
+            names[id(each)].append(name)
+            tiles[id(each)] = i
+            values[id(each)] = each
+    parameters = {
+        id(p): _Member(tuple(names[id(p)]), _word(p), tuple(whole_shape(p)), tiles[id(p)])
+        for unit in engine.units
+        for p in unit.parameters()
+        if id(p) in names
+    }
+    others = [
+        (_Member(tuple(names[key]), *((_word(each), tuple(each.shape)) if isinstance(each, Tensor) else ())), each)
+        for key, each in values.items()
+        if key not in parameters
+    ]
+    return _Contents(list(named), parameters, others)
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _contents_of_stages(engine: Engine, line: Line, here: _Contents) -> list[tuple[list[str], list[_Member]]]:
+    """Return the names and members that each stage has. Collective."""
+    problem: Exception | None = None
+    try:
+        engine.values.check_here()
+    except StateError as error:
+        problem = error
+    said = agree(engine.mesh.world, "full_state_dict", problem, [here.names, here.members] if line.first else None)
+    return [
+        (names, [_Member(tuple(its), dtype, tuple(shape), tile) for its, dtype, shape, tile in members])
+        for names, members in of_stages(engine.mesh, said)
+    ]
+
+
+def _given(engine: Engine, line: Line, here: _Contents, fresh: Sequence[_Member]) -> Iterator[tuple[_Member, Any]]:
+    """Yield what of this stage is ``fresh``, where it is taken, and give it to other stages. Collective.
+
+    At most one unit is gathered at a time.
+    """
+    wanted, chosen = line.takes or line.gives, set(fresh)
     for unit in engine.units:
         with engine.values.whole(unit):
-            wholes = ((id(p), _whole_copy(engine, p)) for p in unit.parameters() if wanted or portion_of(p) is not None)
-            copies.update(whole for whole in wholes if wanted)
-    if not wanted:
-        return {}
-    named = model.state_dict(keep_vars=True)
-    return {name: _copied(value, copies) for name, value in named.items()}
+            for parameter in unit.parameters():
+                member = here.parameters.get(id(parameter))
+                if member in chosen and (wanted or portion_of(parameter) is not None):
+                    whole = _whole_copy(engine, parameter)
+                    line.give(whole)
+                    if line.takes:
+                        yield member, whole
+    for member, value in here.others:
+        if member in chosen and wanted:
+            whole = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+            if line.gives:
+                _give_other(line, whole)
+            if line.takes:
+                yield member, whole
+
+
+def _give_other(line: Line, value: Any) -> None:
+    if isinstance(value, Tensor):
+        line.give(value)
+        return
+    raw = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    line.give(torch.tensor([raw.numel()]))
+    line.give(raw)
+
+
+def _taken(line: Line, stage: int, fresh: Sequence[_Member]) -> Iterator[tuple[_Member, Any]]:
+    """Yield what another stage gives, where it is taken."""
+    for member in fresh if line.takes else ():
+        if member.dtype:
+            yield member, line.take(stage, getattr(torch, member.dtype), member.shape)
+        else:
+            length = int(line.take(stage, torch.int64, (1,)))
+            yield member, pickle.loads(line.take(stage, torch.uint8, (length,)).numpy().tobytes())
 
 
 def _whole_copy(engine: Engine, parameter: Tensor) -> Tensor:
@@ -63,12 +197,8 @@ def _whole_copy(engine: Engine, parameter: Tensor) -> Tensor:
     return assembled(portion, engine.mesh, parameter.detach().cpu())
 
 
-def _copied(value: Any, copies: Mapping[int, Tensor]) -> Any:
-    if isinstance(value, TiledTensor):
-        return torch.cat([copies[id(tile)] for tile in value.tiles])
-    if id(value) in copies:
-        return copies[id(value)]
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+def _joined(tiles: Mapping[int, Any]) -> Any:
+    return tiles[0] if len(tiles) == 1 else torch.cat([tiles[i] for i in sorted(tiles)])
 
 
 @collective("load_full_state_dict")
@@ -76,6 +206,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 
     Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
+    Over the stages of a pipeline the names are those of all stages.
 
     Raises:
         CheckpointError: names or shapes that do not fit the model.
@@ -86,13 +217,20 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         npuzero.load_full_state_dict(model, state)
     """
     engine = engine_of(model)
+    line = Line(engine.mesh)
     named = model.state_dict(keep_vars=True)
-    problem = _misfit(named, state)
+    stages: list[dict[str, tuple[int, ...] | None]] = [
+        {name: None if is_extra(name) else tuple(whole_shape(tensor)) for name, tensor in named.items()}
+    ]
+    if line.many:
+        stages = of_stages(engine.mesh, engine.mesh.world.exchange(stages[0] if line.first else None))
+    problem = _misfit({name: shape for stage in stages for name, shape in stage.items()}, state)
+    kinds = None if problem or not line.many else {n: _word(v) for n, v in state.items() if isinstance(v, Tensor)}
     # Before anything is written: a rank that raised alone would leave the others waiting, with half of the values.
-    said = engine.world.exchange(problem and str(problem))
+    said = engine.mesh.world.exchange([problem and str(problem), kinds if engine.mesh.world.rank == 0 else None])
     if problem is not None:
         raise problem
-    for rank, other in enumerate(said):
+    for rank, (other, _) in enumerate(said):
         if other is not None:
             raise CheckpointError(
                 "load_full_state_dict",
@@ -101,6 +239,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
                 do="Give every rank the same names; only rank 0's values count.",
                 rank=rank,
             )
+    if line.many and line.first:
+        state = {**state, **_from_rank_0(line, stages, state, said[0][1])}
     values: dict[int, Any] = {}
     for name, tensor in named.items():
         tiles = tensor.by_tile(state[name]) if isinstance(tensor, TiledTensor) else [(tensor, state[name])]
@@ -115,14 +255,30 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         set_extra(model, name, state[name])
 
 
-def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
-    """Return why ``state`` cannot be loaded into the tensors ``named``; None if it can."""
+def _from_rank_0(
+    line: Line,
+    stages: Sequence[Mapping[str, Sequence[int] | None]],
+    state: Mapping[str, Any],
+    dtypes: Mapping[str, str],
+) -> dict[str, Tensor]:
+    """Return rank 0's values of the tensors of this stage, on its first rank; those of the first stage are there."""
+    if line.stage > 0:
+        mine = stages[line.stage].items()
+        return {name: line.take(0, getattr(torch, dtypes[name]), s) for name, s in mine if s is not None}
+    for number, stage in enumerate(stages[1:], 1):
+        for name in (name for name, shape in stage.items() if shape is not None):
+            line.send(state[name], number)
+    return {}
+
+
+def _misfit(shapes: Mapping[str, Sequence[int] | None], state: object) -> CheckpointError | None:
+    """Return why ``state`` cannot be loaded into tensors of these shapes (None: no tensor); None if it can."""
     do = "Load a state of the same model, as npuzero.full_state_dict gives it."
     if not isinstance(state, Mapping):
         return CheckpointError(
             "load_full_state_dict", expected="a mapping from names to tensors", got=type(state).__name__, do=do
         )
-    missing, unknown = sorted(named.keys() - state.keys()), sorted(state.keys() - named.keys())
+    missing, unknown = sorted(shapes.keys() - state.keys()), sorted(state.keys() - shapes.keys())
     if missing or unknown:
         return CheckpointError(
             "load_full_state_dict",
@@ -132,15 +288,14 @@ def _misfit(named: Mapping[str, Any], state: object) -> CheckpointError | None:
             missing=missing,
             unknown=unknown,
         )
-    for name, tensor in named.items():
-        if is_extra(name):
+    for name, shape in shapes.items():
+        if shape is None:
             continue
         value: object = state[name]
-        shape = whole_shape(tensor)
         expected = f"a tensor of shape {tuple(shape)} with data"
         if not isinstance(value, Tensor):
             return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=type(value).__name__, do=do)
-        if value.shape != shape or value.is_meta:
+        if tuple(value.shape) != tuple(shape) or value.is_meta:
             got = f"shape {tuple(value.shape)} on {value.device}"
             return CheckpointError(f"load_full_state_dict: {name}", expected=expected, got=got, do=do)
     return None
