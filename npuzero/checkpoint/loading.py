@@ -17,6 +17,7 @@ from npuzero.checkpoint.landing import RANGE, Landing, Stored
 from npuzero.checkpoint.metadata import Tensors
 from npuzero.checkpoint.parts import MODEL, CutOptimizer, Part, Piece
 from npuzero.checkpoint.source import Source, Wanted
+from npuzero.checkpoint.stages import Share, groups_of
 from npuzero.errors import CheckpointError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
@@ -36,18 +37,21 @@ class Names:
         groups: for each of the optimizer's groups, its options.
     """
 
-    def __init__(self, source: Source, model: nn.Module, optimizer: CutOptimizer | None) -> None:
-        """Find them.
+    def __init__(
+        self, source: Source, model: nn.Module, optimizer: CutOptimizer | None, shares: Sequence[Share]
+    ) -> None:
+        """Find them; ``shares``: what the stages of a pipeline have, this one among them.
 
         Raises:
             CheckpointError: something is missing, or not known to the model or optimizer.
         """
         self._source = source
+        self._shares = shares
         self.parameters = self._find_model(model)
         self.states: dict[str, dict[str, str]] = {}
         self.groups: list[dict[str, Any]] = []
         if optimizer is not None:
-            self._find_optimizer(model, optimizer)
+            self._find_optimizer()
 
     def _find_model(self, model: nn.Module) -> dict[str, str]:
         aliases = defaultdict(list)
@@ -55,6 +59,9 @@ class Names:
         for name, value in named.items():
             aliases[id(value)].append(name)
         keys = self._source.tensors
+        everywhere = {name for share in self._shares for name in share.names}
+        if not named:
+            return {}  # a stage of nothing
         # Others may have saved the model under another name than ours. What stands before the names of any one of its
         # tensors may be that; it is, if all of its tensors have it, by one of their names each.
         some = next(iter(named))
@@ -71,11 +78,11 @@ class Names:
             likely = fitting or [max(prefixes, key=lambda p: sum(p + n in keys for n in named), default="model.")]
             missing = [name for name in named if likely[0] + name not in keys]
             strangers = [key.removeprefix(likely[0]) for key in keys if key.startswith(likely[0])]
-            others = differing_names(missing, [key for key in strangers if key not in named])
+            others = differing_names(missing, [key for key in strangers if key not in everywhere])
             found = f"those under {fitting}" if fitting else f"{len(named) - len(missing)} of its {len(named)}"
             raise self._misfit("the tensors of the model, once", f"{found}; {others}" if others else found)
         prefix = fitting[0]
-        unknown = [key for key in keys if prefix and key.startswith(prefix) and key[len(prefix) :] not in named]
+        unknown = [key for key in keys if prefix and key.startswith(prefix) and key[len(prefix) :] not in everywhere]
         if unknown:
             raise self._misfit("no tensors that the model does not have", differing_names([], unknown))
         return {
@@ -83,7 +90,7 @@ class Names:
             for name, value in named.items()
         }
 
-    def _find_optimizer(self, model: nn.Module, optimizer: CutOptimizer) -> None:
+    def _find_optimizer(self) -> None:
         keys = self._source.tensors
         prefixes = {key[: key.index("param_groups.")] for key in keys if "param_groups." in key}
         if len(prefixes) > 1 and f"{parts.OPTIMIZER}." in prefixes:
@@ -91,7 +98,7 @@ class Names:
         if len(prefixes) != 1:
             raise self._misfit("one optimizer's state", f"{sorted(prefixes) or 'none'}")
         prefix = prefixes.pop()
-        own = parts.group_names(model, optimizer)
+        own = groups_of(self._shares, f"load {self._source.path}")
         ids = self._find_groups(f"{prefix}param_groups.", own)
         found: dict[str, dict[str, str]] = defaultdict(dict)
         for key in keys:
@@ -125,6 +132,8 @@ class Names:
             saved.remove(group)
             self.groups.append({key: value for key, value in group.items() if key != "params"})
             numbered = not all(isinstance(one, str) for one in group["params"])
+            if numbered and len(self._shares) > 1:
+                raise self._misfit("parameters of groups by name, over the stages of a pipeline", "numbers of them")
             ids.update(zip(names, map(str, group["params"]) if numbered else names, strict=True))
         return ids
 
@@ -145,12 +154,19 @@ def _same(saved: Sequence[object], names: Sequence[str]) -> bool:
 class Loader:
     """Load once, as one rank does it."""
 
-    def __init__(self, source: Source, model: nn.Module, engine: Engine, optimizer: CutOptimizer | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        model: nn.Module,
+        engine: Engine,
+        optimizer: CutOptimizer | None,
+        shares: Sequence[Share],
+    ) -> None:
         self._source = source
         self._model = model
         self._engine = engine
         self._optimizer = optimizer
-        self._names = Names(source, model, optimizer)
+        self._names = Names(source, model, optimizer, shares)
         self._tiles = rows_of(model)
         self._idle: list[Tensor] = []  # buffers of ranges that have been written, since fresh pages take long
         for part in parts.model_parts(model, engine):

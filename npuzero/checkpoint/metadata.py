@@ -138,6 +138,20 @@ class Draft:
             self.paths[key] = path
             self.stored[Index(key)] = _StorageInfo(file, offset, nbytes)
 
+    def add_draft(self, other: Any) -> None:
+        """Add what another stage has; ``other``: its ``Metadata``."""
+        self.tensors |= other.state_dict_metadata
+        self.paths |= other.planner_data
+        self.stored |= other.storage_data
+
+    def add_alias(self, path: StatePath, of: StatePath) -> None:
+        """Add another name of a tensor that is here."""
+        found = self.tensors[key_of(of)]
+        if key_of(path) not in self.tensors:
+            self._add_tensor(path, found.properties.dtype, found.size)
+            for chunk in found.chunks:
+                self._add_chunk(key_of(path), chunk, self.stored[Index(key_of(of), chunk.offsets)])
+
     def dump(self) -> bytes:
         """Return the content of the file."""
         made = dcp.Metadata(self.tensors, self.paths, self.stored, dcp.StorageMeta(), CURRENT_DCP_VERSION)

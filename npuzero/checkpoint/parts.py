@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.checkpoint.boxes import Box, boxes_of
+from npuzero.checkpoint.stages import Share, digest_of
 from npuzero.errors import ConfigError
-from npuzero.plan import MeshShape, Portion, axes_beyond
+from npuzero.plan import ENDS, STAGE, MeshShape, Portion, axes_beyond
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import Flat, masters_later
 from npuzero.shard.layout import Slot, overlap
+from npuzero.shard.relations import is_tied
 from npuzero.shard.rest import Rest
 from npuzero.shard.snapshot import Later, Snapshot
 from npuzero.shard.tiles import Rows, rows_of
@@ -200,10 +202,15 @@ class Part:
     def written_by(self, rank: int, shape: MeshShape) -> tuple[int, int]:
         """Return the range of the flat that ``rank`` writes."""
         plan, axes = self.flat.plan, self.rest.group.axes
-        if shape.index(axes_beyond(plan.reduced, plan.alike), rank):
+        summed = tuple(axis for axis in plan.reduced if axis in STAGE)
+        if not self.of_stage(rank, shape) or shape.index(axes_beyond(summed, plan.alike), rank):
             return 0, 0  # of those that repeat it the first one does
-        axes += axes_beyond(axes, plan.reduced)
+        axes += axes_beyond(axes, summed)
         return self.flat.layout.shard(shape.index(axes, rank), shape.size(axes))
+
+    def of_stage(self, rank: int, shape: MeshShape) -> bool:
+        """Tell whether the stage of ``rank`` writes it: of both ends of a pipeline that have the same, the first."""
+        return not self.flat.plan.tied or shape.index((ENDS,), rank) == 0
 
     def items(self, rank: int, shape: MeshShape) -> Iterator[Item]:
         """Yield what ``rank`` writes of it, in order."""
@@ -305,21 +312,30 @@ def optimizer_parts(model: nn.Module, engine: Engine, optimizer: CutOptimizer) -
                 if name in state and state[name] is None
             )
             parts.append(Part(flat, flat.rests.states, cuts, partial(optimizer.cut_buffer, flat, name)))
+        first = not flat.plan.tied or engine.mesh.index((ENDS,)) == 0
         for piece, state in zip(pieces, slots, strict=True):
             for name, number in state.items():
-                if number is not None:
+                if number is not None and first:
                     path = OPTIMIZER, "state", piece.whole.name, name
                     entries.setdefault(path, Entry(path, torch.tensor(number)))
     return parts, [*entries.values()]
 
 
-def group_entries(model: nn.Module, optimizer: CutOptimizer) -> list[Entry]:
-    """Return the optimizer's groups, their parameters by name."""
-    return [
-        Entry((OPTIMIZER, "param_groups", g, key), names if key == "params" else group[key])
-        for g, (group, names) in enumerate(zip(optimizer.param_groups, group_names(model, optimizer), strict=True))
-        for key in group
-    ]
+def share_of(model: nn.Module, optimizer: CutOptimizer | None) -> Share:
+    """Return what this stage tells the others of a pipeline."""
+    named = model.state_dict(keep_vars=True)
+    aliases: dict[str, str] = {}
+    tied: dict[int, str] = {}
+    for name, value in named.items():
+        if isinstance(value, nn.Parameter) and is_tied(value) and tied.setdefault(id(value), name) != name:
+            aliases[name] = tied[id(value)]
+    return Share(
+        [*named],
+        [entry.key for entry in model_entries(model)],
+        aliases,
+        None if optimizer is None else group_names(model, optimizer),
+        [] if optimizer is None else [*map(digest_of, optimizer.param_groups)],
+    )
 
 
 def group_names(model: nn.Module, optimizer: CutOptimizer) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,11 @@ from npuzero.checkpoint.loading import Loaded, Loader
 from npuzero.checkpoint.parts import Entry
 from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
+from npuzero.checkpoint.stages import Share
 from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, keywords
-from npuzero.plan import DATA
+from npuzero.plan import DATA, STAGE
+from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
 
@@ -89,24 +92,36 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     if keep_last is not None:
         _check_count("keep_last", keep_last, 1)
     engine = engine_of(model)
-    cut_optimizer = parts.optimizer_of(model, optimizer)
     saver = saver_of(engine)
     saver.finish()
-    engine.values.settle()
-    tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
-    if cut_optimizer is not None:
-        states, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
-        tensors += states
-        entries += numbers + parts.group_entries(model, cut_optimizer)
-    shared = {"scheduler": scheduler, "scaler": scaler}
-    entries += [Entry((name,), kept.state_dict()) for name, kept in shared.items() if kept is not None]
-    entries += [Entry((name,), value) for name, value in {"extra": extra, "step": step}.items() if value is not None]
-    own = {} if data is None else {"data": data.state_dict()}
-    if rng:
-        own["rng"] = generators.state_of(engine.world.device)
-    facts = {"plan": engine.plan.name, "torch": torch.__version__}
-    job = Job(Path(folder), step, tensors, entries, own, facts, keep_last)
-    return saver.save(job, asynchronous=asynchronous)
+    job = Job(Path(folder), step, keep_last, Share([], [], {}, None, []))
+    problem: Exception | None = None
+    try:
+        cut_optimizer = parts.optimizer_of(model, optimizer)
+        engine.values.settle()
+        tensors, entries = parts.model_parts(model, engine), parts.model_entries(model)
+        if cut_optimizer is not None:
+            states, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
+            tensors, entries = tensors + states, entries + numbers
+        stateful = {"scheduler": scheduler, "scaler": scaler}
+        shared = [Entry((name,), kept.state_dict()) for name, kept in stateful.items() if kept is not None]
+        shared += [Entry((name,), value) for name, value in {"extra": extra, "step": step}.items() if value is not None]
+        own = {} if data is None else {"data": data.state_dict()}
+        if rng:
+            own["rng"] = generators.state_of(engine.world.device)
+        job = replace(
+            job,
+            share=parts.share_of(model, cut_optimizer),
+            parts=tensors,
+            entries=entries,
+            shared=shared,
+            groups=[] if cut_optimizer is None else cut_optimizer.param_groups,
+            own=own,
+            facts={"plan": engine.plan.name, "torch": torch.__version__},
+        )
+    except Exception as error:
+        problem = error
+    return saver.save(job, asynchronous=asynchronous, problem=problem)
 
 
 @keywords()
@@ -150,14 +165,19 @@ def load(
         print(loaded.step)
     """
     engine = engine_of(model)
-    cut_optimizer = parts.optimizer_of(model, optimizer)
     saver_of(engine).finish()
-    world = engine.world
-    path = _agreed_path(Path(folder), engine)
+    world = engine.mesh.world
     problem: Exception | None = None
+    share: dict[str, Any] | None = None
+    try:
+        cut_optimizer = parts.optimizer_of(model, optimizer)
+        share = None if engine.mesh.index(STAGE) else asdict(parts.share_of(model, cut_optimizer))
+    except Exception as error:
+        problem = error
+    path, shares = _agreed_path(Path(folder), engine, problem, share)
     try:
         source = Source(path)
-        loader = Loader(source, model, engine, cut_optimizer)
+        loader = Loader(source, model, engine, cut_optimizer, shares)
     except Exception as error:
         problem = error
     agree(world, f"load {path}", problem)
@@ -242,7 +262,7 @@ class Checkpointer:
     @collective("Checkpointer.resume")
     def resume(self) -> int:
         """Load the last complete checkpoint, if there is one; the steps that were taken then. Collective."""
-        world = engine_of(self._kept["model"]).world
+        world = engine_of(self._kept["model"]).mesh.world
         found = False
         problem: Exception | None = None
         try:
@@ -278,18 +298,20 @@ class Checkpointer:
         self.close()
 
 
-def _agreed_path(folder: Path, engine: Engine) -> Path:
-    """Return the checkpoint that rank 0 finds: others may see another one that is just becoming complete.
-    Collective.
+def _agreed_path(
+    folder: Path, engine: Engine, problem: Exception | None, share: dict[str, Any] | None
+) -> tuple[Path, list[Share]]:
+    """Return the checkpoint that rank 0 finds: others may see another one that is just becoming complete; and what each
+    stage has. Collective.
     """
-    problem: Exception | None = None
-    name = ""
+    world, name = engine.mesh.world, ""
     try:
-        if engine.world.rank == 0:
+        if world.rank == 0:
             name = str(resolved(folder).relative_to(folder))
     except Exception as error:
-        problem = error
-    return folder / str(agree(engine.world, f"load {folder}", problem, name)[0])
+        problem = problem or error
+    said = agree(world, f"load {folder}", problem, [name, share])
+    return folder / str(said[0][0]), [Share(**facts) for _, facts in everyone.of_stages(engine.mesh, said)]
 
 
 def resolved(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,22 @@ from npuzero.checkpoint.files import (
     Facts,
     Manifest,
     as_bytes,
+    damaged,
     data_name,
     encode,
+    read,
     table_name,
     write,
     write_manifest,
 )
 from npuzero.checkpoint.folder import Partial
-from npuzero.checkpoint.metadata import Draft
-from npuzero.checkpoint.parts import MODEL, Entry, Item, Part
+from npuzero.checkpoint.metadata import Draft, load
+from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Entry, Item, Part
+from npuzero.checkpoint.stages import Share, groups_of
 from npuzero.comm import World
-from npuzero.errors import CheckpointError, NpuZeroError
-from npuzero.plan import TENSOR, MeshShape
+from npuzero.errors import CheckpointError
+from npuzero.plan import PIPE, STAGE, TENSOR, MeshShape
+from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
 from npuzero.shard.snapshot import NOW, Later, Snapshot
 
@@ -50,7 +54,10 @@ class Job:
 
     Attributes:
         parts: the sharded tensors.
-        entries: what is the same on all ranks; rank 0 writes it.
+        entries: what is the same on all ranks; rank 0 writes it. Of a pipeline what is the same on those of a stage.
+        shared: what is the same on the ranks of all stages.
+        share: what this stage tells the others.
+        groups: of the optimizer.
         own: what each rank has for itself, by name.
         facts: for the manifest.
         keep_last: complete checkpoints to keep; None: all.
@@ -58,11 +65,14 @@ class Job:
 
     folder: Path
     step: int
-    parts: Sequence[Part]
-    entries: Sequence[Entry]
-    own: Mapping[str, Any]
-    facts: Mapping[str, Any]
     keep_last: int | None
+    share: Share
+    parts: Sequence[Part] = ()
+    entries: Sequence[Entry] = ()
+    shared: Sequence[Entry] = ()
+    groups: Sequence[Mapping[str, Any]] = ()
+    own: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -77,12 +87,30 @@ class Job:
                 kind, *_, state = cut.paths[0]
                 name = MODEL if kind == MODEL else f"{kind}.{state}"
                 found[name].append((cut.paths, cut.slot.begin, tuple(cut.slot.shape), *layout))
-        for entry in self.entries:
+        if self.share.groups is not None:
+            found[OPTIMIZER].append((self.share.groups, self.share.options))
+        for entry in (*self.entries, *self.shared):
             if len(entry.path) > 1:
                 found[str(entry.path[0])].append(entry.path)
         for name in self.own:
             found[name].append(name)
         return {name: f"{zlib.crc32(repr(facts).encode()):08x}" for name, facts in sorted(found.items())}
+
+    def written_by(self, rank: int, shape: MeshShape, shares: Sequence[Share]) -> list[Entry]:
+        """Return what ``rank`` writes beside sharded tensors; ``shares``: of all stages, in their order."""
+        stage = shape.index((PIPE,), rank)
+        if shape.index(STAGE, rank):
+            return []
+        before = {key for share in shares[:stage] for key in share.entries}
+        entries = [entry for entry in self.entries if entry.key not in before]
+        if self.share.groups is not None and all(share.groups is None for share in shares[:stage]):
+            names = groups_of(shares, f"save {self.path}")
+            entries += [
+                Entry((OPTIMIZER, "param_groups", g, key), names[g] if key == "params" else group[key])
+                for g, group in enumerate(self.groups)
+                for key in group
+            ]
+        return entries + (list(self.shared) if rank == 0 else [])
 
 
 class Saving:
@@ -154,7 +182,7 @@ class Saver:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._world = engine.world
+        self._world = engine.mesh.world
         self._shape = engine.mesh.shape
         self.copies = Copies(engine.world.device)
         self._last: Saving | None = None
@@ -165,11 +193,14 @@ class Saver:
         if last is not None:
             last.wait()
 
-    def save(self, job: Job, *, asynchronous: bool) -> Saving:
-        """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective."""
+    def save(self, job: Job, *, asynchronous: bool, problem: Exception | None = None) -> Saving:
+        """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective.
+
+        Args:
+            problem: what keeps this rank from saving, which all are told.
+        """
         with contextlib.ExitStack() as undo:
             items = self._items(job.parts, NOW)
-            problem: Exception | None = None
             if asynchronous:
                 snapshot = Beside(self.copies)
                 undo.callback(snapshot.release)
@@ -178,7 +209,7 @@ class Saver:
                         items = iter([*self._items(job.parts, snapshot)])
                     except Exception as error:
                         problem = error
-            place = begin(self._world, job, problem)
+            place = begin(self._world, self._shape, job, problem)
             done = undo.pop_all().close
 
         def write() -> None:
@@ -208,27 +239,11 @@ _savers: weakref.WeakKeyDictionary[Engine, Saver] = weakref.WeakKeyDictionary()
 
 
 def agree(world: World, subject: str, problem: Exception | None, value: object = None) -> list[Any]:
-    """Exchange what every rank says, if none has a problem. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if one has; on that one the problem itself, if it is one of ours.
-    """
-    said = world.exchange([problem and f"{type(problem).__name__}: {problem}", value], CHANNEL)
-    if isinstance(problem, NpuZeroError):
-        raise problem
-    for rank, (other, _) in enumerate(said):
-        if other is not None:
-            raise CheckpointError(
-                subject,
-                expected="every rank to do its part",
-                got=f"on rank {rank}: {other}",
-                do="Mend it on that rank.",
-                rank=rank,
-            ) from problem
-    return [value for _, value in said]
+    """Exchange what every rank says, see :func:`npuzero.shard.everyone.agree`, on the channel of saves."""
+    return everyone.agree(world, subject, problem, value, CHANNEL)
 
 
-def begin(world: World, job: Job, problem: Exception | None = None) -> Place:
+def begin(world: World, shape: MeshShape, job: Job, problem: Exception | None = None) -> Place:
     """Begin a fresh folder that every rank sees, for parts that every rank has. Collective.
 
     Args:
@@ -247,26 +262,32 @@ def begin(world: World, job: Job, problem: Exception | None = None) -> Place:
         problem = error
     try:
         # A problem travels too: a rank that raised before would leave the others waiting for what it says.
-        said = agree(world, subject, problem, [job.step, partial and partial.path.name, job.outline()])
+        share = None if shape.index(STAGE, world.rank) else asdict(job.share)
+        said = agree(world, subject, problem, [job.step, partial and partial.path.name, share, job.outline()])
         path = job.folder / str(said[0][1])
-        agree(world, subject, _misfit(subject, [step for step, *_ in said], [parts for *_, parts in said], path))
+        ranks = shape.size(STAGE)
+        shares = [Share(**facts) for _, _, facts, _ in said[::ranks]]
+        agree(world, subject, _misfit(subject, [step for step, *_ in said], [parts for *_, parts in said], path, ranks))
+        groups_of(shares, subject)
     except BaseException:
         if partial is not None:
             partial.drop()
         raise
-    return Place(path, partial)
+    return Place(path, partial, shares)
 
 
 def _misfit(
-    subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path
+    subject: str, steps: Sequence[int], outlines: Sequence[Mapping[str, str]], path: Path, ranks: int
 ) -> CheckpointError | None:
-    """Return what keeps the ranks from saving together."""
+    """Return what keeps the ranks from saving together; ``ranks``: of a stage, which have the same of the model."""
     if any(step != steps[0] for step in steps):
         do = "Save at the same time on every rank."
         return CheckpointError(subject, expected="one step", got=f"steps {steps}, by rank", do=do)
     for part in sorted(set().union(*outlines)):
         without = [rank for rank, outline in enumerate(outlines) if part not in outline]
-        other = [rank for rank, outline in enumerate(outlines) if outline.get(part) != outlines[0].get(part)]
+        staged = part.partition(".")[0] in (MODEL, OPTIMIZER)
+        firsts = [outlines[rank - rank % ranks if staged else 0] for rank in range(len(outlines))]
+        other = [rank for rank, outline in enumerate(outlines) if outline.get(part) != firsts[rank].get(part)]
         if other:
             with_it = [rank for rank in range(len(outlines)) if rank not in without]
             got = f"{part} on ranks {with_it}, and none on ranks {without}" if without else f"another {part} on {other}"
@@ -303,10 +324,13 @@ def _signed(item: Item, signature: int) -> int:
 
 @dataclass(frozen=True)
 class Place:
-    """Say where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it."""
+    """Say where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it; ``shares`` of all
+    stages, in their order.
+    """
 
     path: Path
     partial: Partial | None
+    shares: Sequence[Share]
 
     def write(self, job: Job, items: Iterator[tuple[Item, Later]], world: World, shape: MeshShape) -> None:
         """Write this rank's file, and on rank 0 what says where everything is. Collective."""
@@ -322,23 +346,38 @@ class Place:
         problem: Exception | None = None
         try:
             with observe.span("write", job.path.name):
-                report = self._write_own(job, items, world.rank, draft)
+                report = self._write_own(job, items, world.rank, shape, draft)
         except Exception as error:
             problem = error
-        reports = agree(world, f"save {job.path}", problem, report and astuple(report))
+        reports = [Report(*r) for r in agree(world, f"save {job.path}", problem, report and astuple(report))]
+        drawn: Facts | None = None
         try:
-            if self.partial is not None:
+            if shape.index(STAGE, world.rank) == 0:
+                self._draw_up(job, shape, draft, reports, world.rank)
+                if self.partial is None:
+                    drawn = write(self.path / _draft_name(shape.index((PIPE,), world.rank)), draft.dump())
+        except Exception as error:
+            problem = error
+        others: list[Any] = [None]
+        if shape.pipe > 1:
+            others = agree(world, f"save {job.path}", problem, drawn and astuple(drawn))[:: shape.size(STAGE)]
+        try:
+            if problem is None and self.partial is not None:
                 with observe.span("commit", job.path.name):
-                    self._commit(self.partial, job, shape, draft, [Report(*said) for said in reports])
+                    for stage, facts in enumerate(others[1:], 1):
+                        self._add(draft, stage, Facts(*facts))
+                    self._commit(self.partial, job, shape, draft, reports)
         except Exception as error:
             problem = error
         if self.partial is not None:
             self.partial.drop()
         agree(world, f"save {job.path}", problem)
 
-    def _write_own(self, job: Job, items: Iterator[tuple[Item, Later]], rank: int, draft: Draft) -> Report:
+    def _write_own(
+        self, job: Job, items: Iterator[tuple[Item, Later]], rank: int, shape: MeshShape, draft: Draft
+    ) -> Report:
         own = {name: encode(name, value) for name, value in job.own.items()}
-        shared = [(entry, encode(entry.key, entry.value)) for entry in job.entries] if rank == 0 else []
+        shared = [(e, encode(e.key, e.value)) for e in job.written_by(rank, shape, self.shares)]
         count = signature = 0
         with DataFile(self.path / data_name(rank)) as file:
             for item, later in items:
@@ -352,16 +391,17 @@ class Place:
         data, table = ((facts.nbytes, facts.crc) for facts in file.facts)
         return Report(data, table, count, signature, objects)
 
-    def _commit(self, partial: Partial, job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Report]) -> None:
-        listed: dict[str, Facts] = {}
-        for part in job.parts:
+    def _draw_up(self, job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Report], first: int) -> None:
+        """Add to ``draft`` where everything is that the ranks of a stage wrote, as its ``first`` rank knows it."""
+        here = [part for part in job.parts if part.of_stage(first, shape)]
+        for part in here:
             for cut in part.cuts:
                 draft.add_cut(cut)
-        for rank, report in enumerate(reports):
-            name = data_name(rank)
+        for rank in range(first, first + shape.size(STAGE)):
+            report, name = reports[rank], data_name(rank)
             offset = count = signature = 0
             # Nobody sent what lies where: it follows from the parts, and a rank that has others has another signature.
-            for item in chain.from_iterable(part.items(rank, shape) for part in job.parts):
+            for item in chain.from_iterable(part.items(rank, shape) for part in here):
                 length = item_bytes(item.nbytes)
                 draft.add_box(item.cut, item.box, name, offset, length)
                 offset += length
@@ -371,16 +411,33 @@ class Place:
             if (report.items, report.signature) != (count, signature):
                 raise CheckpointError(
                     f"save {job.path}",
-                    expected=f"{count} items from rank {rank}, as rank 0 has sharded the model",
+                    expected=f"{count} items from rank {rank}, as rank {first} has sharded the model",
                     got=f"{report.items}" + (" others" if report.items == count else ""),
                     do="Pass the same model and optimizer on every rank.",
                     rank=rank,
                 )
+
+    def _add(self, draft: Draft, stage: int, facts: Facts) -> None:
+        """Add to ``draft`` what another stage has drawn up, and take its file away."""
+        path = self.path / _draft_name(stage)
+        raw = read(path)
+        if Facts(len(raw), zlib.crc32(raw)) != facts:
+            raise damaged(path, f"CRC-32 {facts.crc:08x}", f"{zlib.crc32(raw):08x}")
+        draft.add_draft(load(raw, path))
+        path.unlink()
+        for alias, name in self.shares[stage].aliases.items():
+            draft.add_alias((MODEL, alias), (MODEL, name))
+
+    def _commit(self, partial: Partial, job: Job, shape: MeshShape, draft: Draft, reports: Sequence[Report]) -> None:
+        listed: dict[str, Facts] = {}
+        for rank, report in enumerate(reports):
+            name = data_name(rank)
             listed |= {name: Facts(*report.data), table_name(name): Facts(*report.table)}
         listed[METADATA] = write(self.path / METADATA, draft.dump())
         own = [{tuple(report.objects[i][1:]) for report in reports} for i in range(len(job.own))]
         alike = [kind for kind, found in zip(job.own, own, strict=True) if len(found) == 1]
-        readers = [rank for rank in range(len(reports)) if not shape.index((TENSOR,), rank)]  # tensor ranks read alike
+        # Tensor ranks read alike, and so do stages.
+        readers = [rank for rank in range(len(reports)) if not shape.index((PIPE, TENSOR), rank)]
         facts = {"step": job.step, "world": len(reports), "readers": readers, "alike": alike, **job.facts}
         write_manifest(self.path, facts, listed)
         # Before the folder gets the name that says: all of it is there.
@@ -388,6 +445,10 @@ class Place:
         path = partial.commit()
         if job.keep_last is not None:
             folders.keep_last(job.folder, job.keep_last, path)
+
+
+def _draft_name(stage: int) -> str:
+    return f"{METADATA}.{stage}"
 
 
 def _read_back(path: Path, listed: Mapping[str, Facts]) -> None:
