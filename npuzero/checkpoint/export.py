@@ -25,9 +25,10 @@ from npuzero.comm.calls import collective
 from npuzero.errors import CheckpointError, ConfigError, StorageError, keywords
 from npuzero.memory import zeros
 from npuzero.ops.storage.lazy import settled
-from npuzero.plan import DTYPES, axes_beyond
+from npuzero.plan import DTYPES, STAGE, axes_beyond
 from npuzero.shard.cuts import PIECE, joined, whole_shape
 from npuzero.shard.engine import Engine
+from npuzero.shard.everyone import Line, agree, in_order, of_stages
 from npuzero.shard.extra import is_extra
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
@@ -42,6 +43,9 @@ METADATA = {"format": "pt"}
 #: A tensor to be written: its name in the files, dtype and shape.
 Facts = tuple[str, torch.dtype, tuple[int, ...]]
 Rename = Callable[[str], str | None]
+
+#: What a stage says of a tensor: its name, that in the files, dtype, shape, and all its wanted names.
+_Described = tuple[str, str, str, list[int], list[str]]
 
 
 class Writer:
@@ -246,20 +250,34 @@ def export(
     if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
         do = "Give a size in bytes, such as 5 * 10**9."
         raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
-    check_known(engine, "npuzero.export")
-    target, wanted = Path(path), _dtype(dtype)
-    tensors = _exported(model, rename or (lambda name: name))
+    target, wanted, line = Path(path), _dtype(dtype), Line(engine.mesh)
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
-    engine.values.settle()
-    facts: list[Facts] = []
-    for name, tensor in tensors:
-        kind = wanted if wanted is not None and id(_members(tensor)[0]) in slots else tensor.dtype
-        facts.append((name, kind, tuple(whole_shape(tensor))))
+    tensors: dict[str, Tensor] = {}
+    here: list[_Described] = []
     problem: Exception | None = None
-    with Writer(target, facts, file_bytes) if engine.world.rank == 0 else _Nobody() as writer:
-        for (_, kind, _), (_, tensor) in zip(facts, tensors, strict=True):
-            for member in _members(tensor):
-                for piece in _pieces(engine, slots.get(id(member)), member, kind):
+    try:
+        check_known(engine, "npuzero.export")
+        for name, (theirs, tensor, names) in _exported(model, rename or (lambda name: name)).items():
+            kind = wanted if wanted is not None and id(_members(tensor)[0]) in slots else tensor.dtype
+            tensors[theirs] = tensor
+            here.append((name, theirs, str(kind).removeprefix("torch."), list(whole_shape(tensor)), names))
+    except Exception as error:
+        if not line.many:
+            raise
+        problem = error
+    every = [(line.stage, described) for described in here]
+    if line.many:
+        every = _of_stages(engine, problem, here)
+    engine.values.settle()
+    facts: list[Facts] = [(theirs, getattr(torch, kind), tuple(shape)) for _, (_, theirs, kind, shape, _) in every]
+    with _writer(engine, line, target, facts, file_bytes) as writer:
+        for (theirs, kind, shape), (stage, _) in zip(facts, every, strict=True):
+            if stage == line.stage:
+                for member in _members(tensors[theirs]):
+                    for piece in _pieces(engine, slots.get(id(member)), member, kind):
+                        problem = problem or _problem(writer.put, piece, kind)
+            elif line.takes:
+                for piece in _taken(line, stage, kind, shape):
                     problem = problem or _problem(writer.put, piece, kind)
         problem = problem or _problem(writer.commit)
     _agree(engine, problem)
@@ -288,6 +306,35 @@ def _problem(work: Callable[..., None], *arguments: Any) -> Exception | None:
     return None
 
 
+def _of_stages(engine: Engine, problem: Exception | None, here: list[_Described]) -> list[tuple[int, _Described]]:
+    """Return what is to be written, in the order of the whole model, and which stage has it. Collective."""
+    said = agree(engine.mesh.world, "npuzero.export", problem, here)
+    found: dict[str, tuple[int, _Described]] = {}
+    seen: set[str] = set()
+    for stage, its in enumerate(of_stages(engine.mesh, said)):
+        for name, theirs, kind, shape, names in its:
+            if seen.isdisjoint(names):
+                found[name] = stage, (name, theirs, kind, shape, names)
+            seen.update(names)
+    _check_once([described[1] for _, described in found.values()])
+    return [found[name] for name in in_order(found)]
+
+
+def _writer(engine: Engine, line: Line, target: Path, facts: Sequence[Facts], file_bytes: int) -> Writer:
+    if engine.mesh.world.rank == 0:
+        return Writer(target, facts, file_bytes)
+    return _Relay(line) if line.gives else _Nobody()
+
+
+def _taken(line: Line, stage: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yield the elements of a tensor of another stage, on rank 0, as its :class:`_Relay` gives them."""
+    left = torch.Size(shape).numel()
+    while left:
+        piece = line.take(stage, dtype, (int(line.take(stage, torch.int64, (1,))),))
+        left -= piece.numel()
+        yield piece
+
+
 class _Nobody(Writer):
     """Stand for the writer on a rank that writes nothing."""
 
@@ -307,11 +354,23 @@ class _Nobody(Writer):
         return
 
 
-def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
-    """Return the tensors of the model's state dict by their names in the files, each once, under the first that is
-    wanted.
+class _Relay(_Nobody):
+    """Give what this stage has of the files to rank 0."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def put(self, piece: Tensor, dtype: torch.dtype) -> None:
+        if piece.numel():
+            self._line.give(torch.tensor([piece.numel()]))
+            self._line.give(settled(piece.to("cpu", dtype)))
+
+
+def _exported(model: nn.Module, rename: Rename) -> dict[str, tuple[str, Tensor, list[str]]]:
+    """Return the tensors of the model's state dict, each once, by the first of their names that is wanted: its name in
+    the files, itself, and all its wanted names.
     """
-    found: dict[int, tuple[str, Tensor]] = {}
+    found: dict[int, tuple[str, str, Tensor, list[str]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         theirs = rename(name)
         if theirs is None:
@@ -323,8 +382,12 @@ def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
                 got=f"the extra state of a module: {type(tensor).__name__}",
                 do="Leave it out: rename=lambda name: None if ... else name; and keep it elsewhere.",
             )
-        found.setdefault(id(tensor), (theirs, tensor))
-    names = [name for name, _ in found.values()]
+        found.setdefault(id(tensor), (name, theirs, tensor, []))[3].append(name)
+    _check_once([theirs for _, theirs, _, _ in found.values()])
+    return {name: (theirs, tensor, names) for name, theirs, tensor, names in found.values()}
+
+
+def _check_once(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(
@@ -333,7 +396,6 @@ def _exported(model: nn.Module, rename: Rename) -> list[tuple[str, Tensor]]:
             got=f"{twice!r} twice",
             do="Keep what tells the tensors apart.",
         )
-    return list(found.values())
 
 
 def _members(tensor: Tensor) -> list[nn.Parameter] | list[Tensor]:
@@ -357,7 +419,7 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     if flat.ahead is not None and not exact:  # an update that is pending counts
         rest, read = rests.states, flat.ahead.__getitem__
     slot, portion = flat.layout.slots[i], flat.portions[i]
-    if engine.mesh.index(axes_beyond(rest.group.axes, flat.plan.alike)):
+    if engine.mesh.index(axes_beyond(rest.group.axes, tuple(axis for axis in flat.plan.alike if axis in STAGE))):
         return  # the first of those that have the same are those that rank 0 is among
     unsharded = partial(_unsharded, flat, rest, read)
     if portion is None:
@@ -385,7 +447,7 @@ def _unsharded(flat: Flat, rest: Rest, read: Callable[[slice], Tensor], start: i
 
 def _agree(engine: Engine, problem: Exception | None) -> None:
     """Wait until the files are there; every rank hears of what went wrong on rank 0."""
-    said = engine.world.exchange(problem and f"{type(problem).__name__}: {problem}")
+    said = engine.mesh.world.exchange(problem and f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
     if said[0] is not None:

@@ -54,12 +54,13 @@ class StoredWeights:
         self._weights = weights
         self._found: dict[str, Entry] = {}  # by the model's names
         self._files: dict[Path, int] = {}
+        self._unknown: list[str] = []
 
     def check(self, model: nn.Module) -> str:
         """Find the model's tensors in the files; a digest of what was found.
 
         Raises:
-            CheckpointError: a file is missing or torn, or a tensor is missing, unknown, or of another shape or dtype.
+            CheckpointError: a file is missing or torn, or a tensor is missing, or of another shape or dtype.
         """
         self._found.clear()
         entries = tensors_at(Path(self._weights.path))
@@ -77,16 +78,22 @@ class StoredWeights:
                 got = "none; " + (f"there is {near!r}" if near else f"there are {', '.join(map(repr, [*entries][:5]))}")
                 got += f" among {len(entries)} names"
                 raise self._misfit(f"tensor {theirs[0]}", f"values of {names[0]}, {list(tensor.shape)}", got)
-        unknown = sorted(entries.keys() - wanted)
-        if unknown and not self._weights.partial:
-            got = f"{len(unknown)} that the model has not, such as {', '.join(unknown[:3])}"
-            raise self._misfit("tensors", "those of the model", got)
+        self._unknown = [] if self._weights.partial else sorted(entries.keys() - wanted)
         for name, rows in rows_of(model).items():  # a tile's parameter is asked for by its own name
             if rows.name in self._found:
                 entry = self._found[rows.name]
                 self._found[name] = replace(entry, begin=entry.begin + rows.begin * entry.dtype.itemsize)
         facts = [(name, str(e.dtype), e.shape, e.file.name, e.begin) for name, e in self._found.items()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def unknown(self) -> list[str]:
+        """Return the names in the files that the model has not; none where that may be."""
+        return self._unknown
+
+    def unknown_to(self, names: list[str]) -> CheckpointError:
+        """Return the error that the model, or any stage of it, has none of ``names``."""
+        got = f"{len(names)} that the model has not, such as {', '.join(names[:3])}"
+        return self._misfit("tensors", "those of the model", got)
 
     def has(self, name: str) -> bool:
         """Tell whether there are values of the model's tensor ``name``."""

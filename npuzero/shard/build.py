@@ -54,6 +54,7 @@ def agree(
         StateError: the model is sharded already.
     """
     world = train_together(ranks)
+    staged = isinstance(ranks, Mesh) and ranks.size((PIPE,)) > 1
     specs: list[UnitSpec] = []
     own: list[Plan] = []
     shape = MeshShape(1, 1)
@@ -68,7 +69,7 @@ def agree(
         _check_model(model, specs, world)
         _check_cuts(model, specs, shape)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
-        weights = origin.check(model)
+        weights = origin.check(model, alone=not staged)
     except (ConfigError, StateError, CheckpointError) as error:
         problem = error
     same = {
@@ -84,7 +85,6 @@ def agree(
         "mesh": repr(shape),
     }
     described = [] if problem else describe(model, specs)
-    staged = isinstance(ranks, Mesh) and ranks.size((PIPE,)) > 1
     try:
         check_agreement(described, same, world, problem)
     except (ConfigError, StateError, CheckpointError) as error:
@@ -94,6 +94,7 @@ def agree(
     if isinstance(ranks, Mesh) and staged:
         common = {key: text for key, text in same.items() if key != "weights" and not key.startswith("unit_plans")}
         check_stages(ranks, common, problem, dict(described), [name for name, p in specs[0].parameters if is_tied(p)])
+        origin.check_stages(ranks)
     return specs, own, shape
 
 

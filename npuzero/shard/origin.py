@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from npuzero.errors import ConfigError
+from npuzero.comm import Mesh
+from npuzero.errors import CheckpointError, ConfigError
 from npuzero.memory import zeros
+from npuzero.plan import STAGE
 from npuzero.shard.discover import UnitSpec, around
 
 #: Fills the parameters and buffers of a module, as a function for ``nn.Module.apply`` would: it is called with each
@@ -30,6 +32,12 @@ class Stored(Protocol):
 
     def check(self, model: nn.Module) -> str:
         """Return what all ranks must have alike; raise a CheckpointError where the values do not fit the model."""
+
+    def unknown(self) -> list[str]:
+        """Return the names of what is there and not the model's, where that is a mistake."""
+
+    def unknown_to(self, names: list[str]) -> CheckpointError:
+        """Return the error that ``names`` are no model's."""
 
     def has(self, name: str) -> bool:
         """Return whether the values of the parameter or buffer ``name`` are there."""
@@ -50,14 +58,19 @@ class Origin:
         self._stored = stored
         self._initialize = initialize
 
-    def check(self, model: nn.Module) -> str:
+    def check(self, model: nn.Module, alone: bool = True) -> str:
         """Check that every tensor on meta will get values; return what all ranks must have alike.
+
+        Args:
+            alone: whether this is the whole model; else other stages may have what is stored beside its tensors.
 
         Raises:
             CheckpointError: what is stored does not fit.
             ConfigError: a tensor has no values from anywhere.
         """
         agreed = "" if self._stored is None else self._stored.check(model)
+        if alone and self._stored is not None and self._stored.unknown():
+            raise self._stored.unknown_to(self._stored.unknown())
         # A few tensors on meta among others are a mistake, unless weights= or initialize= gives their values.
         intended = (
             self._stored is not None or self._initialize is not None or all(p.is_meta for p in model.parameters())
@@ -74,6 +87,18 @@ class Origin:
                         "or load the model before npuzero.zero().",
                     )
         return agreed
+
+    def check_stages(self, mesh: Mesh) -> None:
+        """Check that of what is stored some stage of a pipeline has each. Collective over all of them.
+
+        Raises:
+            CheckpointError: on every rank: none has.
+        """
+        unknown = [] if self._stored is None else self._stored.unknown()
+        said = mesh.world.exchange(None if mesh.index(STAGE) else unknown)[:: mesh.size(STAGE)]
+        strangers = sorted(set.intersection(*map(set, said)))
+        if strangers and self._stored is not None:
+            raise self._stored.unknown_to(strangers)
 
     def has(self, name: str) -> bool:
         """Return whether the values of ``name`` are stored."""

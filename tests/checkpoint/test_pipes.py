@@ -1,0 +1,175 @@
+"""Checkpoints and state dicts of pipelines: each stage has some blocks of a model, saved and loaded over any mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import npuzero
+from npuzero import checkpoint, comm
+from npuzero.comm import World
+from npuzero.plan import Cut, Relation
+from npuzero.shard.cuts import cut_parameter
+from npuzero.shard.relations import relate_parameter
+from world.train import assert_same_bits
+
+#: Sizes of pipe, data and tensor, chunks of a rank, and the plan.
+Where = tuple[int, int, int, int, str]
+State = dict[str, Tensor]
+
+BLOCKS, DIM = 4, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 3 * DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+
+class Model(nn.Module):
+    """A tied embedding and head around blocks, and a buffer that every stage has."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.register_buffer("angles", torch.arange(5.0) + seed)
+        self.embed = nn.Embedding(11, DIM)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(BLOCKS)})
+        self.head = nn.Linear(DIM, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def stage_of(mesh: Any, chunks: int, seed: int) -> nn.Module:
+    model, here, pipe = Model(seed), mesh.index(("pipe",)), mesh.size(("pipe",))
+    for i in range(BLOCKS):
+        if i * pipe * chunks // BLOCKS % pipe != here:
+            del model.layers[str(i)]
+        elif mesh.size(("tensor",)) > 1:
+            cut_parameter(model.layers[str(i)].up.weight, Cut("tensor", 0))
+    if here < pipe - 1:
+        del model.head
+    if 0 < here < pipe - 1:
+        del model.embed
+    elif pipe > 1:
+        relate_parameter(model.embed.weight, "pipe", Relation.SUMMED)
+    return model
+
+
+def made(world: World, where: Where, seed: int = 9) -> tuple[Any, Any]:
+    pipe, data, tensor, chunks, plan = where
+    mesh = npuzero.mesh(pipe=pipe, tensor=tensor, local_size=data, world=world)
+    model = npuzero.zero(stage_of(mesh, chunks, seed), plan=plan, mesh=mesh)
+    return model, npuzero.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def whole(model: Any) -> State:
+    return npuzero.full_state_dict(model, rank0_only=False)
+
+
+def ranks(where: Where) -> int:
+    return where[0] * where[1] * where[2]
+
+
+ONE: Where = (1, 1, 1, 1, "zero1")
+WHERES: list[Where] = [(2, 1, 1, 1, "zero2"), (4, 1, 1, 1, "zero1"), (2, 1, 1, 2, "zero3"), (2, 2, 1, 1, "zero3")]
+BIG: Where = (2, 2, 2, 1, "zero3")
+
+
+def saved(where: Where, folder: Path, asynchronous: bool = False) -> State:
+    def rank(world: World) -> State:
+        model, optimizer = made(world, where, seed=0)
+        checkpoint.save(folder, model, optimizer, step=3, extra=7, asynchronous=asynchronous).wait()
+        return whole(model)
+
+    states = comm.run_threads(ranks(where), rank)
+    for state in states:
+        assert_same_bits(state, states[0])
+    return states[0]
+
+
+def loaded(where: Where, folder: Path) -> list[State]:
+    def rank(world: World) -> State:
+        model, optimizer = made(world, where)
+        found = checkpoint.load(folder, model, optimizer)
+        assert (found.step, found.extra) == (3, 7)
+        return whole(model)
+
+    return comm.run_threads(ranks(where), rank)
+
+
+@pytest.mark.parametrize("where", [*WHERES, pytest.param(BIG, marks=pytest.mark.slow)])
+def test_any_mesh_loads_what_stages_saved_and_back(where: Where, tmp_path: Path) -> None:
+    expected = Model().state_dict()
+    assert_same_bits(saved(where, tmp_path / "stages", asynchronous=True), expected)
+    checkpoint.verify(tmp_path / "stages")
+    saved(ONE, tmp_path / "one")
+    for folder, there in (("stages", ONE), ("one", where), ("stages", (2, 1, 1, 2, "zero1"))):
+        for state in loaded(there, tmp_path / folder):
+            assert list(state) == list(expected)
+            assert_same_bits(state, expected)
+
+
+def test_a_whole_state_dict_goes_into_stages() -> None:
+    state = Model().state_dict()
+
+    def rank(world: World) -> None:
+        model, _ = made(world, (2, 2, 1, 2, "zero3"))
+        npuzero.load_full_state_dict(
+            model, state if world.rank == 0 else {n: v.clone().zero_() for n, v in state.items()}
+        )
+        found = npuzero.full_state_dict(model)
+        assert bool(found) == (world.rank == 0)
+        if found:
+            assert_same_bits(found, state)
+        for wrong in ({**state, "layers.9.x": state["angles"]}, {n: v for n, v in state.items() if n != "head.weight"}):
+            with pytest.raises(npuzero.CheckpointError):
+                npuzero.load_full_state_dict(model, wrong)
+
+    comm.run_threads(4, rank)
+
+
+def test_a_stage_that_cannot_write_tells_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved((2, 1, 1, 1, "zero2"), tmp_path)
+
+    def rank(world: World) -> None:
+        model, optimizer = made(world, (2, 1, 1, 1, "zero2"))
+
+        class Scheduler:
+            def state_dict(self) -> dict[str, int]:
+                if world.rank == 1:
+                    raise OSError("no room")
+                return {}
+
+            def load_state_dict(self, state: Any) -> None: ...
+
+        with pytest.raises(npuzero.CheckpointError, match="rank 1: OSError: no room"):
+            checkpoint.save(tmp_path, model, optimizer, step=4, scheduler=Scheduler())
+
+    comm.run_threads(2, rank)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_export_one_file_and_begin_with_it(chunks: int, tmp_path: Path) -> None:
+    expected, path = Model().state_dict(), tmp_path / "model.safetensors"
+    where: Where = (2, 2, 1, chunks, "zero3")
+    comm.run_threads(4, lambda world: npuzero.export(made(world, where, seed=0)[0], path))
+    found = load_file(path)
+    assert_same_bits(found, {name: expected[name] for name in expected if name != "head.weight"})
+
+    def rank(world: World, name: Path) -> State:
+        mesh = npuzero.mesh(pipe=2, local_size=2, world=world)
+        return whole(npuzero.zero(stage_of(mesh, chunks, 9), plan="zero3", mesh=mesh, weights=name))
+
+    for state in comm.run_threads(4, lambda world: rank(world, path)):
+        assert_same_bits(state, expected)
+    save_file({**found, "stranger": found["angles"]}, tmp_path / "more.safetensors")
+    with pytest.raises(npuzero.CheckpointError, match="stranger"):
+        comm.run_threads(4, lambda world: rank(world, tmp_path / "more.safetensors"))
