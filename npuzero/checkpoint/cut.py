@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,11 @@ from npuzero.checkpoint import parts
 from npuzero.checkpoint.boxes import Box
 from npuzero.checkpoint.metadata import Chunk, Index, properties
 from npuzero.checkpoint.parts import MODEL, OPTIMIZER, Cut, CutOptimizer, Entry, Part, Piece
+from npuzero.checkpoint.stages import Share, groups_of
 from npuzero.errors import CheckpointError, StateError
+from npuzero.plan import STAGE
 from npuzero.shard.engine import Engine
+from npuzero.shard.everyone import of_stages
 from npuzero.shard.flat import Flat
 from npuzero.shard.lag import LAGGING, warn_of_lag
 from npuzero.shard.ownership import engine_of
@@ -90,10 +94,12 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     engine = engine_of(model)
     cut_optimizer = parts.optimizer_of(model, optimizer)
     engine.values.settle()
+    share = None if engine.mesh.index(STAGE) else asdict(parts.share_of(model, cut_optimizer))
+    shares = [Share(**facts) for facts in of_stages(engine.mesh, engine.mesh.world.exchange(share))]
     state: dict[str, Any] = {MODEL: {entry.path[1]: entry.value for entry in parts.model_entries(model)}}
     _add_cut(state, parts.model_parts(model, engine))
     if cut_optimizer is not None:
-        names = parts.group_names(model, cut_optimizer)
+        names = groups_of(shares, "state_dict")
         groups = [{**g, "params": own} for g, own in zip(cut_optimizer.param_groups, names, strict=True)]
         state[OPTIMIZER] = {"state": {}, "param_groups": groups}
         tensors, numbers = parts.optimizer_parts(model, engine, cut_optimizer)
