@@ -419,7 +419,8 @@ def _pieces(engine: Engine, place: tuple[Flat, int] | None, tensor: Tensor, dtyp
     if flat.ahead is not None and not exact:  # an update that is pending counts
         rest, read = rests.states, flat.ahead.__getitem__
     slot, portion = flat.layout.slots[i], flat.portions[i]
-    if engine.mesh.index(axes_beyond(rest.group.axes, tuple(axis for axis in flat.plan.alike if axis in STAGE))):
+    alike = tuple(axis for axis in flat.plan.alike if axis in STAGE)
+    if engine.mesh.index(axes_beyond(rest.group.axes, alike)):
         return  # the first of those that have the same are those that rank 0 is among
     unsharded = partial(_unsharded, flat, rest, read)
     if portion is None:

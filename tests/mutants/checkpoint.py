@@ -235,15 +235,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "each replica of a shard writes all of it",
         "checkpoint/parts.py",
-        "        axes += axes_beyond(axes, plan.reduced)\n",
+        "        axes += axes_beyond(axes, summed)\n",
         "",
         ("checkpoint/test_resume.py::test_some_pairs",),
     ),
     Mutant(
         "replicas write the ranges of one another",
         "checkpoint/parts.py",
-        "axes += axes_beyond(axes, plan.reduced)",
-        "axes = axes_beyond(axes, plan.reduced) + axes",
+        "axes += axes_beyond(axes, summed)",
+        "axes = axes_beyond(axes, summed) + axes",
         ("checkpoint/test_resume.py::test_some_pairs",),
     ),
     Mutant(
@@ -319,8 +319,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what a program has just written into parameters is not saved",
         "checkpoint/public.py",
-        "    saver.finish()\n    engine.values.settle()\n",
-        "    saver.finish()\n",
+        "        engine.values.settle()\n        tensors, entries",
+        "        tensors, entries",
         ("checkpoint/test_exact.py::test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load",),
     ),
     Mutant(

@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a group of ranks without the run's first exports no weights",
         "checkpoint/export.py",
-        "if engine.mesh.index(axes_beyond(rest.group.axes, flat.plan.alike)):",
+        "if engine.mesh.index(axes_beyond(rest.group.axes, alike)):",
         "if engine.world.ranks[0]:",
         ("world/test_subworld.py::test_each_group_exports_its_weights",),
     ),

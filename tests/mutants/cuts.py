@@ -74,7 +74,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what tensor ranks repeat is written by each of them",
         "checkpoint/parts.py",
-        "if shape.index(axes_beyond(plan.reduced, plan.alike), rank):",
+        "if not self.of_stage(rank, shape) or shape.index(axes_beyond(summed, plan.alike), rank):",
         "if False:",
         (MESHES,),
     ),
