@@ -202,7 +202,7 @@ class Runner:
             some = self._agree()
         except CollectiveError as error:
             # A stage that raised on one data rank alone leaves its peers waiting: what it raised is the cause.
-            raise error from (self._failure and self._failure[1])
+            raise error from self._cause()
         return self._mean_loss() if some else joined(self._outputs) if self._outputs else None
 
     def _follow(self, row: Sequence[Act]) -> None:
@@ -333,6 +333,9 @@ class Runner:
         if self._failure is None:
             self._failure = ("the batch" if act is None else _words(act), error)
 
+    def _cause(self) -> Exception | None:
+        return None if self._failure is None else self._failure[1]
+
     def _forget(self) -> None:
         self._live.clear()
         self._owed.clear()
@@ -354,7 +357,7 @@ class Runner:
             got=f"on rank {rank}: {text}",
             do="Mend it there; every rank has raised this. Call zero_grad() to go on.",
             rank=rank,
-        ) from (mine and mine[1])
+        ) from self._cause()
 
     def _mean_loss(self) -> Tensor:
         """Return the mean over micro-batches and data ranks, on every rank."""

@@ -133,7 +133,10 @@ def piped(run: Run, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None 
             optimizer.step()
             optimizer.zero_grad()
         report = npuzero.report(pipe)
-        state = npuzero.full_state_dict(pipe, rank0_only=False)
+        with npuzero.gathered(pipe):
+            state = {name: value.detach().clone() for name, value in pipe.named_parameters(remove_duplicate=False)}
+        whole = npuzero.full_state_dict(pipe, rank0_only=False)
+        assert all(torch.equal(value, whole[name]) for name, value in state.items())
         return Piped(state, losses, norms, report, pipe, world.rank)
 
     return comm.run_threads(ranks * run.data, rank, timeout_s=60)

@@ -231,6 +231,7 @@ def test_one_data_rank_alone_raises():
     errors = on_ranks(rank, data=2, stage=3)
     assert time.monotonic() - began_s < 2 * SOON_S
     assert all("pipeline.step" in str(error) for error in errors)
+    assert isinstance(errors[0].__cause__, KeyError)  # what it was is told where it was raised
 
 
 # --- refused before anything moves ------------------------------------------------------------------------------------
