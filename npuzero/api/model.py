@@ -186,9 +186,6 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
         print(report.bytes_held["states"], report.bytes_sent["all_gather"])
     """
     _check_kind("npuzero.predict()", model, nn.Module, "Pass the model itself.")
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        do = "Give the number of backward passes a step."
-        raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
     if isinstance(model, Pipeline) and not acts:
         units, parts, acts = model.unit_rule, model.parts, model.acts
     chosen = chosen_plan(None, plan, precision, local_size)

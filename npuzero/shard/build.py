@@ -235,16 +235,9 @@ def predict_units(  # noqa: PLR0913 - the facts of a step, a name each
             :class:`npuzero.plan.Step` has it.
 
     Raises:
-        ConfigError: parts without acts, or an act of a part that there is not.
+        ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
     """
-    count = len(parts) or 1
-    if (parts and not acts) or not all(0 <= number < count for number, _ in acts):
-        raise ConfigError(
-            "predict: acts",
-            expected=f"passes of {count} parts, each (number of the part from 0, whether it is a backward pass)",
-            got=repr(list(acts)),
-            do="Give parts and acts together, or neither of them.",
-        )
+    _check_passes(micro_batches, parts, acts)
     # Blocks are mostly alike: those of the same shapes and plan have the same flats.
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
     sizes: list[FlatSize] = []
@@ -270,6 +263,21 @@ def predict_units(  # noqa: PLR0913 - the facts of a step, a name each
         acts=tuple(acts),
     )
     return predict_bytes(plan, sizes, shape, step)
+
+
+def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence[tuple[int, bool]]) -> None:
+    """Check the numbers that say how many passes a step has, and of what."""
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        do = "Give the number of backward passes a step."
+        raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
+    count = len(parts) or 1
+    if (parts and not acts) or not all(0 <= number < count for number, _ in acts):
+        raise ConfigError(
+            "predict: acts",
+            expected=f"passes of {count} parts, each (number of the part from 0, whether it is a backward pass)",
+            got=repr(list(acts)),
+            do="Give parts and acts together, or neither of them.",
+        )
 
 
 def layouts_of(

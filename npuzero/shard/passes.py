@@ -263,7 +263,8 @@ class Passes:
         some = any(part.count for part in self._all)
         for part in self._all:
             part.expected, part.count = part.count if some else part.expected, 0
-        self._training = self._failed = False
+        self._failed = False
+        self._training = False
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
