@@ -1,4 +1,4 @@
-"""The GPT over three axes: its losses do not depend on the mesh, nor on the schedule, and it leaves whole weights."""
+"""The GPT over three axes: its losses do not depend on the mesh, nor on the schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from examples.pages import ROOT, run_script
 
@@ -26,7 +25,6 @@ def test_it_learns_alike_on_any_mesh(tmp_path: Path) -> None:
     steps = ("--steps", "40")
     alone = losses(1, tmp_path, *steps)
     assert alone[1] < 0.8 * alone[0]
-    assert losses(8, tmp_path, *steps, "--out", "weights.safetensors") == pytest.approx(alone, rel=2e-3)
-    assert load_file(tmp_path / "weights.safetensors")["blocks.7.attention.qkv.weight"].shape == (192, 64)
+    assert losses(8, tmp_path, *steps) == pytest.approx(alone, rel=2e-3)
     chunks = ("--schedule", "interleaved", "--chunks", "2", "--preset", "zero3")
     assert losses(2, tmp_path, *steps, *chunks) == pytest.approx(alone, rel=2e-3)
