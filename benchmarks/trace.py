@@ -76,27 +76,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def as_it_ran(events: Iterable[Mapping[str, Any]], table: Schedule) -> Timeline:
-    """Return when the acts of a trace's last step ran, in seconds, on the first rank of each that share a stage.
+    """Return when the acts of a trace's last step ran, in seconds, on the first rank of those that share a stage.
+
+    An act begins when what it takes has come; until then its rank waits.
 
     Raises:
         ConfigError: one of the schedule's acts is not in the trace.
     """
-    spans = [event for event in events if event["ph"] == "X" and event["cat"] == "pipeline"]
-    shared = len({event["pid"] for event in spans}) // table.ranks  # pipe is the outermost axis of the ranks
-    last: dict[tuple[int, str], Mapping[str, Any]] = {}
-    for event in sorted(spans, key=lambda event: float(event["ts"])):
-        last[event["pid"], event["name"]] = event
+    found = sorted((event for event in events if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+    last = {(event["pid"], event["name"]): event for event in found}
+    # The ranks of a stage are neighbours: pipe is the outermost axis.
+    shared = len({event["pid"] for event in found if event["cat"] == "pipeline"}) // table.ranks
     acts = []
     for rank, row in enumerate(table.table):
         for act in row:
-            name = f"{act.kind} {act.stage} #{act.micro}"
-            event = last.get((rank * shared, name))
-            if event is None:
-                raise ConfigError(
-                    "trace", expected=f"{name!r} on rank {rank * shared}", got="none", do="Take the trace anew."
-                )
-            acts.append(Timed(rank, act, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6))
+            name, pid = f"{act.kind} {act.stage} #{act.micro}", rank * shared
+            if (pid, name) not in last:
+                raise ConfigError("trace", expected=f"{name!r} on rank {pid}", got="none", do="Take the trace anew.")
+            begin, end = _ends(last[pid, name])
+            before = act.stage - 1 if act.kind == "F" else act.stage + 1
+            came = last.get((pid, f"stage {before}>{act.stage} #{act.micro}"))
+            acts.append(Timed(rank, act, begin if came is None or act.kind == "W" else max(begin, _ends(came)[1]), end))
     return Timeline(tuple(acts))
+
+
+def _ends(event: Mapping[str, Any]) -> tuple[float, float]:
+    """Return a span's begin and end in seconds."""
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def last_step(events: Iterable[Mapping[str, Any]]) -> list[Span]:

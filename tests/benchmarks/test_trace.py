@@ -108,6 +108,14 @@ def test_a_pipelines_last_step_is_as_it_ran(name):
     assert not ran and found.peak == plan.peak
 
 
+def test_an_act_begins_when_what_it_takes_has_come():
+    step = events_of("1f1b", 3, 0)
+    late = [event("comm stage 0>1", "stage 0>1 #1", 30, 44, rank=2), event("comm stage 1>0", "stage 1>0 #0", 5, 20)]
+    plain, waiting = (as_it_ran(each, schedule("1f1b", 2, 3)).acts for each in (step, [*step, *late]))
+    moved = [(one.act, other.begin - one.begin) for one, other in zip(plain, waiting, strict=True) if one != other]
+    assert moved == [(("F", 1, 1), pytest.approx(0.004))]  # it was to run from 40 to 50 ms
+
+
 def test_a_trace_without_one_of_the_acts_is_refused():
     with pytest.raises(ConfigError, match="'F 0 #3' on rank 0"):
         as_it_ran(events_of("1f1b", 3, 0), schedule("1f1b", 2, 4))
