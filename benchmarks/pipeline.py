@@ -7,9 +7,10 @@
 
 A Llama of transformers with 32 M parameters, its layers divided over two stages, eight micro-batches in the order of
 1F1B: npuzero (stage 3 within a stage's ranks, shared memory; of data ranks stage 2, too) beside torch's PipelineStage,
-Schedule1F1B and FSDP2, over gloo and over npuzero's backend "shm". Each clips by the norm over all stages and updates
-with AdamW. *compute only* is what each rank does between what it sends and receives: forward and backward of its own
-stage's micro-batches, and the update of all its parameters, in as many processes.
+Schedule1F1B and FSDP2, over gloo and over npuzero's backend "shm"; where a stage has one rank, in fp32, also without
+FSDP2. Each clips by the norm over all stages and updates with AdamW. *compute only* is what each rank does between what
+it sends and receives: forward and backward of its own stage's micro-batches, and the update of all its parameters, in
+as many processes.
 
 Goals: 0.85 of torch's time and no more memory; and 1.05 (1 + bubble) of compute only, the bubble being the share of a
 step in which a rank has nothing to do. That one is of two ranks: where ranks share a core, one works in the bubble of
@@ -29,7 +30,8 @@ from benchmarks.step.compare import write_trace
 from npuzero.bench import Record, Result, Team, fingerprint, typed
 
 GOAL, COMPUTE_GOAL = 0.85, 1.05
-OWN, ZERO2, GLOO, SHM, COMPUTE = "npuzero", "npuzero zero2", "torch", 'torch on "shm"', "compute only"
+OWN, ZERO2, COMPUTE = "npuzero", "npuzero zero2", "compute only"
+GLOO, SHM, WHOLE = "torch", 'torch on "shm"', "torch without FSDP2"
 CONTENDERS = {GLOO: "torch", SHM: "torch-shm", COMPUTE: "compute", OWN: "zero3"}
 
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     record = Record.begin("pipeline", typed(), fingerprint())
     sizes = Piped.of(options)
-    contenders = CONTENDERS | ({ZERO2: "zero2"} if options.ranks > STAGES else {})
+    contenders = CONTENDERS | further(sizes.precision, options.ranks)
     sides = [
         Side(name, each, sizes, STAGES, apart=True, learns=name != COMPUTE, work="benchmarks.axes.pipes")
         for name, each in contenders.items()
@@ -61,6 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"over {COMPUTE}: time {longer:.3f}, goal {goal:.3f}")
     if options.out is not None:
         record.write(options.out)
+
+
+def further(precision: str, ranks: int) -> dict[str, str]:
+    """Contenders of some runs: stage 2 shards where a stage has several ranks; where it has one, FSDP2 can be left out,
+    unless it has to round parameters.
+    """
+    if ranks > STAGES:
+        return {ZERO2: "zero2"}
+    return {WHOLE: "torch-whole"} if precision == "fp32" else {}
 
 
 def ask(teams: Mapping[str, Team], result: Result, sizes: Piped, trace: Path | None) -> None:

@@ -142,8 +142,8 @@ def pipeline(preset: str) -> Build:
     return build
 
 
-def torchs(backend: str) -> Build:
-    """torch.distributed.pipelining over the stages, FSDP2 over data ranks: torch's own."""
+def torchs(backend: str, shards: bool = True) -> Build:
+    """torch.distributed.pipelining over the stages, and where it ``shards`` FSDP2 over data ranks: torch's own."""
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -158,7 +158,7 @@ def torchs(backend: str) -> Build:
         group, number = mesh.get_group("pipe"), mesh.get_local_rank("pipe")
         stage = Stage(model, number, workload.first)
         policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=workload.dtype)
-        for module in (*stage.model.layers, stage):
+        for module in (*stage.model.layers, stage) if shards else ():
             fully_shard(module, mesh=mesh["data"], mp_policy=policy, reshard_after_forward=False)
         piece = PipelineStage(stage, number, STAGES, torch.device("cpu"), group=group)
         schedule = Schedule1F1B(piece, workload.micro_batches, loss_fn=token_loss)
@@ -174,7 +174,8 @@ def torchs(backend: str) -> Build:
             return STAGES * torch.stack(losses).mean()  # so that the mean over all ranks is the loss
 
         def update() -> None:
-            squared = nn.utils.get_total_norm([each.grad for each in parameters]).full_tensor().square()
+            norm = nn.utils.get_total_norm([each.grad for each in parameters])
+            squared = (norm.full_tensor() if shards else norm).square()
             dist.all_reduce(squared, group=group)
             nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, squared.sqrt())
             optimizer.step()
@@ -192,4 +193,5 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "zero2": partial(pipeline, "zero2"),
     "torch": partial(torchs, "gloo"),
     "torch-shm": partial(torchs, "shm"),
+    "torch-whole": partial(torchs, "gloo", shards=False),
 }
