@@ -61,7 +61,7 @@ class PipedRank(Rank):
         """The bytes between stages that npuzero has counted in the last step."""
         import npuzero
 
-        return npuzero.report(self._steps.model).bytes_sent["send"]
+        return npuzero.report(self.steps.model).bytes_sent["send"]
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> Rank:

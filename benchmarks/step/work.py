@@ -44,9 +44,9 @@ class Rank:
         self._batches: list[int] = options["batches"][rank]
         self._base_bytes = memory.now_bytes(torch.device("cpu"))
         begin_s = time.perf_counter()
-        self._steps = build(self._workload.model(), self._workload)
+        self.steps = build(self._workload.model(), self._workload)
         self._made_s = time.perf_counter() - begin_s
-        self._device = next(self._steps.model.parameters()).device
+        self._device = next(self.steps.model.parameters()).device
         if self._device.type != "cpu":
             self._base_bytes = 0  # an allocator's figures begin there
         self._taken = 0
@@ -104,7 +104,7 @@ class Rank:
                 spans[event["category"]] += (event["end_s"] - event["begin_s"]) / steps
         return {
             "made_s": self._made_s,
-            "plan_bytes": self._steps.plan_bytes,
+            "plan_bytes": self.steps.plan_bytes,
             "parts_s": parts,
             "spans_s": spans,
             "page_faults": faults / steps,
@@ -116,8 +116,8 @@ class Rank:
         """Memory in one step; what only computes drops each gradient as it comes."""
         reset = memory.reset(self._device)
         with contextlib.ExitStack() as hooks:
-            if self._steps.only_computes:
-                for parameter in self._steps.model.parameters():
+            if self.steps.only_computes:
+                for parameter in self.steps.model.parameters():
                     hooks.callback(parameter.register_post_accumulate_grad_hook(_drop).remove)
             self._step()
         self.synchronize()
@@ -152,13 +152,13 @@ class Rank:
         for batch in self._batches:
             tokens = self._workload.tokens(batch, self._taken).to(self._device)
             begin_s = mark("data", begin_s)
-            with self._steps.forward():
-                loss = self._steps.loss(self._steps.model, tokens) / len(self._batches)
+            with self.steps.forward():
+                loss = self.steps.loss(self.steps.model, tokens) / len(self._batches)
             begin_s = mark("forward", begin_s)
-            self._steps.backward(loss)
+            self.steps.backward(loss)
             begin_s = mark("backward", begin_s)
             losses.append(loss.detach())
-        self._steps.update()
+        self.steps.update()
         mark("update", begin_s)
         self._taken += 1
         return torch.stack(losses).sum()

@@ -16,6 +16,7 @@ from npuzero.comm import World
 from npuzero.plan import Cut, Relation
 from npuzero.shard.cuts import cut_parameter
 from npuzero.shard.relations import relate_parameter
+from world.toy import build
 from world.train import assert_same_bits
 
 #: Sizes of pipe, data and tensor, chunks of a rank, and the plan.
@@ -42,7 +43,6 @@ class Model(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.register_buffer("angles", torch.arange(5.0) + seed)
         self.embed = nn.Embedding(11, DIM)
         self.layers = nn.ModuleDict({str(i): Block() for i in range(BLOCKS)})
@@ -56,8 +56,12 @@ class Model(nn.Module):
         return sum((block() for block in self.layers.values()), own)
 
 
+#: Names in order.
+MODEL = tuple(Model().state_dict())
+
+
 def stage_of(mesh: Any, chunks: int, seed: int) -> nn.Module:
-    model, here, pipe = Model(seed), mesh.index(("pipe",)), mesh.size(("pipe",))
+    model, here, pipe = build(seed, lambda: Model(seed)), mesh.index(("pipe",)), mesh.size(("pipe",))
     for i in range(BLOCKS):
         if i * pipe * chunks // BLOCKS % pipe != here:
             del model.layers[str(i)]
@@ -102,7 +106,7 @@ def check(states: list[State], expected: State) -> None:
     """Every rank has the whole model in order; and together all of the optimizer's states; to the bit."""
     assert set().union(*states) == expected.keys()
     for state in states:
-        assert [name for name in state if name in Model().state_dict()] == list(Model().state_dict())
+        assert [name for name in state if name in MODEL] == list(MODEL)
         assert_same_bits(state, {name: expected[name] for name in state})
 
 
@@ -151,7 +155,7 @@ def test_any_mesh_loads_what_stages_saved_and_back(where: Where, tmp_path: Path)
 
 
 def test_a_whole_state_dict_goes_into_stages() -> None:
-    state = Model().state_dict()
+    state = build(0, Model).state_dict()
 
     def rank(world: World) -> None:
         model, _ = made(world, (2, 2, 1, 2, "zero3"))
@@ -187,12 +191,12 @@ def test_a_stage_that_cannot_write_tells_all(tmp_path: Path, monkeypatch: pytest
             checkpoint.save(tmp_path, model, optimizer, step=4, scheduler=Scheduler())
 
     comm.run_threads(2, rank)
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-3"
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_stages_export_one_file_and_begin_with_it(chunks: int, tmp_path: Path) -> None:
-    expected, path = Model().state_dict(), tmp_path / "model.safetensors"
+    expected, path = build(0, Model).state_dict(), tmp_path / "model.safetensors"
     where: Where = (2, 2, 1, chunks, "zero3")
     comm.run_threads(4, lambda world: npuzero.export(made(world, where, seed=0)[0], path))
     found = load_file(path)
@@ -204,6 +208,6 @@ def test_stages_export_one_file_and_begin_with_it(chunks: int, tmp_path: Path) -
 
     for state in comm.run_threads(4, lambda world: rank(world, path)):
         assert_same_bits(state, expected)
-    save_file({**found, "stranger": found["angles"]}, tmp_path / "more.safetensors")
+    save_file({**found, "stranger": torch.ones(2)}, tmp_path / "more.safetensors")
     with pytest.raises(npuzero.CheckpointError, match="stranger"):
         comm.run_threads(4, lambda world: rank(world, tmp_path / "more.safetensors"))

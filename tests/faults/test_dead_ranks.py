@@ -27,7 +27,7 @@ _DIFFER = "size, dtype and tag on every|the same, in the same order|on every ran
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
+def nothing_left() -> Iterator[None]:
     before = _shared_memory()
     yield
     assert _shared_memory() <= before
@@ -40,18 +40,18 @@ def _nothing_left() -> Iterator[None]:
 def test_killed(stage: str, where: str) -> None:
     outcomes = run_ranks(dead_ranks.killed, RANKS, stage, where)
     assert outcomes[CULPRIT].exit_code == -9
-    _others_know(outcomes, f"rank {CULPRIT} is dead", f"Look at the last output of rank {CULPRIT}")
+    others_know(outcomes, f"rank {CULPRIT} is dead", f"Look at the last output of rank {CULPRIT}")
 
 
 def test_killed_over_gloo() -> None:
     outcomes = run_ranks(dead_ranks.killed, RANKS, "zero3", "backward", backend="gloo")
     assert outcomes[CULPRIT].exit_code == -9
-    _others_know(outcomes)
+    others_know(outcomes)
 
 
 @pytest.mark.parametrize("fault", (dead_ranks.dies_before_zero, dead_ranks.dies_in_zero))
 def test_killed_before_training(fault: Any) -> None:
-    _others_know(run_ranks(fault, RANKS, "zero3"), f"rank {CULPRIT} is dead")
+    others_know(run_ranks(fault, RANKS, "zero3"), f"rank {CULPRIT} is dead")
 
 
 @pytest.mark.parametrize("stage", ("zero0", "zero3"))
@@ -59,14 +59,14 @@ def test_exception_on_one_rank(stage: str) -> None:
     """Its own error stays what it is; the others hear of it when the process has ended."""
     outcomes = run_ranks(dead_ranks.raises, RANKS, stage)
     assert outcomes[CULPRIT].seen.kind == "ZeroDivisionError"
-    _others_know(outcomes, f"rank {CULPRIT}")
+    others_know(outcomes, f"rank {CULPRIT}")
 
 
 @pytest.mark.parametrize("stage", ("zero0", "zero3"))
 def test_fewer_steps_on_one_rank(stage: str) -> None:
     outcomes = run_ranks(dead_ranks.fewer_steps, RANKS, stage)
     assert outcomes[CULPRIT].seen.kind == ""
-    _others_know(outcomes, f"rank {CULPRIT}")
+    others_know(outcomes, f"rank {CULPRIT}")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_ranks_that_wait_for_each_other_in_different_channels(stage: str) -> Non
         assert outcome.seen.after_s < SOON_S
 
 
-def _others_know(outcomes: list[Outcome], *says: str) -> None:
+def others_know(outcomes: list[Outcome], *says: str) -> None:
     died_s = outcomes[CULPRIT].ended_s
     for rank, outcome in enumerate(outcomes):
         if rank != CULPRIT:
