@@ -6,7 +6,7 @@
 
 The model is plain torch, built whole on every rank; which of its parts are called one after another, and which of its
 layers tensor ranks divide, is said beside it. Ranks of one pipeline see the same batch. The losses are those of one
-rank whatever the mesh and the schedule, but for rounding; ``--out`` has whole tensors.
+rank whatever the mesh and the schedule, but for rounding; checkpoints and ``--out`` have whole tensors.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", default="zero2", help=f"one of {', '.join(npuzero.PRESETS)}")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16, help="sequences of all data ranks together")
+    parser.add_argument("--checkpoint", type=Path, help="folder: resume from what is there, and save at the end")
     parser.add_argument("--out", type=Path, help="safetensors file for the whole weights")
     return parser.parse_args(arguments)
 
@@ -164,12 +165,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         blocks=[model.embedding, model.blocks, model.head],
     )
     optimizer = npuzero.AdamW(trained.parameters(), lr=3e-3)
+    begin = 0
+    if options.checkpoint is not None and npuzero.checkpoint.latest(options.checkpoint):
+        begin = npuzero.checkpoint.load(options.checkpoint, trained, optimizer).step
     table = trained.schedule
     if world.rank == 0:
         alive = f"micro-batches alive on rank 0: {table.peak(0)}"
         print(f"{mesh}, {table.name}: {float(table.bubble):.0%} of a step waited, {alive}")
     losses = []
-    for step in range(options.steps):
+    for step in range(begin, begin + options.steps):
         tokens = batch_of(step, mesh.index(DATA), mesh.size(DATA), options.batch).to(world.device)
         loss = trained.step(tokens, target=tokens)
         npuzero.clip_grad_norm_(trained, 1.0)
@@ -179,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if world.rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}: loss {losses[-1]:.4f}")
     sent = npuzero.report(trained).bytes_sent
+    if options.checkpoint is not None:
+        npuzero.checkpoint.save(options.checkpoint, trained, optimizer, step=begin + options.steps)
     if options.out is not None:
         npuzero.export(trained, options.out)
     if world.rank == 0:
