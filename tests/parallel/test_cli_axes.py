@@ -226,7 +226,7 @@ def test_a_size_alone_is_a_model_that_the_ranks_divide(capsys: pytest.CaptureFix
         (("--world", 8, "--tensor", 8), "axis tensor: key-value heads of"),
         (("--world", 16, "--sequence", 16), "expected heads that the 16 ranks of the sequence axis divide"),
         (("--mode", "msp"), "--mode: expected --tensor 2 or more beside it"),
-        (("--tokens", 8), "--tokens: expected --tensor or --sequence beside it"),
+        (("--tokens", 8), "--tokens: expected --tensor, --sequence or --pipe beside it"),
         (("--tensor", 2, "--tiles", "lm_head=2"), "--tiles: expected layers in one piece"),
         (("--tensor", 2, "--mode", "fsp", "--tokens", 7), "--tokens: expected a number that 2 tensor ranks divide"),
     ],
