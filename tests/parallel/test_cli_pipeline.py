@@ -53,6 +53,26 @@ def test_ranks_hold_and_send_what_plan_says(name: str, kind: str, chunks: int, p
     assert sends == MICRO_BATCHES * (2 * chunks - 1) * TOKENS * HIDDEN * 4
 
 
+@pytest.mark.parametrize("mode", ["mtp", "msp"])
+def test_tensor_ranks_each_send_a_part(mode: str, told: Any) -> None:  # noqa: F811
+    options = ("--micro-batches", MICRO_BATCHES, "--tokens", TOKENS, "--precision", "fp32")
+    facts = told("llama", "--world", 4, "--pipe", 2, "--tensor", 2, "--mode", mode, *options)
+
+    def rank(world: World) -> tuple[int, npuzero.Report]:
+        mesh = npuzero.mesh(pipe=2, tensor=2, world=world)
+        model = npuzero.parallel.tensor(build(make=MODELS["llama"]), mesh, mode)
+        pipe = npuzero.pipeline(model, mesh, plan="zero2", micro_batches=MICRO_BATCHES)
+        optimizer = npuzero.AdamW(pipe.parameters())
+        pipe.step(**batch_of(0, 0))
+        optimizer.step()
+        return mesh.index((PIPE,)), npuzero.report(pipe)
+
+    for index, report in run_threads(4, rank):
+        assert report.bytes_held == facts["pipeline"]["bytes_held_by_rank"]["zero2"][index]
+        assert report.bytes_sent["send"] == facts["presets"]["zero2"]["bytes_sent_along"]["pipe"]["send"]
+        assert report.bytes_sent["send"] == MICRO_BATCHES * TOKENS * HIDDEN * 4 // 2
+
+
 def test_it_tells_the_schedule(told: Any) -> None:  # noqa: F811
     facts = told("llama", "--world", 8, "--pipe", 4, "--micro-batches", 8)["pipeline"]
     table = schedule("1f1b", 4, 8)
