@@ -9,21 +9,63 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import npuzero
 from npuzero import Settings, checkpoint
 from npuzero.comm import World
+from npuzero.plan import DATA
 from world import comm_ranks
+from world.toy import build
 
 from .training import Training
 
 TIMEOUT_S = 20.0
 
 
+class Staged:
+    """Trains two stages of a pipeline, of which each is sharded over the data ranks; has what Training has."""
+
+    def __init__(self, world: World, plan: str, schedule: str) -> None:
+        self.mesh = npuzero.mesh(world=world, pipe=2)
+        layers = build(make=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))))
+        chunks = 2 if schedule == "interleaved" else 1
+        options = {"schedule": schedule, "micro_batches": 2, "chunks": chunks, "loss_fn": nn.functional.mse_loss}
+        self.pipe = npuzero.pipeline(layers, self.mesh, plan=plan, **options)
+        self.optimizer = npuzero.AdamW(self.pipe.parameters(), lr=1e-2)
+
+    @staticmethod
+    def of(world: World, words: str) -> Staged:
+        """``words``: ``staged``, the plan and the schedule."""
+        return Staged(world, *words.split()[1:])
+
+    def steps(self, begin: int, end: int) -> None:
+        for step in range(begin, end):
+            generator = torch.Generator().manual_seed(10 * step + self.mesh.index(DATA))
+            x = torch.randn(4, 8, generator=generator)
+            self.pipe.step(x, target=x.roll(1, -1))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, folder: Path, step: int, **options: Any) -> Any:
+        return checkpoint.save(folder, self.pipe, self.optimizer, step=step, **options)
+
+    def load(self, folder: Path) -> Any:
+        return checkpoint.load(folder, self.pipe, self.optimizer)
+
+    def state(self) -> dict[str, Any]:
+        return npuzero.full_state_dict(self.pipe, rank0_only=False) | {"losses": None}
+
+
 def live(world: World, pipe: Any, folder: Path, plan: str) -> None:
     """Resume, train until killed, saving every step; after the first say from where."""
     # Where states go, if the plan has them on a disk.
-    training = Training(world, plan, seed=1, settings=Settings(nvme_paths=(str(folder.parent),), chunk_bytes=3000))
+    if plan.startswith("staged"):
+        training: Any = Staged.of(world, plan)
+    else:
+        training = Training(world, plan, seed=1, settings=Settings(nvme_paths=(str(folder.parent),), chunk_bytes=3000))
     begin = 0
     if checkpoint.latest(folder):
         loaded = training.load(folder)
@@ -36,7 +78,7 @@ def live(world: World, pipe: Any, folder: Path, plan: str) -> None:
         training.save(folder, step + 1, keep_last=2, asynchronous=step % 2 == 0, rng=False, extra=digest(training))
 
 
-def digest(training: Training) -> str:
+def digest(training: Any) -> str:
     """Of everything that training goes on from, but the losses of this life."""
     state = training.state()
     del state["losses"]

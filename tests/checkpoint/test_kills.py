@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from npuzero import checkpoint
+from npuzero import checkpoint, comm
 
-from .lives import Job
+from .lives import Job, Staged, digest
 
 pytestmark = pytest.mark.world
 
@@ -26,6 +26,8 @@ LIFE_S = 0.5
         pytest.param(1, "zero0", 60, marks=pytest.mark.slow),
         pytest.param(3, "zero3", 60, marks=pytest.mark.slow),
         pytest.param(2, "infinity-states", 40, marks=pytest.mark.slow),
+        (2, "staged zero2 1f1b", 4),
+        pytest.param(4, "staged zero3 interleaved", 50, marks=pytest.mark.slow),
     ],
 )
 def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, tmp_path: Path) -> None:
@@ -51,3 +53,13 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
             assert len(list(folder.iterdir())) <= there + 2, "leftovers pile up"
     assert saved > kills / 4  # else nothing was tried
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "states stay on the disk"
+    if plan.startswith("staged"):
+        comm.run_threads(
+            ranks, lambda world: _is_as_never_killed(Staged.of(world, plan), Staged.of(world, plan), folder)
+        )
+
+
+def _is_as_never_killed(one: Staged, other: Staged, folder: Path) -> None:
+    found = one.load(folder)
+    other.steps(0, found.step)
+    assert digest(one) == digest(other)

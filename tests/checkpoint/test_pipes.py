@@ -135,11 +135,15 @@ def saved(where: Where, folder: Path, asynchronous: bool = False) -> list[State]
     return comm.run_threads(ranks(where), rank)
 
 
-def loaded(where: Where, folder: Path) -> list[State]:
+def loaded(where: Where, folder: Path, again: Path | None = None) -> list[State]:
+    """What was loaded, by rank; and saved ``again``."""
+
     def rank(world: World) -> State:
         model, optimizer = made(world, where)
         found = checkpoint.load(folder, model, optimizer)
         assert (found.step, found.extra) == (3, 7)
+        if again is not None:
+            checkpoint.save(again, model, optimizer, step=3, extra=7)
         return state_of(model, optimizer)
 
     return comm.run_threads(ranks(where), rank)
@@ -152,6 +156,19 @@ def test_any_mesh_loads_what_stages_saved_and_back(where: Where, tmp_path: Path)
     checkpoint.verify(tmp_path / "stages")
     for folder, there in (("stages", ONE), ("one", where), ("stages", (2, 1, 1, 2, "zero1"))):
         check(loaded(there, tmp_path / folder), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [(1, 8, 1, 1, "zero3"), (1, 4, 2, 1, "zero2"), (4, 2, 1, 1, "zero1"), ONE])
+def test_eight_ranks_on_any_axes_load_what_two_by_two_by_two_saved(there: Where, tmp_path: Path) -> None:
+    expected = set_of(saved(BIG, tmp_path / "big"))
+    assert_same_bits(set_of(loaded(there, tmp_path / "big", again=tmp_path / "there")), expected)
+    assert_same_bits(set_of(loaded(BIG, tmp_path / "there")), expected)
+
+
+def set_of(states: list[State]) -> State:
+    """What the ranks have together, but for what tensor ranks have parts of."""
+    return {name: value for state in states for name, value in state.items() if "up.weight." not in name}
 
 
 def test_a_whole_state_dict_goes_into_stages() -> None:
