@@ -30,9 +30,9 @@ from benchmarks.step.compare import write_trace
 from npuzero.bench import Record, Result, Team, fingerprint, typed
 
 GOAL, COMPUTE_GOAL = 0.85, 1.05
-OWN, ZERO2, COMPUTE = "npuzero", "npuzero zero2", "compute only"
+OWN, ZERO2, BUBBLE, COMPUTE = "npuzero", "npuzero zero2", "npuzero zero-bubble", "compute only"
 GLOO, SHM, WHOLE = "torch", 'torch on "shm"', "torch without FSDP2"
-CONTENDERS = {GLOO: "torch", SHM: "torch-shm", COMPUTE: "compute", OWN: "zero3"}
+CONTENDERS = {GLOO: "torch", SHM: "torch-shm", COMPUTE: "compute", OWN: "zero3", BUBBLE: "zero-bubble"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

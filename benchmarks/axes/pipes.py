@@ -122,7 +122,7 @@ def compute_only() -> Build:
     return build
 
 
-def pipeline(preset: str) -> Build:
+def pipeline(preset: str, schedule: str = "1f1b") -> Build:
     """npuzero: a pipeline whose stages are sharded by a preset over data ranks."""
     import npuzero
 
@@ -133,6 +133,7 @@ def pipeline(preset: str) -> Build:
             npuzero.mesh(pipe=STAGES),
             plan=preset,
             precision=workload.precision + ("-split" if workload.precision == "bf16" else ""),
+            schedule=schedule,
             micro_batches=workload.micro_batches,
             split=(FIRST, f"model.layers.{workload.first}"),
             loss_fn=lambda output, target: token_loss(output.logits, target),
@@ -191,6 +192,7 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
     "compute": compute_only,
     "zero3": partial(pipeline, "zero3"),
     "zero2": partial(pipeline, "zero2"),
+    "zero-bubble": partial(pipeline, "zero3", "zero-bubble"),
     "torch": partial(torchs, "gloo"),
     "torch-shm": partial(torchs, "shm"),
     "torch-whole": partial(torchs, "gloo", shards=False),
