@@ -32,7 +32,7 @@ FIRST = "model.embed_tokens"  # of the blocks
 class Piped(Llama):
     """Sizes of a step that goes through stages in micro-batches, ``first`` layers in the first of two stages."""
 
-    sequence: int = 128
+    sequence: int = 32
     batch: int = 8
     micro_batches: int = 8
     first: int = 5
