@@ -59,6 +59,26 @@ def test_every_bit_is_that_of_one_process(schedule: str):
         assert_like_plain(SGD, found, 0.0)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-split"])
+def test_low_precision_has_the_bits_of_one_rank(precision: str):
+    """Activations travel as they are, so a stage computes what it computes in one piece."""
+
+    def alone(world: World) -> dict[str, Tensor]:
+        model = npuzero.zero(build(make=Deep), stage=2, precision=precision, world=world)
+        optimizer = ADAM.optimizer(model.parameters(), plain=False)
+        for step in range(ADAM.steps):
+            parts = (part.chunk(ADAM.micro_batches) for part in ADAM.batch(step, 0))
+            for tokens, target in zip(*parts, strict=True):
+                (loss_of(model(tokens), target) / ADAM.micro_batches).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return npuzero.full_state_dict(model)
+
+    (expected,) = comm.run_threads(1, alone)
+    for each in piped(ADAM, 2, 2, precision=precision):
+        assert all(torch.equal(value, expected[name]) for name, value in each.state.items())
+
+
 def test_overlap_moves_no_bit():
     settings = [Settings(overlap=overlap) for overlap in (True, False, "activations", "gradients")]
     first, *others = (piped(SGD, 2, 3, settings=each) for each in settings)
