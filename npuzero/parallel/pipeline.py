@@ -122,9 +122,8 @@ class Pipeline(Stages):
             on its ranks, and None on others.
 
         Raises:
-            ContractError: the batch does not divide, micro-batches differ in shape, a stage returns no tensors, or the
-                loss is none; on every rank, as a StateError where another rank found it.
-            StateError: a stage raised; its stage, micro-batch and error are told on every rank.
+            StateError: on every rank: a stage raised, the batch does not divide, micro-batches differ in shape, a stage
+                returns no tensors, or the loss is none; with the stage, the micro-batch and what it was.
             CollectiveError: a rank died, or did something else.
         """
         runner = self._runner
