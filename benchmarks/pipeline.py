@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.axes.beside import Side, add_options, measure, told
+from benchmarks.axes.beside import Side, add_options, measure, told, told_beside
 from benchmarks.axes.pipes import STAGES, Piped
 from benchmarks.step.compare import write_trace
 from npuzero.bench import Record, Result, Team, fingerprint, typed
@@ -54,10 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = measure(f"pipeline/{sizes.precision}-{options.ranks}", title, sides, options, also)
     record.results.append(result)
     print(told(result))
-    for other in (GLOO, SHM):
-        held = result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"]
-        slow = result.slowdown(OWN, other).median
-        print(f"beside {other}: time {slow:.3f}, goal {GOAL}; memory {held:.3f}, goal 1")
+    print(told_beside(result, OWN, (GLOO, SHM), GOAL))
     if options.ranks == STAGES:
         longer, goal = result.slowdown(OWN, COMPUTE).median, COMPUTE_GOAL * (1 + sizes.bubble)
         print(f"over {COMPUTE}: time {longer:.3f}, goal {goal:.3f}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.axes.beside import Side, add_options, measure, told
+from benchmarks.axes.beside import Side, add_options, measure, told, told_beside
 from benchmarks.axes.contenders import RANKS
 from benchmarks.axes.llama import Llama
 from npuzero.bench import Record, fingerprint, typed
@@ -37,10 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = measure(f"tensor/{sizes.precision}-{options.ranks}", title, sides, options)
     record.results.append(result)
     print(told(result))
-    for other in (GLOO, SHM):
-        held = result.values[OWN]["held_bytes"] / result.values[other]["held_bytes"]
-        slow = result.slowdown(OWN, other).median
-        print(f"beside {other}: time {slow:.3f}, goal {GOAL}; memory {held:.3f}, goal 1")
+    print(told_beside(result, OWN, (GLOO, SHM), GOAL))
     if options.out is not None:
         record.write(options.out)
 

@@ -127,6 +127,16 @@ def told(result: Result) -> str:
     return "\n".join(lines)
 
 
+def told_beside(result: Result, own: str, others: Sequence[str], goal: float) -> str:
+    """For people: how much of each other's time and memory ours takes, with the goal for the time."""
+    lines = []
+    for other in others:
+        held = result.values[own]["held_bytes"] / result.values[other]["held_bytes"]
+        slow = result.slowdown(own, other).median
+        lines.append(f"beside {other}: time {slow:.3f}, goal {goal}; memory {held:.3f}, goal 1")
+    return "\n".join(lines)
+
+
 def reference(side: Side, options: argparse.Namespace) -> list[float]:
     """Plain torch's losses, one process taking the batches of all ranks."""
     batches = [list(range(options.ranks // side.shared))]
