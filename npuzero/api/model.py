@@ -17,7 +17,7 @@ from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, descri
 from npuzero.errors import ConfigError, did_you_mean, keywords
 from npuzero.parallel.mesh import given
 from npuzero.parallel.pipeline import Pipeline
-from npuzero.plan import PIPE, MeshShape, Plan, PrecisionLike, Report
+from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
 from npuzero.shard import build
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.discover import UnitRule
@@ -175,7 +175,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
             each; () for one part.
         acts: the passes of parts in their order: a part's number, and whether it is a backward pass, a part's in the
             order of their micro-batches; () for ``micro_batches`` of the whole model, one after another.
-        activation_bytes: of a pipeline: what a rank sends to the next stage for each micro-batch, and gets back.
+        activation_bytes: of a pipeline: of a micro-batch between two stages, as each rank holds it.
 
     Raises:
         ConfigError: as for :func:`zero`; or acts that do not fit the parts.
@@ -192,9 +192,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments, "acts": acts}
     plans = Plans.named(chosen, unit_plans, offload)
     foreseen = build.predict(model, plans, world, units, _settings(settings), parts, **facts)
-    if not isinstance(model, Pipeline):
-        return foreseen
-    return foreseen.with_sends(PIPE, model.sends * activation_bytes, model.control_bytes(foreseen.world))
+    return model.with_sends(foreseen, activation_bytes) if isinstance(model, Pipeline) else foreseen
 
 
 def report(model: nn.Module) -> Report:

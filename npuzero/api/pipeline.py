@@ -17,7 +17,7 @@ from npuzero.parallel.pipeline import Loss, Pipeline, agreed
 from npuzero.parallel.schedule import schedule as table_of
 from npuzero.parallel.stages import divide
 from npuzero.parallel.tensor import repeats_activations
-from npuzero.plan import PIPE, Plan, PrecisionLike
+from npuzero.plan import PIPE, TENSOR, Plan, PrecisionLike
 from npuzero.shard.plans import Plans
 
 
@@ -78,7 +78,7 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         optimizer.step()
     """
     ranks = mesh.size((PIPE,))
-    repeated = repeats_activations(model)
+    sharers = mesh.size((TENSOR,)) if repeats_activations(model) else 1
     given = {"micro_batches": repr(micro_batches), "schedule": repr(schedule), "chunks": repr(chunks)}
     table, division = agreed(
         mesh,
@@ -86,7 +86,7 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         lambda: (table_of(schedule, ranks, micro_batches, chunks), divide(model, ranks, chunks, split, blocks)),
     )
     pipe = division.take(range(mesh.index((PIPE,)), table.stages, ranks), Pipeline)
-    pipe.follow(table)
+    pipe.follow(table, sharers)
     settings = Settings() if settings is None else settings
     own = chosen_plan(stage, plan, precision, local_size)
     if table.name == "zero-bubble" or not isinstance(plan, Plan):
@@ -103,5 +103,5 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         mesh=mesh,
         settings=settings,
     )
-    pipe.open(mesh, loss_fn, repeated=repeated, overlap=settings.overlaps_activations)
+    pipe.open(mesh, loss_fn, overlap=settings.overlaps_activations)
     return pipe

@@ -19,6 +19,7 @@ from npuzero.parallel.kept import BETWEEN_SHARE, unsharded_between
 from npuzero.parallel.pipeline import Pipeline
 from npuzero.parallel.schedule import NAMES, Schedule, schedule
 from npuzero.parallel.stages import divide
+from npuzero.parallel.tensor import MODES
 from npuzero.plan import PRECISIONS, Memory, MeshShape, Plan, Report
 
 #: Parts of a decoder that is counted here, in the order in which they are called.
@@ -39,7 +40,7 @@ class Piped:
     Attributes:
         stages: what each rank of the pipeline has, on meta.
         schedule: in which order each runs it.
-        edge_bytes: that each rank sends over an edge for one micro-batch, one way.
+        edge_bytes: of a micro-batch's activations between stages, as each rank holds them.
         memory_bytes: of a rank; None: nobody said.
         ranks: by plan the report of each rank, as far as ``predict`` has been called.
     """
@@ -112,10 +113,11 @@ def piped(model: ModelShape, options: argparse.Namespace) -> Piped | None:
     table = schedule(options.schedule or "1f1b", options.pipe, options.micro_batches, options.chunks or 1)
     division = divide(module, options.pipe, table.chunks, blocks=_blocks(module))
     stages = [division.take(range(rank, table.stages, options.pipe), Pipeline) for rank in range(options.pipe)]
+    sliced = MODES[options.mode or "mtp"].sliced
     for each in stages:
-        each.follow(table)
+        each.follow(table, 1 if sliced else options.tensor)
     itemsize = PRECISIONS[options.precision].parameter_of(torch.float32).itemsize
-    edge_bytes = (options.tokens or 0) * _width(module) * itemsize // options.tensor
+    edge_bytes = (options.tokens or 0) * _width(module) * itemsize // (options.tensor if sliced else 1)
     return Piped(stages, table, edge_bytes, options.memory)
 
 

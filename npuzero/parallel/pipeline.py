@@ -31,7 +31,7 @@ from npuzero.parallel.edges import Edge, Outputs, checked, header
 from npuzero.parallel.schedule import Act, Schedule
 from npuzero.parallel.split_backward import input_gradients, weight_gradients
 from npuzero.parallel.stages import Division, Stages
-from npuzero.plan import AXES, TENSOR, divisors, ring_bytes
+from npuzero.plan import AXES, PIPE, TENSOR, Report, divisors, ring_bytes
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
 
@@ -54,17 +54,23 @@ class Pipeline(Stages):
 
     Attributes:
         schedule: what each rank does when.
+        sharers: tensor ranks that send the same activations, each a part.
         peak: micro-batches of a stage that were alive at most in the last step: their forward begun, and their
             backward not over.
     """
 
     schedule: Schedule
+    sharers: int
     peak: int
     _runner: Runner
 
-    def follow(self, schedule: Schedule) -> None:
-        """Take the schedule whose row for this rank steps follow."""
-        self.schedule, self.peak = schedule, 0
+    def follow(self, schedule: Schedule, sharers: int = 1) -> None:
+        """Take the schedule whose row for this rank steps follow.
+
+        Args:
+            sharers: tensor ranks that hold the same activations between stages, of which each sends a part.
+        """
+        self.schedule, self.sharers, self.peak = schedule, sharers, 0
 
     @property
     def row(self) -> tuple[Act, ...]:
@@ -81,25 +87,29 @@ class Pipeline(Stages):
         """Return the passes of these parts, as :func:`npuzero.predict` takes them."""
         return [(self.numbers.index(act.stage), act.kind != "F") for act in self.row if act.kind != "I"]
 
-    @property
-    def sends(self) -> int:
-        """Return how many micro-batches' activations, or gradients of such, this rank sends in a step."""
-        ends = {"F": self.count - 1, "B": 0, "I": 0}  # from where nothing is sent on
-        return sum(act.stage != ends[act.kind] for act in self.row if act.kind in ends)
+    def with_sends(self, foreseen: Report, nbytes: int) -> Report:
+        """Return a prediction with what stages send to each other: activations, their gradients, and what is said.
 
-    def control_bytes(self, world: int) -> int:
-        """Return what this rank says to others in a step: shapes to each next stage, and to all flags and a loss."""
+        Args:
+            nbytes: of a micro-batch's activations between two stages, as each rank holds them.
+        """
+        first = {"F": 0, "B": self.count - 1, "I": self.count - 1}  # where what travels begins; it ends at the other
+        acts = [act for act in self.row if act.kind in first]
+        sends = sum(act.stage != self.count - 1 - first[act.kind] for act in acts)
+        gathers = sum(act.stage != first[act.kind] for act in acts)
         headers = sum(stage < self.count - 1 for stage in self.numbers) * header(None).nbytes
-        return headers + sum(ring_bytes("all_reduce", nbytes, world) for nbytes in (8, 4))
+        said = headers + sum(ring_bytes("all_reduce", size, foreseen.world) for size in (8, 4))  # flags, and the loss
+        foreseen = foreseen.with_more("send", PIPE, sends * nbytes // self.sharers)
+        foreseen = foreseen.with_more("all_gather", TENSOR, gathers * ring_bytes("all_gather", nbytes, self.sharers))
+        return foreseen.with_more("control", PIPE, said)
 
-    def open(self, mesh: Mesh, loss_fn: Loss | None, *, repeated: bool = False, overlap: bool = True) -> None:
+    def open(self, mesh: Mesh, loss_fn: Loss | None, *, overlap: bool = True) -> None:
         """Connect this rank's stages to their neighbours', once they are sharded; every rank calls it.
 
         Args:
-            repeated: tensor ranks hold the same activations between stages.
             overlap: receive for the next act while one computes.
         """
-        self._runner = Runner(self, engine_of(self), mesh, loss_fn, repeated, overlap)
+        self._runner = Runner(self, engine_of(self), mesh, loss_fn, overlap)
 
     @collective("pipeline.step")
     def step(
@@ -154,7 +164,6 @@ class Runner:
         engine: Engine,
         mesh: Mesh,
         loss_fn: Loss | None,
-        repeated: bool,
         overlap: bool,
     ) -> None:
         self._model = model
@@ -169,6 +178,7 @@ class Runner:
         self._rows = {True: model.row, False: [act for act in model.row if act.kind == "F"]}
         ranks = self._schedule.ranks
         # Each rank of the pipe makes the channels of all edges, in one order.
+        repeated = model.sharers > 1
         edges = [Edge(engine.mesh, s, (s % ranks, (s + 1) % ranks), repeated) for s in range(self._last)]
         self._before = {stage: edges[stage - 1] for stage in model.numbers if stage}
         self._behind = {stage: edges[stage] for stage in model.numbers if stage < self._last}
@@ -182,6 +192,8 @@ class Runner:
     def run(self, batch: Batch, train: bool, scaler: Scaler | None) -> Any:
         """Run one step, see :meth:`Pipeline.step`."""
         self._engine.finite.look()  # on all stages at once: it may raise
+        if train:
+            self._engine.meter.step_begins()  # before the first forward: what that takes is gathered for it
         self._failure = None
         self._forget()
         self._train, self._scaler = train, scaler

@@ -58,11 +58,14 @@ class Report:
         """Return the bytes by memory space, over all states."""
         return {memory.value: sum(self.held.get(memory, {}).values()) for memory in Memory}
 
-    def with_sends(self, axis: str, nbytes: int, control: int) -> Report:
-        """Return it with so many bytes more that are sent from rank to rank along ``axis``, and as ``control``."""
-        more = {"send": nbytes} if nbytes else {}
-        sent = {**self.bytes_sent, **more, "control": self.bytes_sent["control"] + control}
-        return replace(self, bytes_sent=sent, sent_along={**self.sent_along, **({axis: more} if more else {})})
+    def with_more(self, verb: str, axis: str, nbytes: int) -> Report:
+        """Return it with so many bytes more that ``verb`` sends along ``axis``."""
+        if not nbytes:
+            return self
+        sent = {**self.bytes_sent, verb: self.bytes_sent.get(verb, 0) + nbytes}
+        there = self.sent_along.get(axis, {})
+        along = {} if verb == "control" else {axis: {**there, verb: there.get(verb, 0) + nbytes}}
+        return replace(self, bytes_sent=sent, sent_along={**self.sent_along, **along})
 
 
 def sent_by_verb(state: Mapping[str, int], control: int) -> dict[str, int]:

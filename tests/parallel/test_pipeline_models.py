@@ -136,18 +136,21 @@ def test_tensor_ranks_within_stages(mode: str, schedule: str):
 def test_tensor_ranks_send_a_part_each():
     """Where they hold the same activations, each sends its part, and those behind gather the parts."""
 
-    def sent(world: World, mode: str) -> int:
+    def sent(world: World, mode: str, held: int) -> int:
         mesh = npuzero.mesh(world=world, pipe=2, tensor=2, local_size=1)
         model = npuzero.parallel.tensor(build(make=llama), mesh, mode=mode)
         pipe = npuzero.pipeline(model, mesh, 2, micro_batches=MICRO)
         optimizer = npuzero.AdamW(pipe.parameters(), lr=1e-3)
         pipe.step(input_ids=tokens_of(0, 0), labels=tokens_of(0, 0))
         optimizer.step()
-        return npuzero.report(pipe).bytes_sent["send"]
+        found = npuzero.report(pipe)
+        assert found.bytes_sent == npuzero.predict(pipe, found.plan, mesh, activation_bytes=held).bytes_sent
+        return found.bytes_sent["send"]
 
-    whole = 2 * SEQUENCE * SIZES["hidden_size"] * 4 * MICRO
-    for mode in ("mtp", "msp"):
-        assert comm.run_threads(4, partial(sent, mode=mode), timeout_s=20) == [whole // 2] * 4
+    whole = 2 * SEQUENCE * SIZES["hidden_size"] * 4
+    for mode, held in (("mtp", whole), ("msp", whole // 2)):
+        found = comm.run_threads(4, partial(sent, mode=mode, held=held), timeout_s=20)
+        assert found == [MICRO * whole // 2] * 4
 
 
 PRESETS = ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
