@@ -42,7 +42,7 @@ def test_two_ranks_train_as_one_process_does(schedule: str, chunks: int, stage: 
 def test_grid(schedule: str, chunks: int, ranks: int, micro_batches: int, stage: int, kind: str):
     run = Run(micro_batches, data=1 if ranks > 2 else 2, kind=kind, clip=0.5)
     if chunks > 1 and micro_batches % ranks:
-        with pytest.raises(npuzero.ConfigError, match="micro_batches"):
+        with pytest.raises(npuzero.ConfigError, match="micro-batches"):
             piped(run, ranks, stage, schedule=schedule, chunks=chunks)
         return
     found = piped(run, ranks, stage, schedule=schedule, chunks=chunks)
