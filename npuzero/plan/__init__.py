@@ -58,7 +58,7 @@ from npuzero.plan.precision import (
     parse_precision,
 )
 from npuzero.plan.predict import predict_bytes
-from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, Plan
+from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, THINNED, Plan
 from npuzero.plan.relations import Relation, Relations, axes_with, usual
 from npuzero.plan.report import FROM_DISK, LINKS, TO_DEVICE, TO_DISK, TO_HOST, VERBS, Report, sent_by_verb
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
@@ -76,6 +76,7 @@ from npuzero.plan.tiers import (
     sections,
     whole_pages,
 )
+from npuzero.plan.wire import Level, levels_beyond, levels_of, message_bytes, residual_numels
 
 __all__ = [
     "AXES",
@@ -109,6 +110,7 @@ __all__ = [
     "STATE_ALIGNMENT",
     "SUMS",
     "TENSOR",
+    "THINNED",
     "TO_DEVICE",
     "TO_DISK",
     "TO_HOST",
@@ -117,6 +119,7 @@ __all__ = [
     "Block",
     "Cut",
     "FlatSize",
+    "Level",
     "Memory",
     "MeshShape",
     "Part",
@@ -138,9 +141,13 @@ __all__ = [
     "divisors",
     "far_block_bytes",
     "flattened",
+    "levels_beyond",
+    "levels_of",
+    "message_bytes",
     "near_numel",
     "parse_precision",
     "predict_bytes",
+    "residual_numels",
     "ring_bytes",
     "sections",
     "sent_by_verb",

@@ -41,7 +41,7 @@ class Filed:
         chunks = [*self._chunks(flats, chunk_bytes, frozen=False), *self._chunks(flats, chunk_bytes, frozen=True)]
         largest = max(map(sum, self.read))
         for nbytes, slots in ((max(chunks), min(RING_SLOTS, len(chunks))), (largest, READ_SLOTS)):
-            self.rings.append((Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=()), slots))
+            self.rings.append((Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), slots))
 
     def _chunks(self, flats: Sequence[tuple[Kind, int, int]], chunk_bytes: int, frozen: bool) -> Iterator[int]:
         """Yield what chunks have on NVMe: those of the update, or of what never trains."""

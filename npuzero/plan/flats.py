@@ -12,6 +12,7 @@ from npuzero.plan.moves import Buffer, Collective, Purpose
 from npuzero.plan.placement import Axes, Memory, Placement
 from npuzero.plan.presets import Plan
 from npuzero.plan.tiers import near_numel
+from npuzero.plan.wire import Level, levels_beyond, levels_of, message_bytes, residual_numels
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,28 @@ class Held:
     def all(self) -> bool:
         """Tell whether parameters stay unsharded."""
         return self.more and self.copy is None
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Hold the collectives by which gradients are summed, level by level.
+
+    Attributes:
+        scatter: of R2.
+        deepen: of R3's reduce_scatter over the axes that shard states further.
+        spread: of its sum over those that replicate them.
+        residuals: elements of what rounding loses, kept for the next time.
+    """
+
+    scatter: tuple[Level, ...]
+    deepen: tuple[Level, ...]
+    spread: tuple[Level, ...]
+    residuals: int
+
+    @property
+    def first(self) -> Axes:
+        """Return the axes of the first collective, whose ranks read the communication buffer in place."""
+        return next((level.axes for level in (*self.scatter, *self.deepen, *self.spread)), ())
 
 
 @dataclass(frozen=True)
@@ -146,21 +169,25 @@ class Kind:
         return Collective(purpose, unit, verb, axes, self.mesh.size(axes), numel * dtype.itemsize)
 
     @cached_property
-    def summed(self) -> Axes:
-        """Return the axes of the first collective that a gradient goes through: their ranks read its buffer in
-        place.
-        """
-        return next(
-            (axes for axes in (self.plan.gradients.axes, self.plan.deeper, self.plan.beyond) if self.many(axes)), ()
-        )
+    def levels(self) -> Levels:
+        """Return the collectives by which gradients are summed."""
+        plan, size = self.plan, self.mesh.size
+        scatter = levels_of(plan.precision, plan.gradients.axes, size)
+        deepen = levels_of(plan.precision, plan.deeper, size)
+        spread = levels_beyond(plan.precision, plan.beyond, size)
+        sent = (self.numel, self.shard(plan.gradients), self.shard(plan.states))
+        kept = (residual_numels(numel, each, size) for numel, each in zip(sent, (scatter, deepen, spread), strict=True))
+        return Levels(scatter, deepen, spread, sum(map(sum, kept)))
 
-    def lent(self, numel: int) -> Buffer:
-        """Return a communication buffer from the pool."""
-        return Buffer(Memory.DEVICE, "buffers", numel, self.wire, self.summed)
+    def lent(self, numel: int, dtype: torch.dtype | None = None) -> Buffer:
+        """Return a communication buffer from the pool, in the communication dtype unless another is named."""
+        return Buffer(Memory.DEVICE, "buffers", numel, dtype or self.wire, ("reduce", self.levels.first))
 
-    def as_wire(self, numel: int) -> Buffer | None:
-        """Return what sums are rounded into to be sent; None: float32 sums are sent as they are."""
-        return None if self.wire == torch.float32 else self.lent(numel)
+    def codes(self, channel: str, axes: Axes, numel: int, bits: int) -> Buffer:
+        """Return a buffer from the pool for ``numel`` elements, in a message for each rank of ``axes``."""
+        ranks = self.mesh.size(axes)
+        nbytes = ranks * message_bytes(numel // ranks, bits)
+        return Buffer(Memory.DEVICE, "buffers", nbytes, torch.uint8, (channel, axes))
 
 
 def _held(kind: Kind, placement: Placement) -> Held:

@@ -69,15 +69,15 @@ class Buffer:
 
     Attributes:
         label: the part of the training state it counts for.
-        pool: lent from the pool of these axes, by length and dtype, and when given back kept there for the next of its
-            kind; None: it comes and goes.
+        pool: lent from the pool of a channel and axes, by length and dtype, and when given back kept there for the next
+            of its kind; None: it comes and goes.
     """
 
     memory: Memory
     label: str
     numel: int
     dtype: torch.dtype
-    pool: Axes | None = None
+    pool: tuple[str, Axes] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from npuzero.errors import ConfigError, did_you_mean, keywords
+from npuzero.plan.placement import DATA, NODE
+from npuzero.plan.wire import BLOCKS, THIN, Level, Wires, by_axis, check_plain, said
 
 #: Each parameter starts on a multiple of this many elements: 16 bytes even in 8 bits.
 START_ELEMENTS = 16
@@ -25,6 +27,24 @@ MOMENT_BLOCK = 64
 MATMULS = ("ieee", "tf32")
 #: In which dtype finished sums of gradients travel, where a plan has several ranks keep the same states.
 SUMS = ("fp32", "wire")
+#: How parameters travel when they are gathered: as they are, or rounded.
+GATHERS = (None, "int8")
+#: Over which thin axes what rounding loses of gradients is kept, and added the next time.
+FEEDBACKS = (None, NODE, "all")
+
+
+def _check_among(name: str, value: object, values: Sequence[object]) -> None:
+    if type(value) not in map(type, values) or value not in values:
+        raise ConfigError(
+            f"precision.{name}",
+            expected=f"one of {', '.join(map(str, values))}",
+            got=repr(value),
+            do=did_you_mean(value, _spellings(values), "Choose among these, or leave it out."),
+        )
+
+
+def _spellings(values: Iterable[object]) -> dict[str, object]:
+    return {str(value).removeprefix("torch."): value for value in values if value is not None}
 
 
 @keywords(dtype="parameters", param_dtype="parameters", reduce_dtype="wires")
@@ -34,8 +54,10 @@ class Precision:
 
     Attributes:
         parameters: what they are converted to, and with them the root's floating inputs; None: each keeps its own.
-        wires: the communication dtype of gradients (FSDP's reduce_dtype); None: the parameters'. Parameters are sent
-            as they are.
+        wires: the communication dtype of gradients (FSDP's reduce_dtype); None: the parameters'. ``"int8"`` or
+            ``"int4"``: rounded to so few bits, in blocks that share a scale, and summed in float32 (ZeRO++'s qgZ). Or
+            by data axis, a mapping such as ``{"node": "int4", "local": torch.bfloat16}``, kept as pairs: axes that it
+            leaves out have the parameters' dtype. A sum over several axes is made one axis after the other then.
         accumulation: in which gradients are summed: over ranks and over micro-batches.
         masters: beside parameters that are not float32: ``"fp32"``; ``"split"``, the lower half only, with the same
             results; ``"none"``, the parameters themselves, rounded stochastically.
@@ -43,6 +65,11 @@ class Precision:
         matmul: float32 matrix products: ``"ieee"``, or ``"tf32"`` where the device has them (on an NPU: HF32).
         sums: in which finished sums of gradients are sent to the ranks that keep the same states (R3's all_reduce):
             ``"fp32"``, or ``"wire"``, rounded to the communication dtype. Where all ranks shard states none are.
+        gathers: ``"int8"``: parameters that are sharded are rounded to 8 bits, in blocks that share a scale, where they
+            are gathered for a unit to compute (ZeRO++'s qwZ). Forward and backward see the same rounded values; what
+            rests, what the optimizer updates and what a program reads is never rounded. None: they travel as they are.
+        feedback: keep what rounding gradients loses, and add it the next time (error feedback): along ``"node"``, or
+            along ``"all"`` thin axes, at 4 bytes for each element that is rounded. None: it is lost.
 
     Raises:
         ConfigError: a value that is none of these, or several that make no sense together.
@@ -51,36 +78,38 @@ class Precision:
 
         precision = npuzero.Precision(torch.bfloat16, wires=torch.float32, moments="bf16")
         model = npuzero.zero(net, stage=3, precision=precision)
+        thin = npuzero.Precision(torch.bfloat16, gathers="int8", wires={"node": "int4"})
     """
 
     parameters: torch.dtype | None = None
-    wires: torch.dtype | None = None
+    wires: Wires = None
     accumulation: torch.dtype = torch.float32
     masters: str = "fp32"
     moments: str = "fp32"
     matmul: str = "ieee"
     sums: str = "fp32"
+    gathers: str | None = None
+    feedback: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.wires, (Mapping, tuple)):
+            object.__setattr__(self, "wires", by_axis(self.wires))
         dtypes = (None, *DTYPES.values())
         allowed: dict[str, Sequence[object]] = {
             "parameters": dtypes,
-            "wires": dtypes,
             "accumulation": (torch.float32,),
             "masters": tuple(MASTERS),
             "moments": tuple(MOMENTS),
             "matmul": MATMULS,
             "sums": SUMS,
+            "gathers": GATHERS,
+            "feedback": FEEDBACKS,
         }
         for name, values in allowed.items():
-            value: object = getattr(self, name)
-            if type(value) not in map(type, values) or value not in values:
-                raise ConfigError(
-                    f"precision.{name}",
-                    expected=f"one of {', '.join(map(str, values))}",
-                    got=repr(value),
-                    do=did_you_mean(value, _spellings(values), "Choose among these, or leave it out."),
-                )
+            _check_among(name, getattr(self, name), values)
+        for name, wire in said(self.wires):
+            _check_among(name, wire, (None, *DTYPES.values(), *THIN))
+        check_plain(self.wires)
         if self.masters != "fp32" and self.parameters is not torch.bfloat16:
             raise ConfigError(
                 f"precision.masters={self.masters!r}",
@@ -88,21 +117,60 @@ class Precision:
                 got=f"parameters={self.parameters}",
                 do="Convert the parameters to bfloat16, or keep masters='fp32'.",
             )
-        if self.wires is torch.float16 and self.parameters is not torch.float16:
+        if self.plain_wire is torch.float16 and self.parameters is not torch.float16:
             raise ConfigError(
                 "precision.wires=torch.float16",
                 expected="float16 parameters, whose gradients a loss scale keeps in range",
                 got=f"parameters={self.parameters}",
                 do="Let gradients travel in bfloat16 or float32.",
             )
+        if self.feedback is not None and not any(self.level_of(axis).feedback for axis in DATA):
+            raise ConfigError(
+                f"precision.feedback={self.feedback!r}",
+                expected="gradients that travel as int8 or int4"
+                + (f" along {NODE!r}" if self.feedback == NODE else "")
+                + ", of which rounding loses something",
+                got=f"wires={self.wires}",
+                do='Say e.g. wires={"node": "int4"}, or leave feedback out.',
+            )
 
     def parameter_of(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype of a parameter that came in ``own``."""
         return self.parameters or own
 
+    @property
+    def plain_wire(self) -> torch.dtype | None:
+        """Return the communication dtype of gradients along axes that are not thin; None: the parameters'."""
+        return next((wire for _, wire in said(self.wires) if isinstance(wire, torch.dtype)), None)
+
     def wire_of(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the communication dtype of gradients of parameters of dtype ``parameter``."""
-        return self.wires or parameter
+        """Return the communication dtype of gradients of parameters of dtype ``parameter``: where they are not thin,
+        and of what thin wires round.
+        """
+        return self.plain_wire or parameter
+
+    def level_of(self, axis: str) -> Level:
+        """Return how gradients travel along ``axis``, by itself."""
+        wire = dict(self.wires).get(axis) if isinstance(self.wires, tuple) else self.wires
+        if axis not in DATA or not isinstance(wire, str):
+            return Level((axis,))
+        return Level((axis,), THIN[wire], self.feedback in (axis, "all"))
+
+    @property
+    def gather_bits(self) -> int | None:
+        """Return the bits of an element of parameters that are gathered to compute; None: they travel as they are."""
+        return None if self.gathers is None else THIN[self.gathers]
+
+    @property
+    def thin(self) -> bool:
+        """Tell whether anything travels in fewer bits than a dtype has."""
+        return self.gathers is not None or any(isinstance(wire, str) for _, wire in said(self.wires))
+
+    @property
+    def shard_elements(self) -> int:
+        """Return of how many elements every shard is a multiple: whole blocks of whatever is thin."""
+        bits = {self.gather_bits, *(self.level_of(axis).bits for axis in DATA)} - {None}
+        return max((BLOCKS[each] for each in bits if each), default=1)
 
     def sums_of(self, parameter: torch.dtype) -> torch.dtype:
         """Return the communication dtype of finished sums of gradients of such parameters."""
@@ -162,10 +230,6 @@ def parse_precision(precision: PrecisionLike) -> Precision:
         got=repr(precision),
         do=did_you_mean(precision, _SPELLINGS, "Leave it out to keep each parameter's own dtype."),
     )
-
-
-def _spellings(values: Iterable[object]) -> dict[str, object]:
-    return {str(value).removeprefix("torch."): value for value in values if value is not None}
 
 
 # How else the names of dtypes are spelt.

@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
 from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
 from npuzero.plan.moves import Buffer, Collective, Copy, Give, Move, Repeat, Start, Take
@@ -78,6 +80,7 @@ def resting_bytes(flats: Iterable[FlatSize], plan: Plan, mesh: MeshShape, moment
             for memory, numel in ((Memory.DEVICE, kind.near), (own.states.memory, kind.far)):
                 states = moments * precision.moment_bytes(numel) + numel * precision.master_bytes(flat.dtype)
                 held[memory, "states"] += count * states
+            held[Memory.DEVICE, "states"] += count * kind.levels.residuals * torch.float32.itemsize
             if own.gradients.far:
                 held[own.gradients.memory, "gradients"] += count * kind.gradient.nbytes * (1 + own.lag)
             held[Memory.HOST, "states"] += count * own.lag * kind.far * flat.dtype.itemsize

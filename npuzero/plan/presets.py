@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from npuzero.errors import ConfigError, did_you_mean, keywords
@@ -142,8 +143,8 @@ class Plan:
         """Return the plan behind a preset's name (``"zero3"``, ``"hsdp"`` ...) or a ZeRO stage (``3``).
 
         Args:
-            name: one of :data:`PRESETS` or :data:`OFFLOADED`, or 0, 1, 2, 3, 1.5; or ``"isp"``, for ranks that share
-                sequences.
+            name: one of :data:`PRESETS`, :data:`OFFLOADED` or :data:`THINNED`, or 0, 1, 2, 3, 1.5; or ``"isp"``, for
+                ranks that share sequences.
             precision: None keeps each parameter's dtype; a name of :data:`PRECISIONS`, a dtype that the parameters
                 are converted to, or a :class:`Precision`.
             local_size: see :class:`Plan`.
@@ -157,10 +158,14 @@ class Plan:
             return replace(Plan.preset(row, precision=precision, local_size=local_size).offloaded(offload), name=key)
         if isinstance(key, str) and key in _DELAYED:
             return replace(Plan.preset(_DELAYED[key], precision=precision, local_size=local_size), lag=1, name=key)
+        if isinstance(key, str) and key in _THIN:
+            row, thin = _THIN[key]
+            thinner = _thinner(parse_precision(precision), thin)
+            return replace(Plan.preset(row, precision=thinner, local_size=local_size), name=key)
         if not isinstance(key, str) or key not in _ROWS:
             raise ConfigError(
                 "plan preset",
-                expected=f"one of {', '.join((*PRESETS, *OFFLOADED, *SEQUENCED))} or a stage 0, 1, 1.5, 2, 3",
+                expected=f"one of {', '.join((*PRESETS, *OFFLOADED, *THINNED, *SEQUENCED))} or a stage 0, 1, 1.5, 2, 3",
                 got=repr(name),
                 do=did_you_mean(name, _SPELLINGS, "Choose a preset, or build a Plan from Placements."),
             )
@@ -350,6 +355,11 @@ _OFFLOADED = {
     "infinity-states": ("zero3", "nvme"),
     "infinity": ("zero3", "nvme+parameters"),
 }
+# preset: a row, and along which axes its gradients are thin; the parameters that it gathers are
+_THIN: dict[str, tuple[str, dict[str, str]]] = {
+    "zero++": ("hpz", {NODE: "int4", LOCAL: "int4"}),
+    "thin": ("hpz", {NODE: "int4"}),
+}
 # preset: the one of which it delays the updates
 _DELAYED = {"delayed": "offload"}
 #: Those for ranks that share sequences (InternEvo's isp: the local axis is its weight axis).
@@ -357,9 +367,11 @@ SEQUENCED = ("isp",)
 #: Names :meth:`Plan.preset` takes: those with everything on the device, and others.
 PRESETS = tuple(name for name in _ROWS if name not in SEQUENCED)
 OFFLOADED = (*_OFFLOADED, *_DELAYED)
+#: Those that send rounded values, with results of their own: ZeRO++'s; and one that rounds less.
+THINNED = tuple(_THIN)
 # What people call some of them elsewhere.
 _SPELLINGS = {
-    **{name: name for name in (*PRESETS, *OFFLOADED, *SEQUENCED)},
+    **{name: name for name in (*PRESETS, *OFFLOADED, *SEQUENCED, *THINNED)},
     **{name.removeprefix("zero"): name for name in PRESETS},
     **{name.replace("zero", "stage"): name for name in PRESETS},
     "ddp": "zero0",
@@ -367,7 +379,8 @@ _SPELLINGS = {
     "fsdp": "zero3",
     "full_shard": "zero3",
     "hybrid_shard": "hsdp",
-    "zero++": "hpz",
+    "zeropp": "zero++",
+    "zeroplusplus": "zero++",
     "zero-offload": "offload",
     "zero2-offload": "offload",
     "zero3-offload": "offload3",
@@ -391,6 +404,14 @@ _MEMORIES = {
     "states": tuple(Memory),
     "activations": tuple(Memory),
 }
+
+
+def _thinner(precision: Precision, thin: Mapping[str, str]) -> Precision:
+    """Return ``precision`` with parameters gathered in 8 bits, and gradients as ``thin`` says where it does not."""
+    if any(precision.level_of(axis).bits for axis in DATA):
+        return replace(precision, gathers="int8")
+    plain = precision.plain_wire
+    return replace(precision, gathers="int8", wires=thin if plain is None else {**dict.fromkeys(DATA, plain), **thin})
 
 
 def _is_int(value: object) -> bool:

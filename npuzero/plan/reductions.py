@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+
+import torch
 
 from npuzero.plan.flats import Kind
 from npuzero.plan.moves import Buffer, Collective, Copy, Give, Launch, Move, Purpose, Repeat, Start, Take, Wait, written
 from npuzero.plan.report import TO_DEVICE, TO_HOST
 from npuzero.plan.units import Unit
+from npuzero.plan.wire import Level
 
-# So many launches of equal flats, and every reduction under way is one of theirs: R2, and up to three of R3, each of
-# which a launch moves one on. From here on each launch does what the one before it did.
-_SETTLED = 5
+# So many launches of equal flats, and every reduction under way is one of theirs: each axis is one collective of it, or
+# two, and a launch moves it one on. From here on each launch does what the one before it did.
+_SETTLED = 12
 
 
 @dataclass(frozen=True)
@@ -25,37 +28,86 @@ class _Stage:
     ends: tuple[Move, ...]
 
 
-def _stage(collective: Collective, made: Buffer | None, sent: Buffer | None) -> _Stage:
-    """Make a stage; ``made``: a communication buffer lent for it; ``sent``: that which it sends, given back then."""
-    takes = () if made is None else (Take(made),)
-    gives = () if sent is None else (Give(sent),)
+def _stage(collective: Collective, begins: Iterable[Move], ends: Iterable[Move]) -> _Stage:
+    """Make a stage of what is done before its collective starts, and once that is over."""
     wait = Wait(collective.purpose, collective.unit)
-    return _Stage(collective.unit, (*takes, Start(collective)), (wait, *gives))
+    return _Stage(collective.unit, (*begins, Start(collective)), (wait, *ends))
+
+
+def _given(buffer: Buffer | None) -> tuple[Move, ...]:
+    return () if buffer is None else (Give(buffer),)
+
+
+def _taken(buffer: Buffer | None) -> tuple[Move, ...]:
+    return () if buffer is None else (Take(buffer),)
+
+
+def _plain(kind: Kind, collective: Collective, numel: int, sent: Buffer | None, sums: Buffer | None = None) -> _Stage:
+    """Make the stage of a sum in the communication dtype.
+
+    Args:
+        sent: the buffer that the values are in, which is lent; None: they are float32, and stay where they are.
+        sums: what is lent for the result.
+    """
+    if kind.wire in (torch.float32, sent and sent.dtype):
+        return _stage(collective, _taken(sums), _given(sent))
+    rounded = kind.lent(numel)
+    return _stage(collective, (Take(rounded), *_given(sent), *_taken(sums)), (Give(rounded),))
+
+
+def _scattered(
+    kind: Kind, purpose: Purpose, unit: int, levels: Sequence[Level], numel: int, sent: Buffer | None
+) -> Iterator[_Stage]:
+    """Yield the collectives of a reduce_scatter of ``numel`` elements, level by level; ``sent``: as in :func:`_plain`.
+
+    What a level has summed is lent to the next; the last one adds it to what is there.
+    """
+    for i, level in enumerate(levels):
+        ranks = kind.mesh.size(level.axes)
+        sums = kind.lent(numel // ranks, torch.float32) if i < len(levels) - 1 else None
+        if level.bits is None:
+            collective = kind.collective(purpose, unit, "reduce_scatter", level.axes, numel, kind.wire)
+            yield _plain(kind, collective, numel, sent, sums)
+        else:
+            # Values are free as soon as they are codes, and codes that came once they are added up.
+            codes = kind.codes("reduce", level.axes, numel, level.bits)
+            collective = Collective(purpose, unit, "all_to_all", level.axes, ranks, codes.nbytes)
+            begins = (Take(codes), *_given(sent), Take(codes))
+            yield _stage(collective, begins, (Give(codes), *_taken(sums), Give(codes)))
+        numel, sent = numel // ranks, sums
+
+
+def _spread(kind: Kind, unit: int, wire: Buffer | None) -> Iterator[_Stage]:
+    """Yield the collectives of R3's sum over the axes that replicate states."""
+    numel, sums = kind.shard(kind.plan.states), kind.plan.precision.sums_of(kind.dtype)
+    if sums == kind.wire and not any(level.bits for level in kind.levels.spread):
+        reduce = kind.collective(Purpose.BOUNDARY, unit, "all_reduce", kind.plan.beyond, numel, kind.wire)
+        yield _plain(kind, reduce, numel, wire)
+        return
+    # Where sums are wider than the communication dtype, or that is thin, they are scattered in it and gathered as sums.
+    yield from _scattered(kind, Purpose.BOUNDARY, unit, kind.levels.spread, numel, wire)
+    rounded = None if sums == torch.float32 else kind.lent(numel)
+    part = numel
+    for level in kind.levels.spread:
+        part //= kind.mesh.size(level.axes)
+    for level in reversed(kind.levels.spread):
+        part *= kind.mesh.size(level.axes)
+        gather = kind.collective(Purpose.BOUNDARY, unit, "all_gather", level.axes, part, sums)
+        first, last = level is kind.levels.spread[-1], level is kind.levels.spread[0]
+        yield _stage(gather, _taken(rounded) if first else (), _given(rounded) if last else ())
 
 
 def _stages(kind: Kind, unit: int, boundary: bool, wire: Buffer | None) -> list[_Stage]:
     """Return the collectives of one reduction in order; ``wire``: what this pass brings, if it is not accumulated."""
-    plan, stages = kind.plan, []
+    stages: list[_Stage] = []
     if kind.scattered:
-        reduce = kind.collective(Purpose.REDUCE, unit, "reduce_scatter", plan.gradients.axes, kind.numel, kind.wire)
-        stages.append(_stage(reduce, None, wire))
+        stages += _scattered(kind, Purpose.REDUCE, unit, kind.levels.scatter, kind.numel, wire)
         wire = None
-    if boundary and kind.many(plan.deeper):
-        numel = kind.shard(plan.gradients)
-        deeper = kind.collective(Purpose.BOUNDARY, unit, "reduce_scatter", plan.deeper, numel, kind.wire)
-        made = kind.as_wire(numel) if wire is None else None
-        stages.append(_stage(deeper, made, wire or made))
+    if boundary and kind.levels.deepen:
+        stages += _scattered(kind, Purpose.BOUNDARY, unit, kind.levels.deepen, kind.shard(kind.plan.gradients), wire)
         wire = None
-    if boundary and kind.many(plan.beyond):
-        numel, sums = kind.shard(plan.states), plan.precision.sums_of(kind.dtype)
-        # Where sums are wider than the communication dtype they are scattered in that, and gathered as sums.
-        verb = "all_reduce" if sums == kind.wire else "reduce_scatter"
-        beyond = kind.collective(Purpose.BOUNDARY, unit, verb, plan.beyond, numel, kind.wire)
-        made = kind.as_wire(numel) if wire is None else None
-        stages.append(_stage(beyond, made, wire or made))
-        if sums != kind.wire:
-            gathered = kind.collective(Purpose.BOUNDARY, unit, "all_gather", plan.beyond, numel, sums)
-            stages.append(_stage(gathered, None, None))
+    if boundary and kind.levels.spread:
+        stages += _spread(kind, unit, wire)
     return stages
 
 
@@ -127,7 +179,7 @@ class Reductions:
         """Reduce at the step what both ends of a pipeline have, which is the root's."""
         for kind, count in reversed(root.trainable):
             if _waits(kind):
-                comes, *stages = _stages(kind, root.index, True, None)[kind.scattered :]
+                comes, *stages = _stages(kind, root.index, True, None)[len(kind.levels.scatter) :]
                 begins = (*_from_home(kind, again=True), *comes.begins)
                 stages = [replace(comes, begins=begins), *stages]
                 stages[-1] = replace(stages[-1], ends=(*stages[-1].ends, *_to_home(kind)))

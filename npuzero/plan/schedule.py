@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -231,6 +231,12 @@ class _Rank:
                     gather = kind.collective(
                         Purpose.GATHER, unit.index, "all_gather", held.axes, kind.numel, kind.dtype
                     )
+                    bits = kind.plan.precision.gather_bits
+                    if bits and not held.more:  # what rests travels thin, copies of it as they are
+                        codes = kind.codes("gather", held.axes, kind.numel, bits)
+                        gather = replace(gather, nbytes=codes.nbytes)
+                        self._moves.append(Take(codes, count))
+                        unit.codes.append(Give(codes, count))
                     self._moves.append(Start(gather, count))
                     unit.gathers += count
         unit.state = State.GATHERING
@@ -238,8 +244,8 @@ class _Rank:
     def _finish_gather(self, unit: Unit) -> None:
         if unit.state is not State.WHOLE:
             self._start_gather(unit)
-            self._moves.append(Wait(Purpose.GATHER, unit.index, unit.gathers))
-            unit.gathers = 0
+            self._moves += [Wait(Purpose.GATHER, unit.index, unit.gathers), *unit.codes]
+            unit.gathers, unit.codes = 0, []
             unit.state = State.WHOLE
 
     def _release(self, unit: Unit, keep: list[Held]) -> None:

@@ -97,7 +97,7 @@ def _stream(runs: Iterable[tuple[Kind, int]], chunk_bytes: int, moments: int, on
     slots = [whole_pages(max(section)) for section in zip(*(size.sections for size in distinct), strict=True)]
     # They stay from step to step, as what a pool lends does.
     ring = [
-        (Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=()), min(RING_SLOTS, len(chunks)))
+        (Buffer(Memory.HOST, "buffers", nbytes, torch.uint8, pool=("ring", ())), min(RING_SLOTS, len(chunks)))
         for nbytes in slots
         if nbytes
     ]

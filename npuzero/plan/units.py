@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from npuzero.plan.flats import FlatSize, Kind
 from npuzero.plan.mesh import MeshShape
+from npuzero.plan.moves import Give
 from npuzero.plan.presets import Plan
 
 
@@ -36,6 +37,7 @@ class Unit:
         self.held = self.rests
         self.missing = False  # the present backward has still to bring gradients
         self.gathers = self.restores = 0  # collectives under way
+        self.codes: list[Give] = []  # what is lent to gathers under way
         self.passes = self.passed = 0  # backward passes that the step has for it, and has had so far
         self.far = any(kind.far for kind, _ in self.trainable)
 

@@ -310,7 +310,8 @@ def layouts_of(
         ranks = mesh.size(own.reduced)
         for bucket in buckets:
             named = ((p.name, p.part(mesh)) for p in bucket)
-            yield Layout.of(named, ranks, kind, precision.wire_of(kind), precision.start_elements), trainable, own
+            start, shard = precision.start_elements, precision.shard_elements
+            yield Layout.of(named, ranks, kind, precision.wire_of(kind), start, shard), trainable, own
 
 
 def _facts(spec: UnitSpec) -> list[ParameterFacts]:

@@ -95,7 +95,8 @@ class Engine:
         self.far = Far(self.units, self.spaces, settings)
         self.lag = self.far.lag
         writes = Writes(self.units, world, self.lag)
-        gatherer = Gatherer(writes, Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done))
+        fetcher = Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done)
+        gatherer = Gatherer(writes, fetcher, self.spaces)
         self._restorer = Restorer()
         overlap = settings.overlaps_parameters
         self.update = Update(self.units, self._restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)

@@ -17,6 +17,7 @@ from npuzero.memory import Mover, Ring, Spaces
 from npuzero.plan import FROM_DISK, READ_SLOTS
 from npuzero.shard.flat import Flat
 from npuzero.shard.parameter_file import ParameterFile
+from npuzero.shard.rest import Rest
 from npuzero.shard.unit import Unit
 
 
@@ -56,8 +57,14 @@ class Fetcher:
         if self._on_disk(unit) and self._updated(unit):
             self._read(unit)
 
-    def gather(self, unit: Unit, flats: Sequence[Flat], tag: str) -> list[Handle]:
-        """Begin to unshard ``flats``, all of ``unit`` that are to be; their memory is there."""
+    def gather(
+        self, unit: Unit, flats: Sequence[Flat], tag: str, send: Callable[[Flat, Rest, Tensor, str], Handle]
+    ) -> list[Handle]:
+        """Begin to unshard ``flats``, all of ``unit`` that are to be; their memory is there.
+
+        Args:
+            send: begins the gather of a flat, of whose resting shard it is given a copy on the device.
+        """
         read = self._read(unit) if self._on_disk(unit) else None
         for handle in read.handles if read else ():
             handle.wait()
@@ -71,12 +78,7 @@ class Fetcher:
                 if read is not None:
                     self._leaving.setdefault(read.turn % READ_SLOTS, []).append(arrived)
             with self._mover.beside():
-                group = rest.group
-                found.append(
-                    group.communicator("gather").all_gather(flat.whole, own, tag=tag)
-                    if group.many
-                    else self._mover.arrival()
-                )
+                found.append(send(flat, rest, own, tag) if rest.group.many else self._mover.arrival())
         self._reads.pop(unit.index, None)
         return found
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npuzero import observe
+import torch
+from torch import Tensor
+
+from npuzero import observe, ops
 from npuzero.comm import Handle
+from npuzero.memory import Pool, Spaces
+from npuzero.plan import Axes, Memory, message_bytes
 from npuzero.shard.fetch import Fetcher
 from npuzero.shard.flat import Flat
 from npuzero.shard.rest import Rest
@@ -19,16 +24,25 @@ _S = ParameterState
 class Gatherer:
     """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank."""
 
-    def __init__(self, writes: Writes, fetcher: Fetcher) -> None:
+    def __init__(self, writes: Writes, fetcher: Fetcher, spaces: Spaces) -> None:
         self._writes = writes
         self._fetcher = fetcher
+        self._device = spaces[Memory.DEVICE]
+        self._pools: dict[Axes, Pool] = {}  # of codes, by the ranks that read them in place
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit, purpose: str = "gather") -> None:
-        """Begin to gather ``unit`` unless it is unsharded or on its way; ``purpose``: the same on every rank."""
+        """Begin to gather ``unit`` unless it is unsharded or on its way; ``purpose``: the same on every rank.
+
+        To compute with, parameters may travel rounded; for any other purpose they do not.
+        """
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
         from_held = unit.parameter_state is _S.HELD
+        rounds = unit.thin and purpose == "gather"
+        send = self._send_thin if rounds else self._send
+        if not from_held:
+            unit.rounded = rounds
         unit.move(_S.GATHERING)
         handles = self._handles[unit.index] = []
         flats = [flat for flat in unit.flats if flat.apart and not flat.transient.here]
@@ -36,12 +50,32 @@ class Gatherer:
         for flat in flats:
             flat.transient.restore()
         if unit.plan.parameters.far and not from_held:
-            handles += self._fetcher.gather(unit, flats, tag) if flats else []
+            handles += self._fetcher.gather(unit, flats, tag, send) if flats else []
             return
         for flat in flats:
             held = next(((rest, copy.tensor) for rest, copy in flat.held.items() if copy.here), None)
-            rest, shard = held or (flat.rests.parameters, flat.resting)
-            handles.append(rest.group.communicator("gather").all_gather(flat.whole, shard, tag=tag))
+            # A copy of what has been gathered is not rounded again: backward computes with what forward did.
+            handles.append(
+                self._send(flat, *held, tag) if held else send(flat, flat.rests.parameters, flat.resting, tag)
+            )
+
+    @staticmethod
+    def _send(flat: Flat, rest: Rest, shard: Tensor, tag: str) -> Handle:
+        return rest.group.communicator("gather").all_gather(flat.whole, shard, tag=tag)
+
+    def _send_thin(self, flat: Flat, rest: Rest, shard: Tensor, tag: str) -> Handle:
+        """Send codes of ``shard``. A rank takes its own part from them, too: so all compute with the same values."""
+        bits = flat.plan.precision.gather_bits
+        assert bits is not None
+        group = rest.group
+        communicator = group.communicator("gather")
+        if group.axes not in self._pools:
+            self._pools[group.axes] = Pool(self._device, communicator.buffer)
+        pool = self._pools[group.axes]
+        codes, _ = pool.acquire(group.size * message_bytes(rest.numel, bits), torch.uint8)
+        mine = codes.chunk(group.size)[group.index]
+        ops.quantize(shard, mine, bits=bits)
+        return _Codes(communicator.all_gather(codes, mine, tag=tag), codes, flat.whole, bits, group.size, pool)
 
     def read_ahead(self, unit: Unit) -> None:
         """Begin to bring closer what of ``unit`` rests on disks, if its next gather reads it."""
@@ -100,3 +134,21 @@ class Gatherer:
             flat.held[rest].tensor.copy_(flat.whole[slice(*rest.range)])
         if flat.apart and (rest.cut or not flat.rests.more(rest)):
             flat.transient.release()
+
+
+class _Codes(Handle):
+    """Stand for parameters that arrive as codes, which whoever waits makes values of."""
+
+    def __init__(self, arriving: Handle, codes: Tensor, whole: Tensor, bits: int, pieces: int, pool: Pool) -> None:
+        self._arriving = arriving
+        self._codes, self._whole = codes, whole
+        self._bits, self._pieces = bits, pieces
+        self._pool = pool
+
+    def wait(self) -> None:
+        self._arriving.wait()
+        ops.dequantize_sum(self._codes, self._whole, bits=self._bits, pieces=self._pieces)
+        self._pool.release(self._codes)
+
+    def done(self) -> bool:
+        return self._arriving.done()

@@ -9,6 +9,8 @@ Names, for a flat of n elements whose gradients and states are sharded into G an
     carry     [n/S]  float32; an already reduced gradient that further micro-batches are added to (rare)
     wire      [n]    communication dtype; the communication buffer: what a reduction sends
     own       [n/S]  this rank's states shard of the buffer, or of the home: the gradient that the update reads
+    residual  [n] or a shard of it, float32; what rounding has lost of a thin wire, added the next time (one per thin
+                     collective, and only where the precision says so); it stays from step to step
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from npuzero.shard import guard
 from npuzero.shard.accumulator import Accumulator
 from npuzero.shard.contribution import Contribution, Pass, Route
 from npuzero.shard.layout import Layout, overlap
-from npuzero.shard.rest import Rests
+from npuzero.shard.rest import Hop, Rests
 from npuzero.shard.states import GradientState, moved
 
 
@@ -58,6 +60,9 @@ class Gradient:
         memory: the memory of the buffer.
         contribution: what the present backward pass has brought.
         content: per slot.
+        residuals: by collective.
+        pool: lends what the first collective sends, and all that is summed on the way.
+        pools: lend codes for a thin wire, by collective.
         summing: whether the sharded buffer has anything of this step; if not, the next reduction overwrites it.
         markers: per slot, what ``p.grad`` is while the gradient lives here.
     """
@@ -74,13 +79,19 @@ class Gradient:
         self._space = spaces[Memory.DEVICE]
         self.kept = Accumulator(layout, rests, spaces)
         self.memory, self.buffer = self.kept.memory, self.kept.buffer
+        self.residuals = {
+            hop: self._space.allocate(hop.residual, torch.float32, "states")
+            for hop in (*rests.scatter, *rests.deepen, *rests.spread)
+            if hop.residual
+        }
         self.unsynced: Tensor | None = None
         self.carry: Tensor | None = None
         self.state = GradientState.EMPTY
         self.contribution = Contribution(layout)
         self.content = [Content.NOWHERE] * len(layout.slots)
         self.summing = False
-        self.pool: Pool  # where its wires come from; the reducer's
+        self.pool: Pool  # the reducer's, as the others
+        self.pools: dict[Hop, Pool] = {}
         self.markers: list[guard.GradientMarker] = []
         self._parameters: Sequence[nn.Parameter] = ()
 

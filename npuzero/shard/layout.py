@@ -33,7 +33,8 @@ class Layout:
     """Hold the slots of a flat in order, the gaps between them, and the padded length.
 
     ``numel`` is a multiple of ``ranks * SHARD_BYTES / itemsize`` (the narrowest itemsize that travels), so that
-    whatever axes shard the buffer, every shard has the same length and starts aligned.
+    whatever axes shard the buffer, every shard has the same length and starts aligned; and of whole blocks a rank where
+    wires are thin, so that what shares a scale does not depend on the axes either.
     """
 
     slots: tuple[Slot, ...]
@@ -48,12 +49,14 @@ class Layout:
         dtype: torch.dtype,
         wire: torch.dtype | None = None,
         start: int = START_ELEMENTS,
+        shard: int = 1,
     ) -> Layout:
         """Lay out parameters (name, shape) of one dtype for a world of ``ranks``.
 
         Args:
             wire: communication dtype of their gradients (None: ``dtype``).
             start: each begins on a multiple of this many elements.
+            shard: every shard, of however many up to ``ranks``, has a multiple of this many elements; a power of 2.
         """
         slots: list[Slot] = []
         end = 0
@@ -61,7 +64,7 @@ class Layout:
             slots.append(Slot(name, shape, _round_up(end, start)))
             end = slots[-1].end
         itemsize = min(dtype.itemsize, (wire or dtype).itemsize)
-        numel = _round_up(end, ranks * SHARD_BYTES // itemsize)
+        numel = _round_up(end, ranks * max(SHARD_BYTES // itemsize, shard))
         return Layout(tuple(slots), numel, dtype, _gaps(slots, numel))
 
     def shard(self, index: int, count: int) -> tuple[int, int]:

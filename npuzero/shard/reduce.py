@@ -20,10 +20,11 @@ from torch import Tensor
 from npuzero import observe, ops
 from npuzero.comm import Handle
 from npuzero.memory import Pool, Spaces
-from npuzero.plan import Axes, Memory
+from npuzero.plan import Axes, Memory, message_bytes
 from npuzero.shard.contribution import Pass
 from npuzero.shard.gradient import Gradient
 from npuzero.shard.parts import in_turn
+from npuzero.shard.rest import Group, Hop
 from npuzero.shard.states import GradientState
 from npuzero.shard.unit import Unit
 
@@ -43,15 +44,21 @@ class Reducer:
         self._overlapped = overlapped
         self._mover = spaces.mover
         pools: dict[Axes, Pool] = {}
-        for gradient in self._order:
-            # A communication buffer lies where the ranks of its first collective can read it.
-            group = gradient.rests.summed
+
+        def pool(group: Group | None) -> Pool:
+            # A communication buffer lies where the ranks of its collective can read it.
             axes: Axes = () if group is None else group.axes
             if axes not in pools:
-                pools[axes] = Pool(
-                    spaces[Memory.DEVICE], None if group is None else group.communicator("reduce").buffer
-                )
-            gradient.pool = pools[axes]
+                source = None if group is None else group.communicator("reduce").buffer
+                pools[axes] = Pool(spaces[Memory.DEVICE], source)
+            return pools[axes]
+
+        for gradient in self._order:
+            rests = gradient.rests
+            gradient.pool = pool(rests.summed)
+            gradient.pools = {
+                hop: pool(hop.group) for hop in (*rests.scatter, *rests.deepen, *rests.spread) if hop.bits
+            }
         self._active: list[Iterator[None]] = []
         self._roles: Mapping[Gradient, Pass] = {}  # of the present pass
         self._turns: Sequence[Gradient] = ()
@@ -188,10 +195,10 @@ class Reducer:
         # R2, where gradients are sharded; the buffer is free for the next flat as soon as it is sent.
         if gradient.cut and wire is not None:
             gradient.kept.bring()
-            communicator = gradient.rests.gradients.group.communicator("reduce")
-            yield from _wait(communicator.reduce_scatter(gradient.buffer, wire, accumulate=gradient.summing, tag=tag))
+            sent = _Sent.of(gradient, wire, gradient.buffer)
+            scatter = gradient.rests.scatter
+            yield from self._scatter(gradient, scatter, sent, gradient.buffer, tag, accumulate=gradient.summing)
             gradient.summing = True
-            gradient.pool.release(wire, gradient.layout.gaps)
             wire = None
         last = boundary or not gradient.meets_at_boundary
         # Buffers are not zeroed between steps: where no gradient has come they hold something older, which must not be
@@ -217,45 +224,118 @@ class Reducer:
 
     def _sum_deeper(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Run reduce_scatter over the axes of states beyond those of gradients, into this rank's own part."""
-        sent = self._as_wire(gradient, gradient.buffer) if wire is None else wire
-        communicator = gradient.rests.deeper.communicator("reduce")
-        yield from _wait(communicator.reduce_scatter(gradient.own, sent, tag=tag))
-        self._return_wire(gradient, sent, gradient.layout.gaps if wire is not None else None)
+        sent = _Sent.of(gradient, wire, gradient.buffer)
+        yield from self._scatter(gradient, gradient.rests.deepen, sent, gradient.own, tag)
 
     def _sum_beyond(self, gradient: Gradient, wire: Tensor | None, tag: str) -> Iterator[None]:
         """Sum this rank's own shard, or ``wire``, over the ranks that keep the same states: D - states.
 
         Here D - states are the mesh axes over which gradients are averaged but states are not sharded. Where the
-        communication dtype is low-precision and the sums' is float32: reduce_scatter into float32 sums, then all_gather
-        of the sums, so that no rank sees the sum rounded (states would drift apart from the presets that keep the sum
-        where it was made).
+        communication dtype is low-precision and the sums' is float32, or a wire is thin: reduce_scatter into float32
+        sums, then all_gather of the sums, so that no rank sees the sum rounded (states would drift apart from the
+        presets that keep the sum where it was made); or all ranks see it rounded, where the precision says so.
         """
-        communicator = gradient.rests.beyond.communicator("reduce")
-        own = gradient.own
-        sent = self._as_wire(gradient, own) if wire is None else wire
-        kind = gradient.layout.gaps if wire is not None else None
-        if gradient.sums == gradient.wire:
-            yield from _wait(communicator.all_reduce(sent, tag=tag))
-            if sent is not own:
-                ops.cast(sent, own)
-            self._return_wire(gradient, sent, kind)
+        own, hops = gradient.own, gradient.rests.spread
+        sent = _Sent.of(gradient, wire, own)
+        if gradient.sums == gradient.wire and not any(hop.bits for hop in hops):
+            sent = sent.rounded()
+            yield from _wait(gradient.rests.beyond.communicator("reduce").all_reduce(sent.values, tag=tag))
+            if sent.values is not own:
+                ops.cast(sent.values, own)
+            sent.give_back()
             return
-        part = own.chunk(communicator.size)[communicator.rank]
-        yield from _wait(communicator.reduce_scatter(part, sent, tag=tag))
-        self._return_wire(gradient, sent, kind)
-        yield from _wait(communicator.all_gather(own, part, tag=tag))
+        yield from self._scatter(gradient, hops, sent, _nested(own, hops)[-1], tag)
+        sums = _Sent(gradient, own)
+        if gradient.sums != own.dtype:
+            sums = _Sent.lent(gradient, own.numel(), gradient.sums)
+            ops.cast(_nested(own, hops)[-1], _nested(sums.values, hops)[-1])
+        *parts, part = _nested(sums.values, hops)
+        for hop, outer in zip(reversed(hops), reversed(parts), strict=True):
+            yield from _wait(hop.group.communicator("reduce").all_gather(outer, part, tag=tag))
+            part = outer
+        if sums.values is not own:
+            ops.cast(sums.values, own)
+        sums.give_back()
 
-    def _as_wire(self, gradient: Gradient, values: Tensor) -> Tensor:
-        """Return ``values`` in the communication dtype: themselves where that is float32."""
-        if gradient.wire == torch.float32:
-            return values
-        wire, _ = gradient.pool.acquire(values.numel(), gradient.wire)
-        ops.cast(values, wire)
-        return wire
+    @staticmethod
+    def _scatter(
+        gradient: Gradient, hops: Sequence[Hop], sent: _Sent, into: Tensor, tag: str, *, accumulate: bool = False
+    ) -> Iterator[None]:
+        """Run a reduce_scatter level by level.
 
-    def _return_wire(self, gradient: Gradient, wire: Tensor, kind: Hashable) -> None:
-        if wire.dtype != torch.float32:
-            gradient.pool.release(wire, kind)
+        Over a thin level each rank is sent its part as codes and scales, in one message, and adds up in float32 what
+        comes, in the order of the ranks: no code is ever added to another.
+
+        Args:
+            into: float32; this rank's part of the sums. ``accumulate``: they are added to it.
+        """
+        for i, hop in enumerate(hops):
+            last = i == len(hops) - 1
+            adds = accumulate and last
+            ranks, communicator = hop.group.size, hop.group.communicator("reduce")
+            numel = sent.values.numel()
+            if hop.bits is None:
+                sent = sent.rounded()
+                sums = _Sent(gradient, into) if last else _Sent.lent(gradient, numel // ranks)
+                yield from _wait(communicator.reduce_scatter(sums.values, sent.values, accumulate=adds, tag=tag))
+                sent.give_back()
+            else:
+                pool, nbytes = gradient.pools[hop], ranks * message_bytes(numel // ranks, hop.bits)
+                codes, _ = pool.acquire(nbytes, torch.uint8)
+                residual = gradient.residuals.get(hop)
+                ops.quantize(sent.values, codes, bits=hop.bits, pieces=ranks, residual=residual)
+                sent.give_back()  # as soon as it is codes
+                arrived, _ = pool.acquire(nbytes, torch.uint8)
+                yield from _wait(communicator.all_to_all(arrived, codes, tag=tag))
+                pool.release(codes)
+                sums = _Sent(gradient, into) if last else _Sent.lent(gradient, numel // ranks)
+                ops.dequantize_sum(arrived, sums.values, bits=hop.bits, rows=ranks, accumulate=adds)
+                pool.release(arrived)
+            sent = sums
+
+
+class _Sent:
+    """Hold what a collective sends, or makes: in a buffer that is lent, or where it rests, float32.
+
+    Args:
+        kind: what whoever is lent the buffer next may rely on; see :class:`~npuzero.memory.Pool`.
+    """
+
+    def __init__(self, gradient: Gradient, values: Tensor, is_lent: bool = False, kind: Hashable = None) -> None:
+        self.values = values
+        self._gradient, self._is_lent, self._kind = gradient, is_lent, kind
+
+    @staticmethod
+    def of(gradient: Gradient, wire: Tensor | None, resting: Tensor) -> _Sent:
+        """Return ``wire``, which has the communication dtype and is lent, or without one what is ``resting``."""
+        return _Sent(gradient, resting) if wire is None else _Sent(gradient, wire, True, gradient.layout.gaps)
+
+    @staticmethod
+    def lent(gradient: Gradient, numel: int, dtype: torch.dtype = torch.float32) -> _Sent:
+        """Return a buffer that is lent."""
+        return _Sent(gradient, gradient.pool.acquire(numel, dtype)[0], True)
+
+    def rounded(self) -> _Sent:
+        """Return the values in the communication dtype: themselves, where they have it."""
+        if self.values.dtype == self._gradient.wire:
+            return self
+        rounded = _Sent.lent(self._gradient, self.values.numel(), self._gradient.wire)
+        ops.cast(self.values, rounded.values)
+        self.give_back()
+        return rounded
+
+    def give_back(self) -> None:
+        """Let others have the buffer, where it is lent."""
+        if self._is_lent:
+            self._gradient.pool.release(self.values, self._kind)
+
+
+def _nested(own: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
+    """Return all of ``own``, this rank's part of it by the first level, of that by the second, and so on."""
+    parts = [own]
+    for hop in hops:
+        parts.append(parts[-1].chunk(hop.group.size)[hop.group.index])
+    return parts
 
 
 def _wait(handle: Handle) -> Iterator[None]:

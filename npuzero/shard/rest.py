@@ -6,10 +6,11 @@ plans. What moves a part (:class:`~npuzero.shard.gather.Gatherer`, ``Reducer``, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from npuzero.comm import Communicator
-from npuzero.plan import Axes, Memory, Placement, Plan, near_numel
+from npuzero.plan import Axes, Level, Memory, Placement, Plan, levels_beyond, levels_of, near_numel, residual_numels
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.layout import Layout
 
@@ -88,6 +89,27 @@ class Rest:
 
 
 @dataclass(frozen=True, eq=False)
+class Hop:
+    """Describe one collective of a sum of gradients that goes level by level.
+
+    Attributes:
+        group: the ranks it is over.
+        bits: of an element on a thin wire; None: it travels in the communication dtype.
+        residual: elements of what rounding loses here, which is added the next time; 0: it is lost.
+    """
+
+    group: Group
+    bits: int | None
+    residual: int
+
+
+def _hops(levels: Sequence[Level], numel: int, mesh: CountingMesh) -> tuple[Hop, ...]:
+    """Return the collectives of ``levels``, the first of which sends ``numel`` elements."""
+    residuals = residual_numels(numel, levels, mesh.size)
+    return tuple(Hop(Group(mesh, level.axes), level.bits, kept) for level, kept in zip(levels, residuals, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
 class Rests:
     """Hold the rests of one flat's parts under its plan, and the groups that the rules move them over.
 
@@ -97,6 +119,7 @@ class Rests:
             the same, so that one copy serves both.
         deeper: states - gradients (the axes that shard states but not gradients), over which R3 scatters R2's result.
         beyond: D - states (the axes of D that do not shard states), over which R3 sums what several ranks keep.
+        scatter, deepen, spread: the collectives of R2, and of R3 over ``deeper`` and ``beyond``.
         restored: states - parameters (the axes that shard states but not parameters), over which R4 gathers.
         averaged: the ranks whose gradients are averaged.
         owners: the ranks that have different elements of the states.
@@ -113,6 +136,9 @@ class Rests:
     states: Rest
     deeper: Group
     beyond: Group
+    scatter: Sequence[Hop]
+    deepen: Sequence[Hop]
+    spread: Sequence[Hop]
     restored: Group
     averaged: Group
     owners: Group
@@ -127,14 +153,20 @@ class Rests:
         parameters = Rest.of(plan.parameters, layout, mesh, strict)
         after_forward, between = plan.held_after_forward, plan.held_between
         held = {placement: Rest.of(placement, layout, mesh, strict) for placement in (after_forward, between)}
+        gradients = Rest.of(plan.gradients, layout, mesh, strict)
+        states = Rest.of(plan.states, layout, mesh, strict)
+        precision = plan.precision
         return Rests(
             parameters=replace(parameters, guarded=parameters.guarded or plan.parameters.far),
             after_forward=held[after_forward],
             between=held[between],
-            gradients=Rest.of(plan.gradients, layout, mesh, strict),
-            states=Rest.of(plan.states, layout, mesh, strict),
+            gradients=gradients,
+            states=states,
             deeper=Group(mesh, plan.deeper),
             beyond=Group(mesh, plan.beyond),
+            scatter=_hops(levels_of(precision, plan.gradients.axes, mesh.size), layout.numel, mesh),
+            deepen=_hops(levels_of(precision, plan.deeper, mesh.size), gradients.numel, mesh),
+            spread=_hops(levels_beyond(precision, plan.beyond, mesh.size), states.numel, mesh),
             restored=Group(mesh, plan.restored),
             averaged=Group(mesh, plan.averaged),
             owners=Group(mesh, plan.owners),
@@ -164,5 +196,4 @@ class Rests:
     @property
     def summed(self) -> Group | None:
         """Return the group of the first collective that a gradient goes through; None where it goes through none."""
-        groups = (self.gradients.group, self.deeper, self.beyond)
-        return next((group for group in groups if group.many), None)
+        return next((hop.group for hop in (*self.scatter, *self.deepen, *self.spread)), None)

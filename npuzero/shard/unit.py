@@ -26,6 +26,8 @@ class Unit:
         guarded: whether its parameters may be read only while it computes. Which bytes come and go then is said by each
             flat's ``apart``: none, where strict mode guards what the only rank has.
         ranks: how many train it.
+        thin: whether its parameters travel rounded where they are gathered to compute.
+        rounded: whether those that are here now have.
     """
 
     def __init__(self, spec: UnitSpec, index: int, flats: list[Flat], plan: Plan) -> None:
@@ -36,6 +38,9 @@ class Unit:
         self.plan = plan
         self.tile = isinstance(spec.module, Tile)
         self.trainable = [flat for flat in flats if flat.trainable]
+        bits = plan.precision.gather_bits
+        self.thin = bits is not None and any(flat.rests.parameters.cut for flat in flats)
+        self.rounded = False
         self.has_frozen = len(self.trainable) < len(flats)
         self.guarded = any(flat.rests.parameters.guarded for flat in flats)
         # Whether strict mode alone keeps programs from them.

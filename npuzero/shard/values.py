@@ -169,9 +169,13 @@ class Values:
 
     @contextlib.contextmanager
     def whole(self, unit: Unit) -> Iterator[None]:
-        """Unshard the parameters of ``unit`` inside, readable on every rank. Collective."""
+        """Unshard the parameters of ``unit`` inside, readable on every rank: as they rest, unless it computes with
+        others just now. Collective.
+        """
         self._restorer.finish(unit)
         kept = unit.parameter_state is ParameterState.WHOLE
+        if unit.rounded and not kept:
+            self._gatherer.release(unit)
         self._gatherer.finish(unit, "unshard")  # so that it does not meet a gather of a forward
         try:
             yield

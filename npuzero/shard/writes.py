@@ -60,6 +60,7 @@ class Writes:
 
     @torch.no_grad()
     def _take(self, unit: Unit, flat: Flat, slots: list[int]) -> None:
+        _check_rounded(unit, flat, slots)
         self._lag.check_write(flat)
         flat.take_written(slots)
         if self._world.size > 1:
@@ -85,6 +86,20 @@ class Writes:
             # be both: the rank's own writes, and the shards of others.
             claims = [written, now] if unit.guarded else [{**now, **written}]
             _check(unit, self._world.exchange(claims), [rank for rank, theirs in enumerate(said) if index in theirs])
+
+
+def _check_rounded(unit: Unit, flat: Flat, slots: Sequence[int]) -> None:
+    """Raise where what a program wrote stands among values that were rounded on their way: those must never rest."""
+    if unit.rounded:
+        names = ", ".join(flat.layout.slots[i].name for i in slots)
+        raise StateError(
+            f"parameters {names} of unit {unit.name!r}",
+            expected="no write while it computes with rounded parameters (precision.gathers)",
+            got="one, beside elements that travelled in 8 bits and would replace exact ones",
+            do="Write between steps, within `with npuzero.gathered(model, write=True):`, or give the unit a plan that "
+            "gathers parameters as they are.",
+            unit=unit.name,
+        )
 
 
 def _check(unit: Unit, claims: list[list[Digests]], writers: list[int]) -> None:
