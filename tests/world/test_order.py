@@ -19,7 +19,7 @@ from npuzero import Settings, comm, observe
 from npuzero.api.model import engine_of
 from npuzero.comm import Mesh, World
 from npuzero.observe import Events, Instant, Span
-from npuzero.plan import OFFLOADED, FlatSize, Placement, Plan, Step, flattened, steady_step
+from npuzero.plan import OFFLOADED, THINNED, FlatSize, Placement, Plan, Step, flattened, steady_step
 from npuzero.plan.moves import Compute, Launch, Move, Start, Wait
 from world.toy import Recipe, build
 from world.train import CutSession
@@ -250,7 +250,7 @@ def told(moves: list[Move], mesh: Mesh) -> Trace:
     return found
 
 
-@pytest.mark.parametrize("plan", npuzero.PRESETS)
+@pytest.mark.parametrize("plan", [*npuzero.PRESETS, *THINNED])
 @pytest.mark.parametrize("micro_batches", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "overlap",

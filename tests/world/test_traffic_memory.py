@@ -11,7 +11,7 @@ import npuzero
 from npuzero import Plan, Precision, Report, Settings, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
-from npuzero.plan import FlatSize, MeshShape, Step, predict_bytes
+from npuzero.plan import THINNED, FlatSize, MeshShape, Step, predict_bytes
 from world.toy import Block, Recipe, ToyGPT, build
 from world.train import CutSession, train
 
@@ -88,6 +88,9 @@ WIRES = {
     "fp16": Precision(torch.float16),
     "fp16 reduced in bf16": Precision(torch.float16, wires=torch.bfloat16),
     "as they come, reduced in bf16": Precision(wires=torch.bfloat16),
+    "thin": Precision(torch.bfloat16, gathers="int8", wires="int4"),
+    "thin between nodes, with feedback": Precision(wires={"node": "int4"}, gathers="int8", feedback="node"),
+    "thin inside nodes, sums rounded": Precision(torch.bfloat16, wires={"local": "int8"}, sums="wire"),
 }
 
 
@@ -132,7 +135,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("plan", QUICK_PLANS)
+@pytest.mark.parametrize("plan", [*QUICK_PLANS, *THINNED])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_report_equals_predict_whatever_the_settings(plan: str, settings: Settings) -> None:
     assert_foretold(TWO, plan, settings=settings)

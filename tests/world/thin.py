@@ -1,0 +1,203 @@
+"""What thin wires do to numbers, in plain torch and one process: the oracle that the engine is held to, bit for bit.
+
+It knows a model whose every unit is one matrix, so that a unit's flat is that matrix and zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero import Plan
+from npuzero.plan import MeshShape
+
+WIDTHS = (37, 41, 29, 37)  # which divide nothing
+
+
+def rounded(values: Tensor, bits: int) -> Tensor:
+    """Values [n], whole blocks of them, as they come out of a thin wire; float32."""
+    block, largest = (256, 127) if bits == 8 else (128, 7)
+    blocks = values.float().view(-1, block)
+    top = blocks.abs().amax(1, keepdim=True)
+    scale = (top * torch.tensor(1.0 / largest)).clamp(min=2.0**-120)
+    upwards = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+    upwards = torch.where(top.isfinite(), upwards, torch.nan)
+    codes = (blocks * (1.0 / upwards)).round().where(top.isfinite(), torch.zeros(()))
+    return (codes * upwards).view(-1)
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T, which notes the weight that forward reads, and that backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seen = seen
+        seen.append(weight.detach().clone())
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.seen.append(weight.clone())
+        return grad @ weight, grad.T @ x, None
+
+
+class Matrix(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+        return torch.tanh(Product.apply(x, self.weight, seen))
+
+
+class Chain(nn.Module):
+    """Matrices one after the other.
+
+    Attributes:
+        seen: the weights that passes have read, in their order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Matrix(a, b) for a, b in pairwise(WIDTHS))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.seen)
+        return x
+
+
+def is_matrix(_: str, module: nn.Module) -> bool:
+    """The rule by which each matrix is a unit."""
+    return isinstance(module, Matrix)
+
+
+def batch(step: int, micro_batch: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro_batch + rank)
+    return torch.randn(5, WIDTHS[0], generator=generator)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x.to(next(model.parameters()).dtype)).float() - 0.3).square().mean()
+
+
+@dataclass
+class Oracle:
+    """The gradients of one plan over a mesh, of weights that are given."""
+
+    plan: Plan
+    mesh: MeshShape
+    residuals: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)  # by matrix, axis and rank
+
+    @property
+    def ranks(self) -> range:
+        return range(self.mesh.world)
+
+    def padded(self, values: Tensor) -> Tensor:
+        precision = self.plan.precision
+        line = max(
+            512 // min(values.dtype.itemsize, precision.wire_of(values.dtype).itemsize), precision.shard_elements
+        )
+        numel = -(-values.numel() // (line * self.mesh.world)) * line * self.mesh.world
+        return torch.cat([values.reshape(-1), values.new_zeros(numel - values.numel())])
+
+    def computed_with(self, weight: Tensor) -> Tensor:
+        """What a rank computes with of a resting matrix."""
+        thin = self.plan.precision.gathers and self.mesh.size(self.plan.parameters.axes) > 1
+        if not thin:
+            return weight
+        return rounded(self.padded(weight), 8)[: weight.numel()].to(weight.dtype).view(weight.shape)
+
+    def gradients(self, weights: Sequence[Tensor], step: int, micro_batches: int) -> list[Tensor]:
+        """The mean over ranks of each matrix's gradient in one step, float32."""
+        computed = [self.computed_with(weight) for weight in weights]
+        sums: list[list[Tensor]] = []
+        for micro_batch in range(micro_batches):
+            by_rank = [self._backward(computed, batch(step, micro_batch, rank)) for rank in self.ranks]
+            last = micro_batches == 1 and step > 0  # in the first step nobody knows which pass is the last
+            sums.append([self._scattered(i, [grads[i] for grads in by_rank], last) for i in range(len(weights))])
+        found = []
+        for i, weight in enumerate(weights):
+            shards = [sums[0][i][rank] for rank in self.ranks]
+            for more in sums[1:]:
+                shards = [shard + more[i][rank] for rank, shard in enumerate(shards)]
+            found.append(self._whole(self._boundary(i, shards))[: weight.numel()].view(weight.shape))
+        return found
+
+    def _backward(self, weights: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+        model = Chain().to(weights[0].dtype)
+        for layer, weight in zip(model.layers, weights, strict=True):
+            layer.weight = nn.Parameter(weight.clone())
+        return list(torch.autograd.grad(loss_of(model, x), list(model.parameters())))
+
+    # Whose gradients are whole here are packed in float32; those that are sent at once, in the communication dtype.
+    def _scattered(self, i: int, gradients: list[Tensor], alone: bool) -> list[Tensor]:
+        wire = self.plan.precision.wire_of(gradients[0].dtype)
+        sent = self.mesh.size(self.plan.gradients.axes) > 1 or alone
+        packed = [self.padded(g).float() * (1.0 / self.mesh.world) for g in gradients]
+        packed = [values.to(wire).float() if sent else values for values in packed]
+        return self._levels(i, packed, self.plan.gradients.axes)
+
+    def _boundary(self, i: int, shards: list[Tensor]) -> list[Tensor]:
+        shards = self._levels(i, shards, self.plan.deeper)
+        beyond = self.plan.beyond
+        thin = any(self.plan.precision.level_of(axis).bits for axis in beyond if self.mesh.size((axis,)) > 1)
+        order = beyond[::-1] if thin else beyond
+        parts = self._levels(i, shards, order)
+        self.order = (*self.plan.gradients.axes, *self.plan.deeper, *order)
+        if self.plan.precision.sums == "wire":
+            wire = self.plan.precision.wire_of(self.plan.precision.parameters or torch.float32)
+            parts = [part.to(wire).float() for part in parts] if self.mesh.size(order) > 1 else parts
+        return parts
+
+    def _levels(self, i: int, values: list[Tensor], axes: Sequence[str]) -> list[Tensor]:
+        """A reduce_scatter over axes, one after the other; by rank, its part."""
+        alone = [axis for axis in axes if self.mesh.size((axis,)) > 1]
+        thin = any(self.plan.precision.level_of(axis).bits for axis in alone)
+        for group in [(axis,) for axis in alone] if thin else [tuple(alone)] * bool(alone):
+            values = self._level(i, values, group)
+        return values
+
+    def _level(self, i: int, values: list[Tensor], axes: tuple[str, ...]) -> list[Tensor]:
+        level = self.plan.precision.level_of(axes[0])
+        size = self.mesh.size(axes)
+        sent = []
+        for rank, own in enumerate(values):
+            if level.bits is None:
+                wire = self.plan.precision.wire_of(self.plan.precision.parameters or torch.float32)
+                sent.append(own.to(wire).float())
+                continue
+            key = (i, axes[0], rank)
+            x = own + self.residuals.get(key, torch.zeros(())) if level.feedback else own
+            sent.append(rounded(x, level.bits))
+            self.residuals[key] = x - sent[-1]
+        found = []
+        for rank in self.ranks:
+            mine = self.mesh.index(axes, rank)
+            parts = [sent[peer].chunk(size)[mine] for peer in self._group(axes, rank)]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            found.append(total)
+        return found
+
+    def _group(self, axes: tuple[str, ...], rank: int) -> list[int]:
+        """The ranks that differ from one along these axes alone, ascending: the order of sums."""
+        place = self.mesh.place(rank)
+        places = product(*(range(self.mesh.size((axis,))) for axis in axes))
+        return sorted(self.mesh.rank({**place, **dict(zip(axes, each, strict=True))}) for each in places)
+
+    def _whole(self, parts: list[Tensor]) -> Tensor:
+        by_place = sorted(self.ranks, key=lambda rank: self.mesh.index(self.order, rank))
+        seen: dict[int, Tensor] = {}
+        for rank in by_place:
+            seen.setdefault(self.mesh.index(self.order, rank), parts[rank])
+        return torch.cat([seen[index] for index in sorted(seen)])
