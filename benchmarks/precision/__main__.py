@@ -85,7 +85,8 @@ def load(path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
 def write(path: Path, record: dict[str, Any]) -> None:
     for each in record["curves"].values():
         each["losses"] = [round(loss, 5) for loss in each["losses"]]
-    ordered = {name: record["curves"][name] for name in CONTENDERS if name in record["curves"]}
+    names = dict.fromkeys((*CONTENDERS, *record["curves"]))
+    ordered = {name: record["curves"][name] for name in names if name in record["curves"]}
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in ordered.items())
     facts = {key: value for key, value in record.items() if key != "curves"}

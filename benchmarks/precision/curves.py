@@ -43,12 +43,16 @@ class Contender:
         band: largest distance after the first :data:`AFTER` steps.
         scale: of the loss, to begin with; None: without a scaler.
         autocast: forward under torch's autocast to bfloat16.
+        plan, ranks, local_size: how the model is sharded, and over how many.
     """
 
     precision: PrecisionLike
     band: float
     scale: float | None = None
     autocast: bool = False
+    plan: str = PLAN
+    ranks: int = RANKS
+    local_size: int | None = None
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -99,13 +103,16 @@ class Curve:
 
 
 def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
-    """Train for ``options.steps`` on :data:`RANKS` ranks."""
+    """Train for ``options.steps`` on the contender's ranks."""
+    ranks = contender.ranks
 
     def rank(world: World) -> Curve:
         with _FIRST_WEIGHTS:
             torch.manual_seed(options.seed)
             model = GPT(options.model)
-        model = npuzero.zero(model, plan=PLAN, precision=contender.precision, world=world)
+        model = npuzero.zero(
+            model, plan=contender.plan, precision=contender.precision, local_size=contender.local_size, world=world
+        )
         optimizer, scheduler = build_optimizer(model, options)
         scaler = npuzero.LossScaler(init_scale=contender.scale or 1.0, enabled=contender.scale is not None)
         losses = []
@@ -115,7 +122,7 @@ def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
                 seed=options.seed,
                 step=step,
                 rank=world.rank,
-                ranks=RANKS,
+                ranks=ranks,
                 batch=options.batch,
                 length=options.seq,
             )
@@ -131,10 +138,10 @@ def curve(contender: Contender, text: torch.Tensor, options: Options) -> Curve:
             optimizer.zero_grad()
             losses.append(loss.item())
         by_rank = world.exchange(losses)
-        mean = [sum(each) / RANKS for each in zip(*by_rank, strict=True)]
+        mean = [sum(each) / ranks for each in zip(*by_rank, strict=True)]
         return Curve(mean, scaler.skipped if contender.scale else 0)
 
-    return comm.run_threads(RANKS, rank)[0]
+    return comm.run_threads(ranks, rank)[0]
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

@@ -1,0 +1,111 @@
+"""Loss curves of the demo's GPT over thin wires, against bf16, by seed. From the repository's root::
+
+    python -m benchmarks.precision.thin --out runs/thin.json --table
+
+Two nodes of two ranks. Ends with status 1 where a curve leaves its band; error feedback is told, not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.precision.__main__ import load, write
+from benchmarks.precision.curves import AFTER, BF16, Contender, Options, corpus, curve, distance
+from npuzero import Precision
+
+SEEDS = (0, 1, 2)
+STEPS = 300
+BASE = "hpz"
+_FEEDBACK = Precision(BF16, gathers="int8", wires={"node": "int4"}, feedback="node")
+_ALL = Precision(BF16, gathers="int8", wires="int4", feedback="all")
+_ROW = Contender("bf16", 0.0, plan=BASE, ranks=4, local_size=2)
+#: By name how a run is made, and the band that it is held to; none where it is only told.
+CONTENDERS: dict[str, Contender] = {
+    BASE: _ROW,
+    "zero++": replace(_ROW, plan="zero++", band=0.03),
+    "thin": replace(_ROW, plan="thin", band=0.02),
+    "zero++, feedback": replace(_ROW, plan="zero++", precision=_ALL, band=float("inf")),
+    "thin, feedback": replace(_ROW, plan="thin", precision=_FEEDBACK, band=float("inf")),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps ({STEPS})")
+    parser.add_argument("--out", type=Path, help="the curves as JSON; those of the same options stay in it")
+    parser.add_argument("--table", action="store_true", help="print the record's table as Markdown, and train nothing")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(arguments.out.read_text("utf-8"))["curves"]))
+        return
+    torch.set_num_threads(1)
+    options = Options(steps=arguments.steps, batch=2)
+    sizes = {name: getattr(options, name) for name in ("steps", "batch", "seq", "dim", "layers", "heads", "lr")}
+    record = load(arguments.out, {**sizes, "nodes": 2, "ranks": 4, "plan": BASE})
+    record["command"] = "python -m benchmarks.precision.thin"
+    text = corpus()
+    for seed in SEEDS:
+        for name, contender in CONTENDERS.items():
+            if f"{name}, seed {seed}" in record["curves"]:
+                continue
+            print(name, seed, flush=True)
+            losses = curve(contender, text, replace(options, seed=seed)).losses
+            record["curves"][f"{name}, seed {seed}"] = {"losses": losses, "skipped": 0}
+            if arguments.out is not None:
+                write(arguments.out, record)
+    print(table(record["curves"]))
+    sys.exit(1 if outside(record["curves"]) else 0)
+
+
+def losses_of(curves: Mapping[str, Any], name: str, seed: int) -> list[float]:
+    """Return the loss of each step of one run."""
+    found: list[float] = curves[f"{name}, seed {seed}"]["losses"]
+    return found
+
+
+def strays(curves: Mapping[str, Any], name: str) -> list[float]:
+    """Return by seed how far a curve is from bf16's at the most: means over 20 steps, see ``distance``."""
+    return [distance(losses_of(curves, name, seed), losses_of(curves, BASE, seed)) for seed in SEEDS]
+
+
+def last(curves: Mapping[str, Any], name: str) -> float:
+    """Return the mean loss of the last :data:`AFTER` steps, over the seeds, less bf16's."""
+    return fmean(
+        fmean(losses_of(curves, name, seed)[-AFTER:]) - fmean(losses_of(curves, BASE, seed)[-AFTER:]) for seed in SEEDS
+    )
+
+
+def outside(curves: Mapping[str, Any]) -> list[str]:
+    """Return the names of those that leave their bands."""
+    return [name for name, each in CONTENDERS.items() if max(strays(curves, name)) > each.band]
+
+
+def table(curves: Mapping[str, Any]) -> str:
+    """Return how far each contender is from bf16, in nats per byte, as Markdown."""
+    seeds = " | ".join(f"seed {seed}" for seed in SEEDS)
+    lines = [
+        f"| nats per byte from bf16 | {seeds} | at most | mean of the last {AFTER} steps |",
+        f"|---|{'---|' * len(SEEDS)}---|---|",
+    ]
+    for name, contender in CONTENDERS.items():
+        if name == BASE:
+            continue
+        far = strays(curves, name)
+        kept = "" if max(far) <= contender.band else " ✗"
+        band = "not held to one" if contender.band == float("inf") else f"{contender.band:g}{kept}"
+        cells = " | ".join(f"{each:.4f}" for each in far)
+        lines.append(f"| {name} | {cells} | {band} | {last(curves, name):+.4f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
