@@ -240,6 +240,40 @@ void norm(const View& x, const View& out, const View& workspace, const View* add
   run(x.device, NormArgs{x, out, workspace, addend, scale}, stream);
 }
 
+constexpr int64_t max_messages = INT32_MAX;
+
+// `rows` times `pieces` messages of n elements in all pieces together.
+void check_messages(const View& messages, int64_t n, int64_t rows, int64_t pieces, int bits, const std::string& op) {
+  require(bits == 8 || bits == 4, (op + ": bits").c_str(), "8 or 4", bits);
+  require(rows >= 1 && rows <= max_messages, (op + ": rows").c_str(), "1 to 2^31 - 1", rows);
+  require(pieces >= 1 && pieces <= max_messages, (op + ": pieces").c_str(), "1 to 2^31 - 1", pieces);
+  require(n % (pieces * wire_block(bits)) == 0, (op + ": pieces").c_str(), "whole blocks in each", n);
+  const int64_t message = message_bytes(n / pieces, bits);
+  require(messages.dtype == Dtype::u8 && messages.count % (rows * pieces) == 0 &&
+              messages.count / (rows * pieces) == message,
+          (op + ": message").c_str(), "the bytes of one for each row and piece", messages.count);
+  require(reinterpret_cast<std::uintptr_t>(messages.data) % message_start == 0, (op + ": message").c_str(),
+          "a start at a multiple of 64 bytes", messages.data);
+}
+
+void quantize(const View& source, const View& message, const View* residual, int64_t pieces, int bits, Stream stream) {
+  check_floats(source, source.count, "quantize: source");
+  check_messages(message, source.count, 1, pieces, bits, "quantize");
+  if (residual != nullptr) {
+    require(residual->dtype == Dtype::f32 && residual->count == source.count, "quantize: residual",
+            "float32, as long as the source", residual->count);
+  }
+  auto* rest = residual ? static_cast<float*>(residual->data) : nullptr;
+  run(source.device, QuantizeArgs{source, message, rest, pieces, bits}, stream);
+}
+
+void dequantize_sum(const View& messages, const View& out, int64_t rows, int64_t pieces, int bits, bool accumulate,
+                    Stream stream) {
+  check_floats(out, out.count, "dequantize_sum: out");
+  check_messages(messages, out.count, rows, pieces, bits, "dequantize_sum");
+  run(out.device, DequantizeSumArgs{messages, out, rows, pieces, bits, accumulate}, stream);
+}
+
 using Part = std::tuple<std::uintptr_t, std::uintptr_t, int64_t, int, int>;  // source, target, count, their dtypes
 
 void pack(const std::vector<Part>& parts, float factor, const View* scale_at, bool scaled, bool accumulate, int device,
@@ -300,6 +334,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("npu_kernels", &npu::kernels_in_use, "The library that the npu kernels are taken from, or \"\".");
   m.def("npu_launches", &npu::largest_launches, "Vector cores of each npu kernel's largest launch in this process.");
   m.def("norm_block", [] { return norm_block; });
+  m.def(
+      "message_bytes",
+      [](int64_t numel, int bits) {
+        require(bits == 8 || bits == 4, "message_bytes: bits", "8 or 4", bits);
+        require(numel >= 0 && numel <= PTRDIFF_MAX / 2 && numel % wire_block(bits) == 0, "message_bytes: numel",
+                "whole blocks", numel);
+        return message_bytes(numel, bits);
+      },
+      py::arg("numel"), py::arg("bits"), "Bytes of a message (core/wire.h) of so many elements.");
 #define NPUZERO_DEFINE(op, Args) m.def(#op, op);
   NPUZERO_OPS(NPUZERO_DEFINE)
 

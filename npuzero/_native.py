@@ -42,7 +42,8 @@ BACKENDS = ("native", "reference")
 
 # One function per op, and what the build holds.
 cast, flat_adam, flat_lion, norm, pack = _C.cast, _C.flat_adam, _C.flat_lion, _C.norm, _C.pack
-overlap = _C.overlap
+quantize, dequantize_sum = _C.quantize, _C.dequantize_sum
+message_bytes, overlap = _C.message_bytes, _C.overlap
 kernels, isa, built_isas, supported_isas, use_isa = (
     _C.kernels,
     _C.isa,

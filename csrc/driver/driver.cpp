@@ -122,6 +122,20 @@ void pack(Request& request) {
                 0);
 }
 
+void quantize(Request& request) {
+  const View source = request.view(), message = request.view(), residual = request.view();
+  const int64_t pieces = request.integer(), bits = request.integer();
+  kernels::quantize(QuantizeArgs{source, message, static_cast<float*>(residual.data), pieces, static_cast<int>(bits)},
+                    0);
+}
+
+void dequantize_sum(Request& request) {
+  const View messages = request.view(), out = request.view();
+  const int64_t rows = request.integer(), pieces = request.integer(), bits = request.integer();
+  const bool accumulate = request.integer();
+  kernels::dequantize_sum(DequantizeSumArgs{messages, out, rows, pieces, static_cast<int>(bits), accumulate}, 0);
+}
+
 void take(Request& request, FlatAdamGroup& group) {
   for (float* field : {&group.beta1, &group.one_minus_beta1, &group.beta2, &group.one_minus_beta2, &group.eps,
                        &group.weight_decay, &group.decay, &group.step_size, &group.bias2_sqrt}) {

@@ -9,7 +9,8 @@
 //   f32|bf16|f16[n], in `pieces` equal pieces, each a whole number of blocks; rows at least 1; bits: 8 or 4
 //   n = 0 is legal; messages and out do not overlap; enqueued on the stream
 //   rounding: f32 operations in the order written, one by one, no contraction, then one rounding to nearest, ties to
-//   even (core/numeric.h); equal to the reference bit for bit (a NaN's payload and sign aside)
+//   even (core/numeric.h); denormals are values like any other in all modes of a processor; equal to the reference bit
+//   for bit (a NaN's payload and sign aside)
 #pragma once
 
 #include "core/view.h"

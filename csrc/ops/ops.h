@@ -3,18 +3,22 @@
 #pragma once
 
 #include "ops/cast.h"
+#include "ops/dequantize_sum.h"
 #include "ops/flat_adam.h"
 #include "ops/flat_lion.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
+#include "ops/quantize.h"
 
 // clang-format off
-#define NPUZERO_OPS(each)       \
-  each(cast, CastArgs)          \
-  each(flat_adam, FlatAdamArgs) \
-  each(flat_lion, FlatLionArgs) \
-  each(norm, NormArgs)          \
-  each(pack, PackArgs)
+#define NPUZERO_OPS(each)                 \
+  each(cast, CastArgs)                    \
+  each(dequantize_sum, DequantizeSumArgs) \
+  each(flat_adam, FlatAdamArgs)           \
+  each(flat_lion, FlatLionArgs)           \
+  each(norm, NormArgs)                    \
+  each(pack, PackArgs)                    \
+  each(quantize, QuantizeArgs)
 // clang-format on
 
 // For one of them: the declaration of its kernel, in the namespace of the kernels.

@@ -14,7 +14,8 @@
 //   rounding: f32 operations in the order written, one by one, no contraction; 1 / k and 1 / scale are f32 divisions;
 //   bf16 upwards: (f32's bits + 0xffff) >> 16; codes to nearest, ties to even. No code is beyond k, since the scale is
 //   never less than the largest / k by more than the rounding of that product, which codes are too coarse to see.
-//   Below 2^-121 all is zero, so denormals are zero whether or not a processor has them. -0 is 0.
+//   Denormals are values like any other in all modes of a processor; but what is below 2^-121, and so each of them, has
+//   the code 0. So has -0, whose residual is -0.
 //   equal to the reference bit for bit
 #pragma once
 

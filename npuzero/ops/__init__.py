@@ -7,12 +7,14 @@ op run its plain-torch reference instead (slow; for comparison).
 from __future__ import annotations
 
 from npuzero.ops.cast import cast
+from npuzero.ops.dequantize_sum import dequantize_sum
 from npuzero.ops.flat_adam import Line, Segment, flat_adam
 from npuzero.ops.flat_lion import Line as LionLine
 from npuzero.ops.flat_lion import Segment as LionSegment
 from npuzero.ops.flat_lion import flat_lion
 from npuzero.ops.norm import norm
 from npuzero.ops.pack import pack, unpack
+from npuzero.ops.quantize import quantize
 
 __all__ = [
     "Line",
@@ -20,9 +22,11 @@ __all__ = [
     "LionSegment",
     "Segment",
     "cast",
+    "dequantize_sum",
     "flat_adam",
     "flat_lion",
     "norm",
     "pack",
+    "quantize",
     "unpack",
 ]

@@ -58,6 +58,17 @@ class Driver:
         views = [word for view in (x, out, workspace, addend) for word in call.view(view)]
         self._run("norm", call, [*views, _bits(scale)])
 
+    def quantize(self, source: _C.View, message: _C.View, residual: Any, pieces: int, bits: int, stream: int) -> None:
+        call = _Call()
+        views = [word for view in (source, message, residual) for word in call.view(view)]
+        self._run("quantize", call, [*views, pieces, bits])
+
+    def dequantize_sum(
+        self, messages: _C.View, out: _C.View, rows: int, pieces: int, bits: int, accumulate: bool, stream: int
+    ) -> None:
+        call = _Call()
+        self._run("dequantize_sum", call, [*call.view(messages), *call.view(out), rows, pieces, bits, int(accumulate)])
+
     def pack(
         self,
         parts: Iterable[tuple[int, int, int, int, int]],

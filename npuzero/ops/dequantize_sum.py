@@ -1,0 +1,51 @@
+"""The sum of what several ranks sent over a thin wire. Contract: csrc/ops/dequantize_sum.h."""
+
+from __future__ import annotations
+
+import torch
+
+from npuzero import _native
+from npuzero.errors import ContractError
+from npuzero.ops import _check, _wire
+from npuzero.ops.reference import dequantize_sum as reference
+
+
+def dequantize_sum(
+    messages: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bits: int,
+    rows: int = 1,
+    pieces: int = 1,
+    accumulate: bool = False,
+) -> None:
+    """Add up what `quantize` made on several ranks, row by row in float32, rounded once.
+
+    The result depends on the messages and their order alone; a block that was not finite in one row is NaN.
+
+    Args:
+        messages: uint8, `rows` times `pieces` messages side by side (csrc/core/wire.h), the pieces of a row one after
+            another. It begins at a multiple of 64 bytes.
+        out: float32, bfloat16 or float16, flat, whole blocks in each piece; may be empty.
+        bits: 8 or 4, as the messages were made.
+        rows: how many sums, one for each rank that sent.
+        pieces: how many messages `out` is made of, of equal parts of it.
+        accumulate: add the sum to `out`, in float32, instead of replacing it.
+
+    Raises:
+        ContractError: wrong dtype, device, length, alignment or range, or shared memory.
+        KernelUnavailable: no kernel for this device in this build.
+    """
+    _check.flat("dequantize_sum", "out", out, _check.FLOATS)
+    _wire.check("dequantize_sum", "messages", messages, ("out", out), bits, rows, pieces)
+    if type(accumulate) is not bool:
+        raise ContractError(
+            "dequantize_sum: accumulate", expected="True or False", got=repr(accumulate), do="Pass one of these."
+        )
+    _check.disjoint("dequantize_sum", [("out", out)], [("messages", messages)])
+    if _native.backend() == "reference":
+        reference.dequantize_sum(messages, out, bits, rows, pieces, accumulate)
+        return
+    view = _native.view
+    stream = _native.stream(out.device)
+    _native.dequantize_sum(view(messages), view(out), rows, pieces, bits, accumulate, stream)

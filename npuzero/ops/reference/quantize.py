@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import torch
+
+from npuzero.ops.reference._wire import BLOCK, message_bytes
+
+_LEAST = 2.0**-120
+_LARGEST = {8: 127, 4: 7}
+_LOST = 0x7FC0  # a NaN
+
+
+@torch.no_grad()
+def quantize(
+    source: torch.Tensor, message: torch.Tensor, bits: int, pieces: int, residual: torch.Tensor | None
+) -> None:
+    """Write codes and scales of each piece, and what rounding lost to `residual`."""
+    block, each = BLOCK[bits], source.numel() // pieces
+    x = (source.float() if residual is None else source.float() + residual).view(-1, block)
+    finite = x.isfinite().all(1, keepdim=True)
+    share = torch.ones((), device=x.device) / _LARGEST[bits]
+    upper = _upwards((x.abs().amax(1, keepdim=True) * share).clamp(min=_LEAST))
+    scale = (upper << 16).view(torch.float32)
+    codes = torch.where(finite, torch.round(x * (1 / scale)), 0.0).to(torch.int8)
+    scales = torch.where(finite, upper, _LOST).to(torch.int16).view(-1)
+    place = message.view(pieces, message_bytes(each, bits))
+    split = each * bits // 8
+    place[:, :split] = _packed(codes, bits).view(pieces, split)
+    place[:, split : split + each // block * 2] = scales.view(torch.uint8).view(pieces, each // block * 2)
+    if residual is not None:
+        residual.copy_(torch.where(finite, x - codes * scale, 0.0).view(-1))
+
+
+def _upwards(x: torch.Tensor) -> torch.Tensor:
+    """Return the upper halves of float32 patterns that are not negative, rounded up; int32."""
+    return (x.view(torch.int32) + 0xFFFF) >> 16
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return int8 as bytes, or two of them in one, the first in the lower half."""
+    if bits == 8:
+        return codes.view(torch.uint8)
+    pairs = codes.view(-1, 2).int()
+    return ((pairs[:, 0] & 15) | (pairs[:, 1] & 15) << 4).to(torch.uint8)
