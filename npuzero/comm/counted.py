@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 
 import torch
 
@@ -10,21 +10,26 @@ from npuzero import observe
 from npuzero.comm.board import Failure
 from npuzero.comm.communicator import Communicator
 from npuzero.device import Handle
-from npuzero.plan import ring_bytes
+from npuzero.plan import Sent, axis_bytes
 
 
 class Counted(Communicator):
-    """Wrap ``communicator``; each collective adds the bytes it sends to ``counter`` by its name (see plan.ring_bytes).
+    """Wrap ``communicator``; each collective adds the bytes it sends to ``counter``, by axis and by its name.
 
     A collective is counted as it is issued, on the caller's thread, before it is passed on: a report that follows the
     call has it, whatever happens later, on a lane or in several collectives. So this is the outermost wrapper: the
     parts of a composed communicator are not counted beside it.
+
+    Args:
+        sizes: of the axes that the group is of, as :meth:`MeshShape.sizes` gives them; what goes along each of them is
+            arithmetic (plan.axis_bytes), however the communicator does it.
     """
 
-    def __init__(self, communicator: Communicator, counter: MutableMapping[str, int]) -> None:
+    def __init__(self, communicator: Communicator, counter: Sent, sizes: Mapping[str, int]) -> None:
         super().__init__(communicator.ranks, communicator.rank, communicator.name, communicator.device)
         self.communicator = communicator
         self.counter = counter
+        self.sizes = sizes
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.communicator.buffer(numel, dtype)
@@ -67,7 +72,8 @@ class Counted(Communicator):
 
     def _count(self, verb: str, whole: torch.Tensor, tag: str) -> None:
         nbytes = whole.nbytes
-        self.counter[verb] = self.counter.get(verb, 0) + ring_bytes(verb, nbytes, self.size)
+        for axis, sent in axis_bytes(verb, nbytes, self.sizes).items():
+            self.counter[axis, verb] += sent
         if (
             observe.enabled()
         ):  # the order of starts is the caller's; when a collective ran is for its communicator to say

@@ -39,7 +39,7 @@ from npuzero.parallel.heads import divide_attributes
 from npuzero.parallel.regions import Inputs, Rows, Sums, gather_output, slice_between
 from npuzero.parallel.vocabulary import cross_entropy
 from npuzero.parallel.words import Kind, Words
-from npuzero.plan import TENSOR
+from npuzero.plan import TENSOR, Sent
 from npuzero.shard.cuts import cut_parameter
 from npuzero.shard.relations import relate_parameter
 
@@ -114,8 +114,8 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
         )
     ranks = mesh.size((TENSOR,))
     division = _agreed(mesh, mode, lambda: divide(model, plan, ranks, MODES[mode].sliced))
-    sent: dict[str, int] = {}
-    group = Counted(mesh.communicator((TENSOR,), "tensor"), sent)
+    sent = Sent()
+    group = Counted(mesh.communicator((TENSOR,), "tensor"), sent, mesh.shape.sizes((TENSOR,)))
     setattr(model, _SENT, sent)
     note(model, division)
     _hook(model, division, group, MODES[mode])
@@ -141,7 +141,7 @@ def tensor_bytes(model: nn.Module) -> dict[str, int]:
         mesh, plan = npuzero.mesh(tensor=1), {"0": "colwise", "2": "rowwise"}
         print(npuzero.parallel.tensor_bytes(npuzero.parallel.tensor(layers, mesh, plan=plan)))
     """
-    sent: dict[str, int] | None = getattr(model, _SENT, None)
+    sent: Sent | None = getattr(model, _SENT, None)
     if sent is None:
         raise StateError(
             "parallel.tensor_bytes()",
@@ -149,7 +149,7 @@ def tensor_bytes(model: nn.Module) -> dict[str, int]:
             got=type(model).__name__,
             do="Divide it first.",
         )
-    return dict(sent)
+    return {verb: nbytes for (_, verb), nbytes in sent.items()}
 
 
 def sliced_blocks(model: nn.Module) -> tuple[str, str, int] | None:

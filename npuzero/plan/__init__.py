@@ -24,7 +24,7 @@ This package is pure data and arithmetic: it knows no process group, no module a
 
 from npuzero.plan.cuts import Block, Cut, Portion
 from npuzero.plan.flats import FlatSize
-from npuzero.plan.mesh import SHARD_BYTES, MeshShape, divisors, ring_bytes
+from npuzero.plan.mesh import SHARD_BYTES, MeshShape, axis_bytes, divisors, ring_bytes
 from npuzero.plan.moves import flattened
 from npuzero.plan.placement import (
     AXES,
@@ -60,7 +60,18 @@ from npuzero.plan.precision import (
 from npuzero.plan.predict import predict_bytes
 from npuzero.plan.presets import OFFLOADED, OFFLOADS, PRESETS, SEQUENCED, THINNED, Plan
 from npuzero.plan.relations import Relation, Relations, axes_with, usual
-from npuzero.plan.report import FROM_DISK, LINKS, TO_DEVICE, TO_DISK, TO_HOST, VERBS, Report, sent_by_verb
+from npuzero.plan.report import (
+    FROM_DISK,
+    LINKS,
+    TO_DEVICE,
+    TO_DISK,
+    TO_HOST,
+    VERBS,
+    Report,
+    Sent,
+    sent_by_axis,
+    sent_by_verb,
+)
 from npuzero.plan.schedule import DIGEST_BITS, Step, steady_step
 from npuzero.plan.tiers import (
     FAR_CHUNK_BYTES,
@@ -132,11 +143,13 @@ __all__ = [
     "Relations",
     "Report",
     "Sections",
+    "Sent",
     "Step",
     "axes_between",
     "axes_beyond",
     "axes_over",
     "axes_with",
+    "axis_bytes",
     "divide",
     "divisors",
     "far_block_bytes",
@@ -150,6 +163,7 @@ __all__ = [
     "residual_numels",
     "ring_bytes",
     "sections",
+    "sent_by_axis",
     "sent_by_verb",
     "steady_step",
     "usual",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from npuzero.plan.placement import AXES, DATA, ENDS, PIPE, SEQUENCE, Axes
@@ -55,6 +56,10 @@ class MeshShape:
         for axis in axes:
             size *= getattr(self, axis)
         return size
+
+    def sizes(self, axes: Axes) -> dict[str, int]:
+        """Return the size of each of ``axes`` that has several ranks, by name and in this order."""
+        return {axis: size for axis in axes if (size := self.size((axis,))) > 1}
 
     def index(self, axes: Axes, rank: int) -> int:
         """Return which shard of something sharded over ``axes`` is global rank ``rank``'s:
@@ -111,3 +116,27 @@ def ring_bytes(verb: str, nbytes: int, size: int) -> int:
     if verb == "send":
         return nbytes
     return _PASSES[verb] * nbytes * (size - 1) // size
+
+
+def axis_bytes(verb: str, nbytes: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return of the bytes that :func:`ring_bytes` says how many go along each axis; axes without any are left out.
+
+    A collective over several axes goes level by level: a gather over the inner axis first, a scatter over the outer.
+    So along the i-th of k axes goes nbytes * (s_i - 1) / (s_1 * ... * s_i), and twice that for an all_reduce. Each is
+    rounded to what the axes up to it send more than those outside of it, so that together they are what one ring
+    over all ranks sends.
+
+    Args:
+        verb, nbytes: as for :func:`ring_bytes`.
+        sizes: s_1 .. s_k by the names of the axes, outermost first, each more than 1. What goes to one rank, a send,
+            counts for the first.
+    """
+    along: dict[str, int] = {}
+    ranks, outside = 1, 0
+    for axis, size in sizes.items():
+        ranks *= size
+        within = ring_bytes(verb, nbytes, ranks)
+        if within > outside:
+            along[axis] = within - outside
+        outside = within
+    return along

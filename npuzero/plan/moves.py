@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from npuzero.plan.mesh import ring_bytes
 from npuzero.plan.placement import Axes, Memory
 
 
@@ -56,11 +55,6 @@ class Collective:
     axes: Axes
     size: int
     nbytes: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends."""
-        return ring_bytes(self.verb, self.nbytes, self.size)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from npuzero.plan.flats import FlatSize, Kind
-from npuzero.plan.mesh import MeshShape
+from npuzero.plan.mesh import MeshShape, axis_bytes
 from npuzero.plan.moves import Buffer, Collective, Copy, Give, Move, Repeat, Start, Take
-from npuzero.plan.placement import AXES, ENDS, Memory
+from npuzero.plan.placement import Memory
 from npuzero.plan.presets import Plan
-from npuzero.plan.report import LABELS, LINKS, Report, sent_by_verb
+from npuzero.plan.report import LABELS, LINKS, Report, Sent, sent_by_axis, sent_by_verb
 from npuzero.plan.schedule import Step, steady_step
 
 #: A memory space, and a part of the training state there.
@@ -31,22 +31,16 @@ def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: 
     held: dict[Memory, dict[str, int]] = {Memory.DEVICE: dict.fromkeys(LABELS, 0)}
     for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, step.moments) + peak_bytes(moves)).items():
         held.setdefault(memory, dict.fromkeys(LABELS, 0))[label] += nbytes
-    sent: Counter[str] = Counter()
-    along: dict[str, Counter[str]] = {}
-    control = 0
+    sent, control = Sent(), Sent()
     for collective, times in collectives(moves):
-        nbytes = times * collective.sent_bytes
-        if collective.purpose.channel == "control":
-            control += nbytes
-        elif nbytes:
-            sent[collective.verb] += nbytes
-            axes = "+".join(axis for axis in (ENDS, *AXES) if axis in collective.axes and mesh.size((axis,)) > 1)
-            along.setdefault(axes, Counter())[collective.verb] += nbytes
+        counter = control if collective.purpose.channel == "control" else sent
+        for axis, nbytes in axis_bytes(collective.verb, collective.nbytes, mesh.sizes(collective.axes)).items():
+            counter[axis, collective.verb] += times * nbytes
     moved = Counter(dict.fromkeys(LINKS, 0))
     for copy, times in copies(moves):
         moved[copy.link] += times * copy.nbytes
-    by_axes = {axes: dict(verbs) for axes, verbs in along.items()}
-    return Report(held, sent_by_verb(sent, control), plan, mesh.world, dict(moved), by_axes)
+    by_verb = sent_by_verb(sent, control.total())
+    return Report(held, by_verb, plan, mesh.world, dict(moved), sent_by_axis(sent))
 
 
 def collectives(moves: Iterable[Move]) -> Iterator[tuple[Collective, int]]:

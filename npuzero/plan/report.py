@@ -16,6 +16,9 @@ VERBS = ("all_gather", "reduce_scatter", "all_reduce", "control")
 #: Ways between memories that every report lists.
 TO_HOST, TO_DEVICE, TO_DISK, FROM_DISK = LINKS = ("device>host", "host>device", "host>nvme", "nvme>host")
 
+#: Bytes sent, by axis and collective.
+Sent = Counter[tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class Report:
@@ -29,13 +32,15 @@ class Report:
         plan: the plan it belongs to.
         world: number of ranks.
         bytes_moved: by link between two memories of this rank (:data:`LINKS`), bytes copied.
-        sent_along: of a prediction, ``bytes_sent`` but for ``control`` by the axes along which they go (``"local"``,
-            ``"node+local"``; those of one rank left out), then by collective. Nothing where it was measured.
+        sent_along: ``bytes_sent`` but for ``control`` by the axis along which they go (``"local"``, ``"node"``), then
+            by collective. One over several axes goes level by level (:func:`~npuzero.plan.mesh.axis_bytes`); axes along
+            which nothing goes are left out.
 
     Example::
 
         report = npuzero.predict(net, "zero2", world=8)
         print(sum(report.bytes_held.values()), report.bytes_sent["reduce_scatter"])
+        print({axis: sum(verbs.values()) for axis, verbs in report.sent_along.items()})
     """
 
     held: Mapping[Memory, Mapping[str, int]]
@@ -68,7 +73,19 @@ class Report:
         return replace(self, bytes_sent=sent, sent_along={**self.sent_along, **along})
 
 
-def sent_by_verb(state: Mapping[str, int], control: int) -> dict[str, int]:
-    """Return bytes by collective as a report lists them: the training state's, and the engine's own as ``control``."""
-    always = {verb: state.get(verb, 0) for verb in VERBS[:-1]}
-    return always | {verb: sent for verb, sent in state.items() if sent} | {VERBS[-1]: control}
+def sent_by_axis(sent: Sent) -> dict[str, dict[str, int]]:
+    """Return bytes as :attr:`Report.sent_along` has them."""
+    along: dict[str, dict[str, int]] = {}
+    for (axis, verb), nbytes in sent.items():
+        along.setdefault(axis, {})[verb] = nbytes
+    return along
+
+
+def sent_by_verb(sent: Sent, control: int) -> dict[str, int]:
+    """Return bytes as :attr:`Report.bytes_sent` lists them: the training state's, and the engine's own as
+    ``control``.
+    """
+    state: Counter[str] = Counter()
+    for (_, verb), nbytes in sent.items():
+        state[verb] += nbytes
+    return {verb: state[verb] for verb in VERBS[:-1]} | state | {VERBS[-1]: control}

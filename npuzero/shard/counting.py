@@ -9,7 +9,7 @@ from dataclasses import replace
 from npuzero.comm import HOST_CHANNEL, Communicator, Counted, Mesh
 from npuzero.errors import StateError
 from npuzero.memory import Spaces
-from npuzero.plan import LINKS, STAGE, Axes, Plan, Report, sent_by_verb
+from npuzero.plan import LINKS, STAGE, Axes, Plan, Report, Sent, sent_by_axis, sent_by_verb
 
 
 class CountingMesh:
@@ -26,9 +26,9 @@ class CountingMesh:
         self.shape = mesh.shape
         self.size = mesh.size
         self.index = mesh.index
-        self.sent: Counter[str] = Counter()
-        self.restored: Counter[str] = Counter()  # by R4, which an update may leave to the step after it
-        self.control: Counter[str] = Counter()
+        self.sent = Sent()
+        self.restored = Sent()  # by R4, which an update may leave to the step after it
+        self.control = Sent()
 
     def communicator(self, axes: Axes, purpose: str) -> Communicator:
         """Return the communicator of :meth:`Mesh.communicator`, made at its first use."""
@@ -37,7 +37,7 @@ class CountingMesh:
             counter = {"control": self.control, HOST_CHANNEL: self.control, "restore": self.restored}.get(
                 purpose, self.sent
             )
-            self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter)
+            self._made[key] = Counted(self._mesh.communicator(axes, purpose), counter, self.shape.sizes(axes))
         return self._made[key]
 
     def host(self, axes: Axes = STAGE) -> Communicator:
@@ -77,9 +77,11 @@ class Meter:
         self._spaces.reset_peaks()
 
     def step_ends(self) -> None:
-        sent = sent_by_verb(self._mesh.sent + self._mesh.restored, sum(self._mesh.control.values()))
+        sent = self._mesh.sent + self._mesh.restored
+        by_verb = sent_by_verb(sent, self._mesh.control.total())
         moved = dict.fromkeys(LINKS, 0) | self._spaces.mover.moved
-        self._last = Report(self._spaces.peaks(), sent, self._plan, self._mesh.shape.world, moved)
+        world = self._mesh.shape.world
+        self._last = Report(self._spaces.peaks(), by_verb, self._plan, world, moved, sent_by_axis(sent))
         self._mesh.restored.clear()
         self._begun = False
 
@@ -91,7 +93,7 @@ class Meter:
         """
         held = {memory: dict(space.held) for memory, space in self._spaces.items()}
         return Report(
-            held, sent_by_verb({}, 0), self._plan, self._mesh.shape.world, dict.fromkeys(LINKS, 0) | dict(moved)
+            held, sent_by_verb(Sent(), 0), self._plan, self._mesh.shape.world, dict.fromkeys(LINKS, 0) | dict(moved)
         )
 
     def report(self) -> Report:

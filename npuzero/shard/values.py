@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -293,7 +292,7 @@ class Values:
 
     def restore_parameters(self) -> None:
         """Run R4 at once: masters were written, and every rank's resting parameters follow. Collective."""
-        counted = Counter(self._mesh.restored)
+        counted = self._mesh.restored.copy()
         for unit in self._units:
             self._restorer.start(unit)
             self._restorer.finish(unit)

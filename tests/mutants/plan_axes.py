@@ -60,8 +60,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "bytes along an axis are those of the last collective alone",
         "plan/predict.py",
-        "along.setdefault(axes, Counter())[collective.verb] += nbytes",
-        "along.setdefault(axes, Counter())[collective.verb] = nbytes",
+        "counter[axis, collective.verb] += times * nbytes",
+        "counter[axis, collective.verb] = times * nbytes",
         (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
     ),
     Mutant(

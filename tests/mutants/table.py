@@ -25,6 +25,7 @@ from . import (
     stages,
     tensor,
     tiers,
+    wires,
 )
 from .mutant import Mutant
 
@@ -51,5 +52,6 @@ PARTS = (
     sequences,
     tensor,
     stages,
+    wires,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)

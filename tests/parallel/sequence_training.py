@@ -4,7 +4,6 @@ over slices of sequences beside one process that has all of them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import parallel
 from npuzero.comm import Communicator, Counted, Mesh, World, run_threads
-from npuzero.plan import DATA
+from npuzero.plan import DATA, Sent, sent_by_verb
 from world.toy import build
 from world.train import assert_close, assert_same_bits
 
@@ -57,10 +56,10 @@ class Watched(Mesh):
 
     def __init__(self, world: World, **sizes: Any) -> None:
         super().__init__(world, **sizes)
-        self.sent: Counter[str] = Counter()
+        self.sent = Sent()
 
     def communicator(self, axes: tuple[str, ...], purpose: str) -> Communicator:
-        return Counted(super().communicator(axes, purpose), self.sent)
+        return Counted(super().communicator(axes, purpose), self.sent, self.shape.sizes(axes))
 
 
 def batch(step: int, group: int) -> dict[str, Tensor]:
@@ -163,7 +162,7 @@ def on_rank(
     return {
         "state": {"norms": torch.stack(norms), **npuzero.full_state_dict(model, rank0_only=False)},
         "losses": torch.stack(losses),
-        "sent": dict(mesh.sent),
+        "sent": {verb: nbytes for verb, nbytes in sent_by_verb(mesh.sent, 0).items() if nbytes},
         "kept": kept,
         "held": held,
     }

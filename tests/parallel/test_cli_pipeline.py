@@ -107,7 +107,7 @@ def test_a_size_alone_is_cut_as_well(capsys: pytest.CaptureFixture[str]) -> None
     assert sum(held) == pytest.approx(
         facts["parameters"], rel=0.02
     )  # bfloat16, over two tensor ranks; the embedding twice
-    assert facts["presets"]["zero0"]["bytes_sent_along"].keys() == {"pipe", "local", "ends+local", "tensor"}
+    assert facts["presets"]["zero0"]["bytes_sent_along"].keys() == {"pipe", "local", "ends", "tensor"}
 
 
 @pytest.mark.parametrize(

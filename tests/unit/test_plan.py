@@ -29,6 +29,7 @@ from npuzero.plan import (
     Plan,
     Precision,
     Report,
+    Sent,
     Step,
     axes_between,
     axes_beyond,
@@ -311,8 +312,9 @@ def test_a_report_adds_up_by_state_and_by_memory():
 
 def test_a_verb_is_listed_where_it_is_sent():
     always = {"all_gather": 0, "reduce_scatter": 5, "all_reduce": 0, "control": 7}
-    assert sent_by_verb({"reduce_scatter": 5, "all_to_all": 0}, 7) == always
-    listed = sent_by_verb({"all_to_all": 3, "reduce_scatter": 5, "send": 4}, 7)
+    assert sent_by_verb(Sent({("node", "reduce_scatter"): 3, ("local", "reduce_scatter"): 2}), 7) == always
+    more = {("node", "all_to_all"): 3, ("local", "reduce_scatter"): 5, ("pipe", "send"): 4}
+    listed = sent_by_verb(Sent(more), 7)
     assert listed == always | {"all_to_all": 3, "send": 4} and list(listed)[-1] == "control"
 
 
@@ -434,7 +436,7 @@ def test_a_schedule_leaves_all_as_it_found_it(name, micro_batches, between):
     step = Step(1, micro_batches, clip=True, chunk_bytes=2**16)
     moves = steady_step(flats, plan, MeshShape(2, 4), step)
     assert peak_bytes(flattened(moves)) == peak_bytes(moves)
-    sums = (sum(times * each.sent_bytes for each, times in collectives(all_)) for all_ in (moves, flattened(moves)))
+    sums = (sum(times * each.nbytes for each, times in collectives(all_)) for all_ in (moves, flattened(moves)))
     assert len(set(sums)) == 1
     open_now, started = Counter(), Counter()
     for move in flattened(moves):

@@ -47,7 +47,7 @@ def assert_foretold(plan: Plan, recipe: Recipe, **settings: Any) -> None:
 
     for number, report in enumerate(comm.run_threads(SIZE, rank)):
         assert report.bytes_moved == expected.bytes_moved, number
-        assert report.bytes_sent == expected.bytes_sent, number
+        assert (report.bytes_sent, report.sent_along) == (expected.bytes_sent, expected.sent_along), number
         assert report.held == expected.held, number
     far = {memory for memory in (plan.states.memory, plan.gradients.memory) if memory is not Memory.DEVICE}
     assert all(any(expected.held[memory].values()) for memory in far)

@@ -60,7 +60,7 @@ def assert_foretold(recipe: Recipe, plan: str, **options: Any) -> None:
     """Every rank sent and held exactly what was foretold."""
     expected = foretold(recipe, plan, **options)
     for rank, report in enumerate(reports(recipe, plan=plan, **options)):
-        assert report.bytes_sent == expected.bytes_sent
+        assert (report.bytes_sent, report.sent_along) == (expected.bytes_sent, expected.sent_along)
         assert report.world == expected.world == SIZE and report.plan == expected.plan
         assert report.held == expected.held, rank
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from npuzero.comm import Communicator, World
 from npuzero.comm.hierarchical import HierarchicalCommunicator, transposed
 from npuzero.comm.process_group import add_in_order
 from npuzero.errors import CollectiveError, ConfigError, ContractError
+from npuzero.plan import Sent
 
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -118,9 +118,9 @@ def test_single_rank_copies(wire: torch.dtype, result: torch.dtype) -> None:
 
 
 def test_counted_adds_what_a_ring_sends() -> None:
-    def body(world: World) -> Counter[str]:
-        sent: Counter[str] = Counter()
-        group = comm.Counted(world.communicator(range(4), "all"), sent)
+    def body(world: World) -> Sent:
+        sent = Sent()
+        group = comm.Counted(world.communicator(range(4), "all"), sent, {"local": 4})
         assert (group.rank, group.size, group.ranks) == (world.rank, 4, (0, 1, 2, 3))
         whole, shard = torch.ones(40), torch.ones(10)
         for _ in range(2):
@@ -139,18 +139,21 @@ def test_counted_adds_what_a_ring_sends() -> None:
             group.send(whole, world.rank)
         return sent
 
-    expected = {"all_gather": 240, "reduce_scatter": 60, "all_reduce": 240, "all_to_all": 120, "broadcast": 30}
-    assert comm.run_threads(4, body) == [expected | {"send": 160}, expected | {"send": 40}, expected, expected]
+    by_verb = {"all_gather": 240, "reduce_scatter": 60, "all_reduce": 240, "all_to_all": 120, "broadcast": 30}
+    expected = {("local", verb): nbytes for verb, nbytes in by_verb.items()}
+    send = "local", "send"
+    assert comm.run_threads(4, body) == [expected | {send: 160}, expected | {send: 40}, expected, expected]
 
 
 def test_counted_counts_as_a_verb_is_called() -> None:
     """Rank 0 has counted before any other rank has come, though its collectives run on a lane, one after another."""
 
-    def body(world: World) -> Counter[str]:
-        mesh, sent = comm.Mesh(world, 2), Counter[str]()
+    def body(world: World) -> Sent:
+        mesh, sent = comm.Mesh(world, 2), Sent()
         outer, inner, flat = (mesh.communicator(axes, "all") for axes in (("local",), ("node",), ("node", "local")))
         ranks = mesh.ranks(("local", "node"))
-        group = comm.Counted(HierarchicalCommunicator(outer, inner, flat, ranks, "all"), sent)
+        sizes = mesh.shape.sizes(("local", "node"))
+        group = comm.Counted(HierarchicalCommunicator(outer, inner, flat, ranks, "all"), sent, sizes)
         if world.rank:
             world.exchange(None)
         whole = torch.ones(40)
@@ -164,7 +167,7 @@ def test_counted_counts_as_a_verb_is_called() -> None:
         if world.rank in (0, 3):
             peer = group.ranks.index(3 - world.rank)
             handles += [group.recv(torch.ones(40), peer), group.send(whole, peer)]
-        counted = Counter(sent)
+        counted = sent.copy()
         if not world.rank:
             assert not any(handle.done() for handle in handles)
             world.exchange(None)

@@ -1,0 +1,47 @@
+"""Mutants of what is said of traffic between nodes and inside them."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+BYTES = "world/test_axes_bytes.py"
+LEVELS = f"{BYTES}::test_a_collective_over_several_axes_goes_level_by_level"
+FORETOLD = f"{BYTES}::test_a_rank_sends_along_each_axis_what_was_foretold"
+
+MUTANTS = (
+    Mutant(
+        "each axis is said to carry what a ring over it and all axes outside of it sends",
+        "plan/mesh.py",
+        "            along[axis] = within - outside\n",
+        "            along[axis] = within\n",
+        (LEVELS,),
+    ),
+    Mutant(
+        "an inner axis is said to carry what the whole buffer would make",
+        "plan/mesh.py",
+        "        ranks *= size\n        within = ",
+        "        ranks = size\n        within = ",
+        (LEVELS,),
+    ),
+    Mutant(
+        "what R4 sends is missing along its axes",
+        "shard/counting.py",
+        "sent = self._mesh.sent + self._mesh.restored\n",
+        "sent = self._mesh.sent\n",
+        (f"{FORETOLD}[2-2-zero1-bf16]",),
+    ),
+    Mutant(
+        "a report counts along the axes what the engine says to itself",
+        "shard/counting.py",
+        "HOST_CHANNEL: self.control, ",
+        "",
+        (f"{FORETOLD}[2-2-zero0-bf16]",),
+    ),
+    Mutant(
+        "of a pipeline's sends a prediction says those along the last of its axes alone",
+        "plan/report.py",
+        "sent_along={**self.sent_along, **along}",
+        "sent_along=along",
+        ("parallel/test_pipeline.py::test_a_rank_holds_and_sends_what_was_foretold",),
+    ),
+)
