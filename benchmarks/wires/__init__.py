@@ -1,0 +1,1 @@
+"""A training step between nodes whose link is slow."""

@@ -1,0 +1,222 @@
+"""Links between nodes that carry so much a second, for ranks that share this host: threads, or processes.
+
+A world's ranks are taken to be on nodes, equally many consecutive ones on each. Between two nodes there is a link for
+each direction, which all ranks of a node share. It carries one collective's bytes after another; what comes while it is
+busy waits. The collective itself runs as ever; then its handle is held back until its bytes are across. Nobody spins
+meanwhile: what computes, and what goes over other links, goes on.
+
+What crosses is what npuzero's groups on accelerators send. One whose members lie node by node is a ring: an edge of it
+leads to the next node, and carries what every rank sends. One that has neighbours on other nodes (its first axis is the
+inner one) is composed of a ring along the nodes for each rank of a node, and one within them: what crosses then is the
+fewest bytes there can be. An all_to_all and a send go straight to where they belong.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from npuzero.comm import Communicator, Handle, World
+from npuzero.comm.board import Failure
+from npuzero.device import HostLane
+from npuzero.plan import ring_bytes
+
+GBIT = 1e9 / 8
+
+#: Bytes that cross, by the nodes they come from and go to.
+Crossing = Mapping[tuple[int, int], float]
+
+
+def crossing(verb: str, nodes: Sequence[int], nbytes: int) -> Crossing:
+    """Return what crosses in a collective.
+
+    Args:
+        verb: as of ``plan.ring_bytes``; a send is from the first of ``nodes`` to the last.
+        nodes: where each member of the group is, in the group's order.
+        nbytes: bytes of the unsharded buffer.
+    """
+    if verb == "send":
+        return {(nodes[0], nodes[-1]): nbytes} if nodes[0] != nodes[-1] else {}
+    if verb == "all_to_all":
+        pairs = Counter((here, there) for here in nodes for there in nodes if here != there)
+        return {pair: count * nbytes / len(nodes) for pair, count in pairs.items()}
+    ring = list(dict.fromkeys(nodes))
+    if len(ring) == 1:
+        return {}
+    node_by_node = [node for node, _ in groupby(nodes)] == ring
+    across = ring_bytes(verb, nbytes, len(nodes) if node_by_node else len(ring))
+    return dict.fromkeys(zip(ring, [*ring[1:], ring[0]], strict=True), across)
+
+
+class Links:
+    """Share the links among all ranks: a file that they map has the rate, and for each link its count and its clock.
+
+    Args:
+        path: of the file; :meth:`make` makes it.
+        clock: seconds, the same for all who share the file.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._file = os.open(path, os.O_RDWR)  # each has one of its own: a lock on it keeps out threads, too
+        weakref.finalize(self, os.close, self._file)
+        state: Any = np.memmap(path, np.float64, "r+")
+        self.nodes = math.isqrt((len(state) - 1) // 2)
+        self._rate = state[:1]  # bytes a second
+        self._free_s, self._carried = state[1:].reshape(2, self.nodes, self.nodes)
+
+    @classmethod
+    def make(cls, path: Path, nodes: int, clock: Callable[[], float] = time.monotonic) -> Links:
+        """Make the file for so many nodes, with links that are not limited."""
+        np.zeros(1 + 2 * nodes * nodes).tofile(path)
+        links = cls(path, clock)
+        links.limit(None)
+        return links
+
+    def limit(self, gbit_per_s: float | None) -> None:
+        """Have every link carry so much a second from now on; None: anything, at once."""
+        self._rate[0] = math.inf if gbit_per_s is None else gbit_per_s * GBIT
+
+    def carry(self, across: Crossing) -> float:
+        """Have the links carry what crosses; return when all of it has arrived."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            arrived_s = now_s = self.clock()
+            for link, nbytes in across.items():
+                self._carried[link] += nbytes
+                self._free_s[link] = max(now_s, self._free_s[link]) + nbytes / self._rate[0]
+                arrived_s = max(arrived_s, float(self._free_s[link]))
+            return arrived_s
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def carried(self) -> float:
+        """Return how many bytes the link has carried that has carried the most."""
+        return float(self._carried.max())
+
+
+class Linked(Communicator):
+    """Hold the handles of ``communicator`` back until what crosses has arrived.
+
+    One rank tells the links, and all others when it has arrived, over ``clock``, which joins the same ranks. A send
+    counts as done where it was sent from once the receiver has it, though the link may still carry it.
+
+    Args:
+        nodes: where each member is.
+    """
+
+    def __init__(self, communicator: Communicator, clock: Communicator, links: Links, nodes: Sequence[int]) -> None:
+        super().__init__(communicator.ranks, communicator.rank, communicator.name, communicator.device)
+        self.communicator = communicator
+        self._clock = clock
+        self._links = links
+        self._nodes = nodes
+        self._lane = HostLane(self.name)
+        self._arrivals: dict[int, HostLane] = {}  # by sender: what it sends waits for no collective
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.communicator.buffer(numel, dtype)
+
+    def barrier(self) -> None:
+        self._lane.run(self.communicator.barrier).wait()
+
+    def fail(self, failure: Failure) -> None:
+        self.communicator.fail(failure)
+        self._clock.fail(failure)
+
+    def close(self) -> None:
+        self.communicator.close()
+        self._clock.close()
+        for lane in (self._lane, *self._arrivals.values()):
+            lane.close(timeout_s=1.0)
+
+    def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor, tag: str) -> Handle:
+        return self._held("all_gather", whole, lambda: self.communicator._all_gather(whole, shard, tag))
+
+    def _reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, accumulate: bool, tag: str) -> Handle:
+        return self._held(
+            "reduce_scatter", whole, lambda: self.communicator._reduce_scatter(shard, whole, accumulate, tag)
+        )
+
+    def _all_reduce(self, buffer: torch.Tensor, tag: str) -> Handle:
+        return self._held("all_reduce", buffer, lambda: self.communicator._all_reduce(buffer, tag))
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, tag: str) -> Handle:
+        return self._held("all_to_all", inp, lambda: self.communicator._all_to_all(out, inp, tag))
+
+    def _broadcast(self, buffer: torch.Tensor, root: int, tag: str) -> Handle:
+        return self._held("broadcast", buffer, lambda: self.communicator._broadcast(buffer, root, tag))
+
+    def _send(self, buffer: torch.Tensor, to: int, tag: str) -> Handle:
+        return self.communicator._send(buffer, to, tag)
+
+    def _recv(self, buffer: torch.Tensor, from_: int, tag: str) -> Handle:
+        across = crossing("send", (self._nodes[from_], self._nodes[self.rank]), buffer.nbytes)
+        received = self.communicator._recv(buffer, from_, tag)  # now: the sender waits for it alone
+
+        def step() -> None:
+            received.wait()
+            self._wait_until(self._links.carry(across))
+
+        return self._arrivals.setdefault(from_, HostLane(f"{self.name} from {from_}")).run(step)
+
+    def _held(self, verb: str, whole: torch.Tensor, start: Callable[[], Handle]) -> Handle:
+        across = crossing(verb, self._nodes, whole.nbytes)
+        arrived_s = torch.empty(1, dtype=torch.float64)
+
+        def step() -> None:
+            start().wait()  # all ranks have come
+            if self.rank == 0:
+                arrived_s.fill_(self._links.carry(across))
+            self._clock.broadcast(arrived_s, root=0).wait()
+            self._wait_until(arrived_s.item())
+
+        return self._lane.run(step)
+
+    def _wait_until(self, then_s: float) -> None:
+        time.sleep(max(0.0, then_s - self._links.clock()))
+
+
+class LinkedWorld(World):
+    """Take the ranks of ``world`` to be on the nodes that ``links`` join.
+
+    Ranks of a node are ``local`` to each other, so that meshes have them as one; their groups are the world's own.
+    """
+
+    def __init__(self, world: World, links: Links) -> None:
+        self._each = world.size // links.nodes
+        begin = world.rank // self._each * self._each
+        super().__init__(world.rank, world.size, world.device, range(begin, begin + self._each), world.timeout_s)
+        self.board = world.board
+        self._of = world
+        self._links = links
+
+    def fail(self, failure: Failure) -> None:
+        self._of.fail(failure)
+
+    def close(self) -> None:
+        """Close its communicators; the world it is made of goes on."""
+        self.closed = True
+        for communicator in list(self._communicators.values()):
+            communicator.close()
+
+    def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
+        return self._of._exchange(value, channel, group)
+
+    def _make(self, ranks: tuple[int, ...], name: str) -> Communicator:
+        inner = self._of.communicator(ranks, name)
+        nodes = [rank // self._each for rank in ranks]
+        if len(set(nodes)) == 1:
+            return inner
+        return Linked(inner, self._of.communicator(ranks, f"{name}@clock"), self._links, nodes)
