@@ -33,6 +33,8 @@ from npuzero.device import HostLane
 from npuzero.plan import ring_bytes
 
 GBIT = 1e9 / 8
+#: In the environment of ranks that are on nodes: the links' file.
+VARIABLE = "WIRES_LINKS"
 
 #: Bytes that cross, by the nodes they come from and go to.
 Crossing = Mapping[tuple[int, int], float]
@@ -104,6 +106,19 @@ class Links:
     def carried(self) -> float:
         """Return how many bytes the link has carried that has carried the most."""
         return float(self._carried.max())
+
+
+class Shared:
+    """Links between the nodes of a benchmark's teams, whose ranks find them by ``variables``."""
+
+    def __init__(self, path: Path, nodes: int) -> None:
+        self._links = Links.make(path, nodes)
+        self.variables = {VARIABLE: str(path)}
+        self.limit, self.carried = self._links.limit, self._links.carried
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return ``command`` as it is run on the node of its rank."""
+        return list(command)
 
 
 class Linked(Communicator):

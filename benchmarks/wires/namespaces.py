@@ -1,0 +1,107 @@
+"""Nodes on this machine: network namespaces that a wire of a given rate joins. Linux, and root, is needed.
+
+Each node has one interface, WIRE, an end of a veth pair; a token bucket (tc-tbf) at either end holds what leaves there
+to the rate. Ranks of one node reach each other by the node's own address, which no bucket is before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from npuzero.errors import BenchmarkError
+
+WIRE = "wire"
+_NODES = 2
+_NUMBERS = itertools.count()
+
+
+class Wired:
+    """Two nodes, and the wire between them; made by :func:`wired`.
+
+    Args:
+        each: ranks on a node.
+
+    Attributes:
+        names: of the namespaces, by node.
+        addresses: by node.
+        variables: of the ranks' environment.
+    """
+
+    def __init__(self, each: int) -> None:
+        self._each = each
+        made = f"npuzero-{os.getpid()}-{next(_NUMBERS)}"
+        self.names = [f"{made}-{node}" for node in range(_NODES)]
+        self.addresses = [f"10.0.0.{1 + node}" for node in range(_NODES)]
+        self.variables = {"MASTER_ADDR": self.addresses[0], "GLOO_SOCKET_IFNAME": WIRE}
+
+    def lay(self) -> None:
+        """Make the namespaces and the wire, not limited yet; raises BenchmarkError where that is not allowed."""
+        for name in self.names:
+            _run("ip", "netns", "add", name)
+        here, there = self.names
+        _run("ip", "-n", here, "link", "add", WIRE, "type", "veth", "peer", "name", WIRE, "netns", there)
+        for name, address in zip(self.names, self.addresses, strict=True):
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", WIRE)
+            for interface in ("lo", WIRE):
+                _run("ip", "-n", name, "link", "set", interface, "up")
+            _run("ip", "netns", "exec", name, "true")  # it mounts /sys anew, which is refused in some containers
+
+    def remove(self) -> None:
+        """Remove them, as far as they are there; the wire goes with its ends."""
+        for name in self.names:
+            with suppress(BenchmarkError):
+                _run("ip", "netns", "delete", name)
+
+    def limit(self, gbit_per_s: float | None) -> None:
+        """Have the wire carry so much a second each way from now on; None: what the machine can."""
+        for name in self.names:
+            with suppress(BenchmarkError):  # there may be none
+                _run("tc", "-n", name, "qdisc", "delete", "dev", WIRE, "root")
+            if gbit_per_s is not None:
+                bits = round(gbit_per_s * 1e9)
+                burst = max(2**17, bits // 8000)  # a millisecond's bytes, and a packet of offloaded segments at least
+                bucket = ("rate", f"{bits}bit", "burst", f"{burst}b", "latency", "50ms")
+                _run("tc", "-n", name, "qdisc", "add", "dev", WIRE, "root", "tbf", *bucket)
+
+    def carried(self) -> float:
+        """Return how many bytes the interface of the node has sent that has sent the most, headers included."""
+        told = [json.loads(_run("ip", "-n", name, "-s", "-j", "link", "show", WIRE)) for name in self.names]
+        return float(max(interface["stats64"]["tx"]["bytes"] for (interface,) in told))
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """Return ``command`` as it is run on the node of its rank, which the environment says."""
+        prefix = self.names[0].removesuffix("0")
+        return ["sh", "-c", f'exec ip netns exec {prefix}$((RANK / {self._each})) "$@"', "sh", *command]
+
+
+@contextmanager
+def wired(each: int) -> Iterator[Wired]:
+    """Lay a wire for the block between nodes of ``each`` ranks.
+
+    Raises:
+        BenchmarkError: this machine does not allow it; the error says why.
+    """
+    wire = Wired(each)
+    try:
+        wire.lay()
+        yield wire
+    finally:
+        wire.remove()
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise BenchmarkError(
+            "network namespaces",
+            expected=f"a machine on which {' '.join(command[:3])} is allowed: Linux, root, iproute2",
+            got=said,
+            do="Run it as root where namespaces can be made, or take the links of --links shared.",
+        ) from error

@@ -1,0 +1,94 @@
+"""One rank of a contender of these benchmarks, for npuzero.bench's worker; options as those of benchmarks.step.work.
+
+npuzero's contenders are plans: over gloo alone, or where the environment names links, over shared memory and those.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.peers.contenders import deepspeed
+from benchmarks.step import work
+from benchmarks.step.contenders import Build, Steps, alone
+from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
+
+from model import GPT, GPTConfig
+
+#: Ranks of a node, and of these nodes in all.
+EACH, RANKS = 2, 4
+PLANS = ("zero3", "hpz", "zero++", "thin")
+
+
+@dataclass(frozen=True)
+class Demo(Workload):
+    """Sizes of the demo's GPT and of a step; with these it has 25.4 M parameters, and computes for little."""
+
+    sequence: int = 32
+    batch: int = 1
+
+    def model(self) -> Any:
+        """The model in float32 on the CPU; the same weights in every process."""
+        torch.manual_seed(0)
+        return GPT(GPTConfig(self.dim, self.layers, self.heads, self.vocabulary))
+
+
+def plan(preset: str) -> Build:
+    """npuzero under a preset in which nodes differ from what is on them."""
+    import npuzero
+    from benchmarks.wires.links import VARIABLE, LinkedWorld, Links
+
+    def build(model: nn.Module, workload: Workload) -> Steps:
+        shared = os.environ.get(VARIABLE)
+        world = npuzero.init("cpu", backend="shm" if shared else "gloo")
+        if shared:
+            world = LinkedWorld(world, Links(Path(shared)))
+        placed = npuzero.Plan.preset(preset, precision=workload.precision, local_size=EACH)
+        npuzero.zero(model, plan=placed, world=world)
+        optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+
+        def update() -> None:
+            npuzero.clip_grad_norm_(model, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Steps(model, update)
+
+    return build
+
+
+_HPZ = {"stage": 3, "zero_hpz_partition_size": EACH}
+_ZEROPP = {**_HPZ, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+PEERS = ("deepspeed-3", "deepspeed-hpz", "deepspeed-zero++")
+CONTENDERS: dict[str, Callable[[], Build]] = {
+    "plain": alone,
+    **{preset: partial(plan, preset) for preset in PLANS},
+    **{name: partial(deepspeed, zero) for name, zero in zip(PEERS, ({"stage": 3}, _HPZ, _ZEROPP), strict=True)},
+}
+
+
+class Rank(work.Rank):
+    """A rank that says what its plan sends from node to node."""
+
+    def crossed(self) -> float:
+        """The bytes that this rank has sent along axes of several nodes in the last step."""
+        import npuzero
+
+        along = npuzero.report(self.steps.model).sent_along
+        return sum(sum(sent.values()) for axes, sent in along.items() if "node" in axes.split("+"))
+
+
+def make(rank: int, size: int, options: dict[str, Any]) -> Rank:
+    """The rank of this team."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return Rank(rank, options, Demo)
