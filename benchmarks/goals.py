@@ -173,6 +173,12 @@ def _zero_bubble(result: Result) -> float:
 _PIPES = ("pipeline/fp32-2", "pipeline/bf16-2")
 
 
+def _over_a_wire(against: str, goal: float) -> Figure:
+    own, other = (f"npuzero {preset}" for preset in ("thin", against))
+    names = tuple(f"wires/{links}/bf16/1" for links in ("namespaces", "shared"))
+    return Figure("wires", "a step of thin, bf16", against, goal, names, _faster(own, other))
+
+
 def _op(
     name: str, against: str, goal: float, benchmark: str, contender: str = OWN, baseline: str | None = None
 ) -> Figure:
@@ -280,6 +286,8 @@ FIGURES = (
     *_beside_torch("pipe", "pipeline", "a step over 2 stages, 8 micro-batches", "pipelining and FSDP2", 0.85),
     _less("pipe", "that step by zero-bubble", "the same, by 1F1B, gloo", 0.85, _PIPES, _zero_bubble),
     _less("pipe", "that step", f"{COMPUTE} × (1 + bubble)", 1.05, _PIPES, _beyond_bubble),
+    _over_a_wire("hpz", 2.0),
+    _over_a_wire("zero3", 4.0),
 )
 
 GROUPS = {
@@ -291,4 +299,5 @@ GROUPS = {
     "far": "A step that keeps something off the device: times as long",
     "axes": "Tensor and sequence ranks: times as long, or as much",
     "pipe": "Pipelines: times as long, or as much",
+    "wires": "Two nodes of two ranks over 1 Gbit/s: times as fast",
 }

@@ -67,7 +67,9 @@ def plan(preset: str) -> Build:
     return build
 
 
-_HPZ = {"stage": 3, "zero_hpz_partition_size": EACH}
+#: Its stage 3 as it comes keeps parameters of this size from forward to backward; here it gathers them again, as its
+#: second copy of hpZ is for. (Version 0.19.8 has the quantizer of ZeRO++ for accelerators only, and says so.)
+_HPZ = {"stage": 3, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "zero_hpz_partition_size": EACH}
 _ZEROPP = {**_HPZ, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 PEERS = ("deepspeed-3", "deepspeed-hpz", "deepspeed-zero++")
 CONTENDERS: dict[str, Callable[[], Build]] = {
