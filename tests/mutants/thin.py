@@ -1,0 +1,125 @@
+"""Mutants of thin wires in the engine and the plan."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+THIN = "world/test_thin.py"
+PRESET = f"{THIN}::test_a_preset_has_the_oracles_bits[thin-bf16-(2, 2)]"
+CARRIED = f"{THIN}::test_any_plan_may_carry_thin_wires"
+FEEDBACK = f"{THIN}::test_what_rounding_loses_is_added_the_next_time[hpz-all]"
+RESTS = f"{THIN}::test_what_rests_is_never_rounded"
+WIRE = "unit/test_wire.py"
+TRAFFIC = "world/test_traffic_memory.py"
+
+MUTANTS = (
+    Mutant(
+        "a rank computes with its own exact shard beside the others' rounded ones",
+        "shard/gather.py",
+        "        ops.dequantize_sum(self._codes, self._whole, bits=self._bits, pieces=self._pieces)\n",
+        "        own = self._whole.chunk(self._pieces)[0].clone()\n"
+        "        ops.dequantize_sum(self._codes, self._whole, bits=self._bits, pieces=self._pieces)\n"
+        "        self._whole.chunk(self._pieces)[0].copy_(own)\n",
+        (PRESET,),
+    ),
+    Mutant(
+        "a copy of rounded parameters is rounded again for backward",
+        "shard/gather.py",
+        "self._send(flat, *held, tag) if held else",
+        "send(flat, *held, tag) if held else",
+        (PRESET,),
+    ),
+    Mutant(
+        "a program reads rounded parameters",
+        "shard/gather.py",
+        'rounds = unit.thin and purpose == "gather"',
+        "rounds = unit.thin",
+        (RESTS,),
+    ),
+    Mutant(
+        "what is held of rounded parameters is what a program reads",
+        "shard/values.py",
+        "        if unit.rounded and not kept:\n",
+        "        if False:\n",
+        (RESTS,),
+    ),
+    Mutant(
+        "writes among rounded values last",
+        "shard/writes.py",
+        "    if unit.rounded:\n",
+        "    if False:\n",
+        (f"{THIN}::test_a_write_among_rounded_values_is_refused",),
+    ),
+    Mutant(
+        "what other ranks sent is not added to what earlier micro-batches brought",
+        "shard/reduce.py",
+        "rows=ranks, accumulate=adds)",
+        "rows=ranks, accumulate=False)",
+        (f"{CARRIED}[bf16-2-zero3]",),
+    ),
+    Mutant(
+        "what rounding loses is never added",
+        "shard/reduce.py",
+        "residual = gradient.residuals.get(hop)",
+        "residual = None",
+        (FEEDBACK,),
+    ),
+    Mutant(
+        "sums beyond the states' axes are gathered in the order in which they were scattered",
+        "shard/reduce.py",
+        "for hop, outer in zip(reversed(hops), reversed(parts), strict=True):",
+        "for hop, outer in zip(hops, reversed(parts), strict=True):",
+        (f"{CARRIED}[bf16-2-zero0]",),
+    ),
+    Mutant(
+        "a rank takes another's part of a sum that all keep",
+        "shard/reduce.py",
+        "parts[-1].chunk(hop.group.size)[hop.group.index]",
+        "parts[-1].chunk(hop.group.size)[-1 - hop.group.index]",
+        (f"{CARRIED}[bf16-2-hsdp]",),
+    ),
+    Mutant(
+        "blocks go over the end of a shard",
+        "plan/precision.py",
+        "return max((BLOCKS[each] for each in bits if each), default=1)",
+        "return 1",
+        (f"{WIRE}::test_a_precision_says_how_gradients_travel_along_each_axis",),
+    ),
+    Mutant(
+        "what is gathered thin is said to be sent as it is",
+        "plan/schedule.py",
+        "gather = replace(gather, nbytes=codes.nbytes)",
+        "gather = replace(gather)",
+        (f"{TRAFFIC}::test_wires_of_another_dtype[thin-hpz]",),
+    ),
+    Mutant(
+        "a communication buffer is said to be lent until its codes have come",
+        "plan/reductions.py",
+        "begins = (Take(codes), *_given(sent), Take(codes))\n"
+        "            yield _stage(collective, begins, (Give(codes), *_taken(sums), Give(codes)))",
+        "begins = (Take(codes), Take(codes))\n"
+        "            yield _stage(collective, begins, (*_given(sent), Give(codes), *_taken(sums), Give(codes)))",
+        (f"{TRAFFIC}::test_wires_of_another_dtype[thin-hpz]",),
+    ),
+    Mutant(
+        "residuals are not counted",
+        "plan/predict.py",
+        'held[Memory.DEVICE, "states"] += count * kind.levels.residuals * torch.float32.itemsize\n',
+        "pass\n",
+        (f"{WIRE}::test_what_rounding_loses_is_held_with_the_states",),
+    ),
+    Mutant(
+        "sums that all keep go between nodes first",
+        "plan/wire.py",
+        "levels_of(precision, axes[::-1], size) if any",
+        "levels_of(precision, axes, size) if any",
+        (f"{WIRE}::test_levels_follow_the_placement",),
+    ),
+    Mutant(
+        "a message has no room for its scales",
+        "plan/wire.py",
+        "used = numel * bits // 8 + numel // BLOCKS[bits] * _SCALE_BYTES",
+        "used = numel * bits // 8",
+        (f"{WIRE}::test_a_message_has_the_bytes_that_kernels_write",),
+    ),
+)
