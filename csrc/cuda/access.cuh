@@ -13,6 +13,7 @@ namespace npuzero::cuda {
 
 constexpr int group = 4;                           // elements that a thread moves at a time
 constexpr int threads = 256;                       // of a block
+constexpr int warp = 32;                           // of them
 constexpr int64_t row = int64_t{threads} * group;  // what a block moves at a time
 constexpr int rows = 4;                            // of a chunk, that a block does as one
 constexpr int64_t chunk = rows * row;              // elements

@@ -10,7 +10,7 @@
 namespace npuzero::cuda {
 namespace {
 
-constexpr int lanes = 32, warp = 32;
+constexpr int lanes = 32;
 constexpr int block_threads = lanes / group;
 constexpr int warps = threads / warp;
 constexpr int64_t blocks_at_a_time = threads / block_threads;
