@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from npuzero import _native, ops
 from npuzero import device as devices
-from npuzero import ops
 from npuzero.bench import Benchmark, Effort, Record, Result, check_close, check_equal, fingerprint, run
 from npuzero.bench.ops import CASES
 from npuzero.bench.setting import OWN, Setting
@@ -24,12 +25,16 @@ from npuzero.bench.updates import ADAM_TOLERANCE, Adam
 from npuzero.cli.bench import render
 from npuzero.cli.table import table
 from npuzero.ops.reference import cast as cast_reference
+from npuzero.ops.reference import dequantize_sum as dequantize_sum_reference
 from npuzero.ops.reference import norm as norm_reference
 from npuzero.ops.reference import pack as pack_reference
+from npuzero.ops.reference import quantize as quantize_reference
 
 COPY, CAT = "copy", "torch.cat, mul_, copy_"
 ELEMENTS = 2**29
 MOST = 2**24  # elements that a reference, which takes many bytes for each, is asked for at a time
+PIECES = 64  # ranks that a thin wire's messages are for
+WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 Make = Callable[[Setting], Benchmark]
 
@@ -54,7 +59,7 @@ def adam_mixed(setting: Setting) -> Benchmark:
         return "all masters after the first step against float64, their rounded copies to the bit"
 
     title = "AdamW on fp32 masters, bf16 gradients in, bf16 parameters out"
-    return _alone("flat_adam/mixed", title, setting, own.update, 28, n, check)
+    return _alone("flat_adam/mixed", title, setting, own.update, 28 * n, n, check)
 
 
 def pack_1000(setting: Setting, multiple: int = 8) -> Benchmark:
@@ -112,7 +117,9 @@ def cast_away(setting: Setting) -> Benchmark:
         check_equal("cast", target, want)
         return "every element to the bit against the reference"
 
-    return _alone("cast/away", "cast fp32 to bf16, away", setting, own, 6, setting.elements, check)
+    return _alone(
+        "cast/away", "cast fp32 to bf16, away", setting, own, source.nbytes + target.nbytes, source.numel(), check
+    )
 
 
 def norm_bf16(setting: Setting) -> Benchmark:
@@ -127,14 +134,77 @@ def norm_bf16(setting: Setting) -> Benchmark:
         check_equal("norm", found, want)
         return "to the bit against the reference"
 
-    return _alone("norm/bf16", "norm of bf16", setting, lambda: ops.norm(x, found), 2, setting.elements, check)
+    return _alone("norm/bf16", "norm of bf16", setting, lambda: ops.norm(x, found), x.nbytes, x.numel(), check)
+
+
+def quantize(setting: Setting, bits: int, dtype: torch.dtype, with_residual: bool = False) -> Benchmark:
+    """A buffer to messages for all ranks."""
+    n = _whole_blocks(setting.elements)
+    source = setting.random(n, dtype=dtype)
+    messages = _messages(n, bits, setting)
+    residual = torch.zeros(n, device=setting.device) if with_residual else None
+
+    def own() -> None:
+        ops.quantize(source, messages.view(-1), bits=bits, pieces=PIECES, residual=residual)
+
+    def check() -> str:
+        own()
+        own()  # the residual is not zero now
+        want = torch.zeros_like(messages[0])
+        for piece, values in zip(messages, source.view(PIECES, -1), strict=True):
+            left = torch.zeros(len(values), device=setting.device) if with_residual else None
+            for _ in range(2):
+                quantize_reference.quantize(values, want, bits, 1, left)
+            check_equal("quantize", piece, want)
+        return "every message to the bit against the reference"
+
+    name = f"quantize/int{bits}{'/residual' * with_residual}"
+    title = f"{WORDS[dtype]} to int{bits} for a wire{', with a residual' * with_residual}"
+    moved = messages.nbytes + source.nbytes + (0 if residual is None else 2 * residual.nbytes)
+    return _alone(name, title, setting, own, moved, n, check)
+
+
+def dequantize_sum(setting: Setting, bits: int, dtype: torch.dtype, ranks: int) -> Benchmark:
+    """What so many ranks sent, added up."""
+    n = _whole_blocks(setting.elements)
+    values = setting.random(n)
+    messages = torch.stack([_messages(n, bits, setting) for _ in range(ranks)])
+    for row in messages:
+        ops.quantize(values.mul_(-1.5), row.view(-1), bits=bits, pieces=PIECES)
+    del values
+    out = torch.zeros(n, dtype=dtype, device=setting.device)
+
+    def own() -> None:
+        ops.dequantize_sum(messages.view(-1), out, bits=bits, rows=ranks, pieces=PIECES)
+
+    def check() -> str:
+        own()
+        for i, found in enumerate(out.view(PIECES, -1)):
+            want = torch.empty_like(found)
+            dequantize_sum_reference.dequantize_sum(messages[:, i].flatten(), want, bits, ranks, 1, False)
+            check_equal("dequantize_sum", found, want)
+        return "every element to the bit against the reference"
+
+    title = f"int{bits} of {ranks} rank{'s' * (ranks > 1)} from a wire to {WORDS[dtype]}"
+    moved = messages.nbytes + out.nbytes
+    return _alone(f"dequantize_sum/int{bits}", title, setting, own, moved, n, check)
+
+
+def _whole_blocks(elements: int) -> int:
+    """So many elements that every piece has whole blocks, of 256 as of 128."""
+    return max(1, elements // (PIECES * 256)) * PIECES * 256
+
+
+def _messages(n: int, bits: int, setting: Setting) -> Tensor:
+    """Room for the messages of n elements, one a row."""
+    return torch.zeros(PIECES, _native.message_bytes(n // PIECES, bits), dtype=torch.uint8, device=setting.device)
 
 
 def _alone(
-    name: str, title: str, setting: Setting, own: Callable[[], object], nbytes: int, n: int, check: Callable[[], str]
+    name: str, title: str, setting: Setting, own: Callable[[], object], moved: int, n: int, check: Callable[[], str]
 ) -> Benchmark:
-    """Held against a copy alone."""
-    contenders = [setting.contender(OWN, own, nbytes, n), *setting.probes(COPY)]
+    """Held against a copy alone; so many bytes are moved for n elements."""
+    contenders = [setting.contender(OWN, own, 1, moved), *setting.probes(COPY)]
     return Benchmark(name, title, contenders, COPY, check, {"elements": n})
 
 
@@ -157,6 +227,11 @@ BENCHMARKS: dict[str, Make] = {
     "pack/odd": pack_odd,
     "cast/away": cast_away,
     "norm/bf16": norm_bf16,
+    "quantize/int8": partial(quantize, bits=8, dtype=torch.bfloat16),
+    "quantize/int4": partial(quantize, bits=4, dtype=torch.float32),
+    "quantize/int4/residual": partial(quantize, bits=4, dtype=torch.float32, with_residual=True),
+    "dequantize_sum/int8": partial(dequantize_sum, bits=8, dtype=torch.bfloat16, ranks=1),
+    "dequantize_sum/int4": partial(dequantize_sum, bits=4, dtype=torch.float32, ranks=8),
 }
 
 
@@ -188,6 +263,8 @@ GOALS = (
     Goal("norm", 0.9),
     Goal("norm/bf16", 0.9),
     Goal("norm/sum", 0.9),
+    *(Goal(f"quantize/{form}", 0.9) for form in ("int8", "int4", "int4/residual")),
+    *(Goal(f"dequantize_sum/{form}", 0.9) for form in ("int8", "int4")),
 )
 
 

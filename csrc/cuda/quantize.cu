@@ -39,7 +39,7 @@ __device__ uint16_t round_block(Group<float>* x, Codes<bits>* codes) {
       const float value = finite ? x[i].at[k] : 0.0f;
       const Nearest code(value * inverse);
       found[k] = code.code();
-      x[i].at[k] = value - code.value() * unit + 0.0f;  // which is no -0
+      x[i].at[k] = value - code.value() * unit;
     }
     codes[i] = joined<bits>(found);
   }
