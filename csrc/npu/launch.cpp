@@ -102,6 +102,21 @@ LinePart part_of(int64_t count, int64_t line, const void* target, Dtype dtype) {
   return {count, line, {{{address(target), itemsize(dtype)}}}, 1};
 }
 
+Wire wire_of(Dtype dtype, int bits, int64_t widest_itemsize) {
+  return {static_cast<int32_t>(dtype), bits, static_cast<int32_t>(wire_block(bits)), tile_of(widest_itemsize)};
+}
+
+// Piece i of `values`, and its message among those that begin at `messages`.
+WireRow row_of(const View& values, const View& messages, int64_t pieces, int64_t i, const Wire& wire) {
+  const int64_t count = values.count / pieces;
+  WireRow row = {};
+  row.piece.tile = wire.tile;
+  row.values = address(values.data) + i * count * itemsize(values.dtype);
+  row.codes = address(messages.data) + i * message_bytes(count, wire.bits);
+  row.scales = row.codes + code_bytes(count, wire.bits);
+  return row;
+}
+
 AdamGroup table_of(const FlatAdamGroup& group) {
   return {group.beta1,
           group.one_minus_beta1,
@@ -201,6 +216,23 @@ void launch_cast(const CastArgs& args, Stream stream, int cores, Launcher& launc
          stream, launcher, args.rounding == Rounding::stochastic ? columns_of(args.seed) : nullptr);
 }
 
+void launch_dequantize_sum(const DequantizeSumArgs& args, Stream stream, int cores, Launcher& launcher) {
+  const int64_t count = args.out.count / args.pieces;
+  if (count == 0) return;
+  DequantizeHead head = {};
+  head.wire = wire_of(args.out.dtype, args.bits, 2);
+  head.row_bytes = args.pieces * message_bytes(count, args.bits);
+  head.rows = static_cast<int32_t>(args.rows);
+  head.accumulate = args.accumulate;
+  std::vector<LinePart> parts;
+  std::vector<WireRow> rows;
+  for (int64_t i = 0; i < args.pieces; ++i) {
+    rows.push_back(row_of(args.out, args.messages, args.pieces, i, head.wire));
+    parts.push_back({count, i * count, {{{rows[i].values, itemsize(args.out.dtype)}}}, 1, head.wire.block});
+  }
+  launch("npuzero_dequantize_sum", head, parts, rows, cores, stream, launcher);
+}
+
 void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launcher& launcher) {
   launch_update("npuzero_flat_adam", 1, args, stream, cores, launcher);
 }
@@ -247,6 +279,30 @@ void launch_pack(const PackArgs& args, Stream stream, int cores, Launcher& launc
     line += part.count;
   }
   launch("npuzero_pack", head, parts, rows, cores, stream, launcher);
+}
+
+void launch_quantize(const QuantizeArgs& args, Stream stream, int cores, Launcher& launcher) {
+  const int64_t count = args.source.count / args.pieces;
+  if (count == 0) return;
+  QuantizeHead head = {};
+  head.wire = wire_of(args.source.dtype, args.bits, args.residual ? 4 : itemsize(args.source.dtype));
+  head.inverse = 1.0f / wire_largest(args.bits);
+  head.residual = args.residual != nullptr;
+  std::vector<LinePart> parts;
+  std::vector<WireRow> rows;
+  for (int64_t i = 0; i < args.pieces; ++i) {
+    WireRow row = row_of(args.source, args.message, args.pieces, i, head.wire);
+    LinePart part{count, i * count, {}, 2, head.wire.block};
+    part.written[0] = {row.codes, 1, 8 / args.bits};
+    part.written[1] = {row.scales, 1, head.wire.block / 2};  // by bytes, since a message may begin anywhere
+    if (args.residual) {
+      row.residual = address(args.residual + i * count);
+      part.written[part.written_count++] = {row.residual, 4};
+    }
+    parts.push_back(part);
+    rows.push_back(row);
+  }
+  launch("npuzero_quantize", head, parts, rows, cores, stream, launcher);
 }
 
 }  // namespace npuzero::npu

@@ -3,10 +3,12 @@
 #pragma once
 
 #include "ops/cast.h"
+#include "ops/dequantize_sum.h"
 #include "ops/flat_adam.h"
 #include "ops/flat_lion.h"
 #include "ops/norm.h"
 #include "ops/pack.h"
+#include "ops/quantize.h"
 
 namespace npuzero::npu {
 
@@ -24,15 +26,18 @@ class Launcher {
 };
 
 // The kernels by name, each `NPUZERO_KERNEL(name, ...)` in <op>.cpp of this folder.
-inline constexpr const char* kernel_names[] = {"npuzero_cast", "npuzero_flat_adam",   "npuzero_flat_lion",
-                                               "npuzero_norm", "npuzero_norm_finish", "npuzero_pack"};
+inline constexpr const char* kernel_names[] = {"npuzero_cast",      "npuzero_dequantize_sum", "npuzero_flat_adam",
+                                               "npuzero_flat_lion", "npuzero_norm",           "npuzero_norm_finish",
+                                               "npuzero_pack",      "npuzero_quantize"};
 
 // `cores`: the vector cores of the device, asked of it. What a contract allows and no kernel does raises
 // KernelUnavailable.
 void launch_cast(const CastArgs& args, Stream stream, int cores, Launcher& launcher);
+void launch_dequantize_sum(const DequantizeSumArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_flat_adam(const FlatAdamArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_flat_lion(const FlatLionArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_norm(const NormArgs& args, Stream stream, int cores, Launcher& launcher);
 void launch_pack(const PackArgs& args, Stream stream, int cores, Launcher& launcher);
+void launch_quantize(const QuantizeArgs& args, Stream stream, int cores, Launcher& launcher);
 
 }  // namespace npuzero::npu

@@ -62,6 +62,34 @@ struct CastHead {
   int32_t rounding, reserved;
 };
 
+// A piece of quantize or dequantize_sum: its elements, where its codes and scales lie in the (first row's) message, and
+// its residual, or 0.
+struct WireRow {
+  Piece piece;
+  uint64_t values, codes, scales, residual;
+};
+
+// What both have. dtype: of the elements. block: elements that share a scale. tile: of all rows.
+struct Wire {
+  int32_t dtype, bits, block, tile;
+};
+
+// inverse: 1 / the largest code. residual: whether there is one.
+struct QuantizeHead {
+  Head head;
+  Wire wire;
+  float inverse;
+  int32_t residual;
+};
+
+// row_bytes: from one row's messages to the next one's.
+struct DequantizeHead {
+  Head head;
+  Wire wire;
+  int64_t row_bytes;
+  int32_t rows, accumulate;
+};
+
 // Shares are of elements here, in multiples of kNormBlock.
 struct NormHead {
   Head head;

@@ -24,10 +24,12 @@ struct Written {
   int64_t itemsize, elements = 1;
 };
 
+// grain: elements that one core does together.
 struct LinePart {
   int64_t count, line;
   std::array<Written, 8> written;
   int written_count;
+  int64_t grain = 1;
 };
 
 // The elements first, first + step, ... of a part, at which every written buffer is on a boundary; step 0: there is
@@ -37,7 +39,7 @@ struct Boundaries {
 };
 
 inline Boundaries boundaries(const LinePart& part, int64_t bytes) {
-  Boundaries all{0, 1};
+  Boundaries all{0, part.grain};
   for (int w = 0; w < part.written_count; ++w) {
     const Written& written = part.written[w];
     const int64_t items = (written.elements == 1 ? bytes : line_bytes) / written.itemsize;

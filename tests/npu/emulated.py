@@ -28,6 +28,7 @@ MACHINE = tuple(sorted((ROOT / "tests" / "npu" / "emulator").rglob("*.cpp")))
 BUILD = ROOT / "build" / "emulator"
 SCHEDULES = ("in order", "stores late", "loads early", "loads late", "random")  # emulator/run.h
 CORES = 3
+OPS = ("cast", "dequantize_sum", "flat_adam", "flat_lion", "norm", "pack", "quantize")
 _SIZES = (4, 2, 2, 8, 4, 8, 1, 2)  # bytes, csrc/core/view.h
 _F32, _U8, _I16 = 0, 6, 7
 # Without unique symbols, of which a process takes one: constants of a mutant would be those of every library after it.
@@ -150,7 +151,7 @@ class Emulator:
 
     def functions(self) -> dict[str, Callable[..., None]]:
         """By the names that they have in `npuzero._native`."""
-        return {op: getattr(self, op) for op in ("cast", "flat_adam", "flat_lion", "norm", "pack")}
+        return {op: getattr(self, op) for op in OPS}
 
     def counts(self) -> Counts:
         found = (ctypes.c_int64 * len(Counts.__dataclass_fields__))()
@@ -201,6 +202,19 @@ class Emulator:
             call.view(addend),
         )
         self._run("norm", call, *views, ctypes.c_float(scale), unwritten={workspace.data})
+
+    def quantize(self, source: _C.View, message: _C.View, residual: Any, pieces: int, bits: int, stream: int) -> None:
+        call = _Call()
+        views = (call.view(source), call.view(message, writes=True), call.view(residual, writes=True))
+        self._run("quantize", call, *views, ctypes.c_int64(pieces), bits)
+
+    def dequantize_sum(
+        self, messages: _C.View, out: _C.View, rows: int, pieces: int, bits: int, accumulate: bool, stream: int
+    ) -> None:
+        call = _Call()
+        views = (call.view(messages), call.view(out, writes=True))
+        words = (ctypes.c_int64(rows), ctypes.c_int64(pieces))
+        self._run("dequantize_sum", call, *views, *words, bits, int(accumulate))
 
     def flat_adam(self, *arguments: Any) -> None:
         self._update("flat_adam", 9, *arguments)

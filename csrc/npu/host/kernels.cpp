@@ -200,10 +200,12 @@ void use_kernels(const std::string& library) {
   const bool any = !library.empty();
   launcher = any ? new AscendLauncher(library) : nullptr;
   set_kernel<CastArgs>(Device::npu, any ? &run<CastArgs, &launch_cast> : nullptr);
+  set_kernel<DequantizeSumArgs>(Device::npu, any ? &run<DequantizeSumArgs, &launch_dequantize_sum> : nullptr);
   set_kernel<FlatAdamArgs>(Device::npu, any ? &run<FlatAdamArgs, &launch_flat_adam> : nullptr);
   set_kernel<FlatLionArgs>(Device::npu, any ? &run<FlatLionArgs, &launch_flat_lion> : nullptr);
   set_kernel<NormArgs>(Device::npu, any ? &run<NormArgs, &launch_norm> : nullptr);
   set_kernel<PackArgs>(Device::npu, any ? &run<PackArgs, &launch_pack> : nullptr);
+  set_kernel<QuantizeArgs>(Device::npu, any ? &run<QuantizeArgs, &launch_quantize> : nullptr);
 }
 
 std::map<std::string, int> largest_launches() {

@@ -27,6 +27,12 @@ struct bfloat16_t {
 
 namespace AscendC {
 
+// Two to a byte, the first in its lower half. A tensor of it is one of bytes by another name, of which the documented
+// examples take no element.
+struct int4b_t {
+  uint8_t bits;
+};
+
 enum class TPosition { GM, VECIN, VECOUT, VECCALC };
 enum class RoundMode { CAST_NONE, CAST_RINT, CAST_FLOOR, CAST_CEIL, CAST_ROUND, CAST_TRUNC };
 enum class CMPMODE { LT, GT, EQ, LE, GE, NE };
@@ -72,6 +78,14 @@ template <>
 struct type_of<uint8_t> {
   static constexpr Type value = Type::u8;
 };
+template <>
+struct type_of<int8_t> {
+  static constexpr Type value = Type::i8;
+};
+template <>
+struct type_of<int4b_t> {
+  static constexpr Type value = Type::i4;
+};
 
 constexpr Pipe from(HardEvent event) {
   constexpr Pipe ends[] = {MTE2, V, V, MTE3, MTE2, MTE3, V, S, S, MTE2, S, MTE3};
@@ -91,6 +105,7 @@ template <typename T>
 class LocalTensor {
  public:
   LocalTensor operator[](uint32_t offset) const {
+    static_assert(detail::type_of<T>::value != emulator::Type::i4, "an element is half a byte");
     const int32_t skip = static_cast<int32_t>(offset * sizeof(T));
     return LocalTensor({span.at + skip, span.bytes - skip});
   }
@@ -278,15 +293,14 @@ struct BinaryRepeatParams {
 };
 
 namespace detail {
-// Whole repeats of 256 bytes, with one block of src1 for a repeat, the same or the next for the next repeat: the forms
-// that the kernels use.
+// Whole repeats of 256 bytes, as far apart as the strides say (of blocks of 32 bytes, 0 to 255: the documentation of
+// BinaryRepeatParams), of src1 also one block for a repeat: the forms that the kernels use.
 template <class T>
-inline int block_step(Site site, uint64_t mask, uint8_t repeatTime, const BinaryRepeatParams& params) {
-  const bool dense = params.dstBlkStride == 1 && params.src0BlkStride == 1 && params.dstRepStride == 8 &&
-                     params.src0RepStride == 8 && params.src1BlkStride == 0 && params.src1RepStride <= 1;
-  if (!dense || mask * sizeof(T) != 256) refuse(site, "repeat", "only whole repeats and a block of src1 for each");
+inline Strides strides(Site site, uint64_t mask, uint8_t repeatTime, const BinaryRepeatParams& params) {
+  const bool whole = params.dstBlkStride == 1 && params.src0BlkStride == 1 && params.src1BlkStride <= 1;
+  if (!whole || mask * sizeof(T) != 256) refuse(site, "repeat", "only whole repeats, or a block of src1 for each");
   if (repeatTime < 1) refuse(site, "repeat", "repeatTime outside 1..255");
-  return params.src1RepStride;
+  return {params.dstRepStride, params.src0RepStride, params.src1RepStride, params.src1BlkStride == 0};
 }
 }  // namespace detail
 
@@ -299,9 +313,8 @@ inline int block_step(Site site, uint64_t mask, uint8_t repeatTime, const Binary
   template <typename T>                                                                                              \
   inline void Name(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, uint64_t mask, \
                    const uint8_t repeatTime, const BinaryRepeatParams& params, SITE) {                               \
-    const int step = detail::block_step<T>(HERE, mask, repeatTime, params);                                          \
-    emulator::vector_with_block(emulator::Op::op, HERE, dst.operand(), src0.operand(), src1.operand(),               \
-                                static_cast<int64_t>(mask) * repeatTime, step);                                      \
+    emulator::vector_by_repeat(emulator::Op::op, HERE, dst.operand(), src0.operand(), src1.operand(), repeatTime,    \
+                               detail::strides<T>(HERE, mask, repeatTime, params));                                  \
   }
 BINARY(Add, add)
 BINARY(Sub, sub)

@@ -13,11 +13,13 @@
 // Weak: a library of one op's kernels has not the others.
 extern "C" {
 [[gnu::weak]] void npuzero_cast(uint8_t* table);
+[[gnu::weak]] void npuzero_dequantize_sum(uint8_t* table);
 [[gnu::weak]] void npuzero_flat_adam(uint8_t* table);
 [[gnu::weak]] void npuzero_flat_lion(uint8_t* table);
 [[gnu::weak]] void npuzero_norm(uint8_t* table);
 [[gnu::weak]] void npuzero_norm_finish(uint8_t* table);
 [[gnu::weak]] void npuzero_pack(uint8_t* table);
+[[gnu::weak]] void npuzero_quantize(uint8_t* table);
 }
 
 namespace {
@@ -32,12 +34,10 @@ struct Named {
   const char* name;
   emulator::Kernel kernel;
 };
-const Named kernels[] = {{"npuzero_cast", npuzero_cast},
-                         {"npuzero_flat_adam", npuzero_flat_adam},
-                         {"npuzero_flat_lion", npuzero_flat_lion},
-                         {"npuzero_norm", npuzero_norm},
-                         {"npuzero_norm_finish", npuzero_norm_finish},
-                         {"npuzero_pack", npuzero_pack}};
+const Named kernels[] = {{"npuzero_cast", npuzero_cast},           {"npuzero_dequantize_sum", npuzero_dequantize_sum},
+                         {"npuzero_flat_adam", npuzero_flat_adam}, {"npuzero_flat_lion", npuzero_flat_lion},
+                         {"npuzero_norm", npuzero_norm},           {"npuzero_norm_finish", npuzero_norm_finish},
+                         {"npuzero_pack", npuzero_pack},           {"npuzero_quantize", npuzero_quantize}};
 
 class Emulated final : public npu::Launcher {
  public:
@@ -196,6 +196,22 @@ const char* run_pack(const int64_t* rows, int64_t count, float factor, const flo
     }
     npu::launch_pack({parts.data(), count, total, factor, scale_at, scaled != 0, accumulate != 0}, 0, setting.cores,
                      launcher);
+  });
+}
+
+const char* run_quantize(const int64_t* source, const int64_t* message, const int64_t* residual, int64_t pieces,
+                         int bits) {
+  return run([&](npu::Launcher& launcher) {
+    npu::launch_quantize({view(source), view(message), static_cast<float*>(view(residual).data), pieces, bits}, 0,
+                         setting.cores, launcher);
+  });
+}
+
+const char* run_dequantize_sum(const int64_t* messages, const int64_t* out, int64_t rows, int64_t pieces, int bits,
+                               int accumulate) {
+  return run([&](npu::Launcher& launcher) {
+    npu::launch_dequantize_sum({view(messages), view(out), rows, pieces, bits, accumulate != 0}, 0, setting.cores,
+                               launcher);
   });
 }
 

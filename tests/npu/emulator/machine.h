@@ -8,11 +8,13 @@ namespace emulator {
 enum Pipe : int { S, V, MTE2, MTE3 };
 constexpr int pipes = 4;
 
-enum class Type : int { f32, bf16, f16, i32, u32, i16, u16, u8 };
-constexpr int bytes_of(Type type) {
-  constexpr int sizes[] = {4, 2, 2, 4, 4, 2, 2, 1};
+enum class Type : int { f32, bf16, f16, i32, u32, i16, u16, u8, i8, i4 };
+constexpr int bits_of(Type type) {
+  constexpr int sizes[] = {32, 16, 16, 32, 32, 16, 16, 8, 8, 4};
   return sizes[static_cast<int>(type)];
 }
+constexpr int64_t bytes_of(Type type, int64_t count) { return count * bits_of(type) / 8; }
+constexpr int bytes_of(Type type) { return bits_of(type) / 8; }
 
 enum class Op : int {
   add,
@@ -67,8 +69,15 @@ struct Operand {
 // Vector instructions over the first `count` elements. `number` is the scalar, `mode` a rounding, comparison or base.
 void vector(Op op, Site site, Operand target, Operand first, Operand second, Operand third, int64_t count,
             double number, int mode);
-// The same where the second source is one block of 32 bytes for every block of a repeat; `step` blocks on for the next.
-void vector_with_block(Op op, Site site, Operand target, Operand first, Operand block, int64_t count, int step);
+// Where a repeat begins, in blocks of 32 bytes after the one before it; the second source has a whole repeat, or one
+// block for every block of the others' repeats.
+struct Strides {
+  int target = 8, first = 8, second = 8;
+  bool second_is_block = false;
+};
+// The same over whole repeats that lie apart.
+void vector_by_repeat(Op op, Site site, Operand target, Operand first, Operand second, int64_t repeats,
+                      const Strides& strides);
 // Of each lane of the source a block of 32 bytes; of each repeat of the source its largest.
 void broadcast(Site site, Operand target, Operand source, int64_t lanes);
 void reduce_max(Site site, Operand target, Operand source, int64_t repeats);

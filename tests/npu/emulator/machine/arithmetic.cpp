@@ -85,6 +85,7 @@ class Lanes {
   template <class T>
   void compare(const Instruction& i);
   void cast(const Instruction& i);
+  void to_narrow(const Instruction& i);
 
   Ub& ub_;
   std::vector<uint8_t>& lanes_;
@@ -96,10 +97,15 @@ void Lanes::each_lane(const Instruction& i, const F& f) {
   T* to = ub_.at<T>(i.target);
   const T* a = ub_.at<T>(i.sources[0]);
   const T* b = ub_.at<T>(i.sources[1]);
-  const int64_t period = i.block_step == dense ? i.count : block / static_cast<int64_t>(sizeof(T));
-  for (int64_t start = 0; start < i.count; start += period) {
-    const T* other = i.block_step == dense ? b : b + block_at(i, start) * period;
-    for (int64_t k = 0; k < period; ++k) to[start + k] = f(a[start + k], other[k], start + k);
+  if (!i.by_repeat) {
+    for (int64_t k = 0; k < i.count; ++k) to[k] = f(a[k], b[k], k);
+    return;
+  }
+  constexpr int64_t lanes = repeat / sizeof(T), beside = block / sizeof(T);
+  const int64_t period = i.strides.second_is_block ? beside : lanes;
+  for (int64_t k = 0; k < i.count; k += lanes) {
+    for (int64_t n = 0; n < lanes; ++n) to[n] = f(a[n], b[n % period], k + n);
+    to += i.strides.target * beside, a += i.strides.first * beside, b += i.strides.second * beside;
   }
 }
 
@@ -185,6 +191,31 @@ void Lanes::compare(const Instruction& i) {
   }
 }
 
+// The integer of at most 8 bits that lane k is.
+float narrow(Type type, const uint8_t* from, int64_t k) {
+  if (type == Type::u8) return from[k];
+  if (type == Type::i8) return static_cast<int8_t>(from[k]);
+  return static_cast<float>(((from[k / 2] >> k % 2 * 4 & 15) ^ 8) - 8);
+}
+
+void Lanes::to_narrow(const Instruction& i) {
+  const uint16_t* from = ub_.at<uint16_t>(i.sources[0]);
+  uint8_t* to = ub_.at<uint8_t>(i.target);
+  const int bits = bits_of(i.target.type);
+  const int least = i.target.type == Type::u8 ? 0 : -(1 << (bits - 1));
+  for (int64_t k = 0; k < i.count; ++k) {
+    const float whole = to_integer(from_f16(from[k]), i.mode);
+    const bool fits = whole >= static_cast<float>(least) && whole < static_cast<float>(least + (1 << bits));
+    if (!fits) lanes_[k] = 0;
+    const int value = (fits ? static_cast<int>(whole) : 0) & ((1 << bits) - 1);
+    if (bits == 8) {
+      to[k] = static_cast<uint8_t>(value);
+    } else {
+      to[k / 2] = static_cast<uint8_t>(k % 2 ? (to[k / 2] & 15) | value << 4 : value);
+    }
+  }
+}
+
 void Lanes::cast(const Instruction& i) {
   const auto each = [&](auto* to, const auto* from, const auto& f) {
     for (int64_t k = 0; k < i.count; ++k) to[k] = f(from[k], k);
@@ -216,16 +247,7 @@ void Lanes::cast(const Instruction& i) {
       default: return fitting(ub_.at<int16_t>(i.target), from, same);
     }
   }
-  if (i.target.type == Type::u8) {
-    return each(ub_.at<uint8_t>(i.target), ub_.at<uint16_t>(source), [&](uint16_t u, int64_t k) {
-      const float whole = to_integer(from_f16(u), i.mode);
-      if (!(whole >= 0 && whole <= 255)) {
-        lanes_[k] = 0;
-        return uint8_t{0};
-      }
-      return static_cast<uint8_t>(whole);
-    });
-  }
+  if (bits_of(i.target.type) <= 8) return to_narrow(i);
   if (i.target.type == Type::i16) {
     int16_t* to = ub_.at<int16_t>(i.target);
     return source.type == Type::i32 ? fitting(to, ub_.at<int32_t>(source), same)
@@ -235,9 +257,11 @@ void Lanes::cast(const Instruction& i) {
     return each(ub_.at<uint16_t>(i.target), ub_.at<int16_t>(source),
                 [&](int16_t x, int64_t) { return to_f16(x, i.mode); });
   }
-  if (source.type == Type::u8) {
-    return each(ub_.at<uint16_t>(i.target), ub_.at<uint8_t>(source),
-                [](uint8_t x, int64_t) { return to_f16(x, rounding::none); });
+  if (bits_of(source.type) <= 8) {
+    const uint8_t* from = ub_.at<uint8_t>(source);
+    uint16_t* to = ub_.at<uint16_t>(i.target);
+    for (int64_t k = 0; k < i.count; ++k) to[k] = to_f16(narrow(source.type, from, k), rounding::none);
+    return;
   }
   float* to = ub_.at<float>(i.target);
   switch (source.type) {

@@ -27,14 +27,16 @@ void vector(Op op, Site site, Operand target, Operand first, Operand second, Ope
   if ((op == Op::compare || op == Op::compare_scalar) && count * bytes_of(first.type) % repeat) {
     refuse(site, "repeat", "Compare leaves the tail out where its bytes are no multiple of 256");
   }
+  if (op == Op::cast && count % 2 && (target.type == Type::i4 || first.type == Type::i4)) {
+    refuse(site, "repeat", "Cast from or to int4b_t of an odd number of elements");
+  }
   const Operand* sources[] = {&first, &second};
   for (const Operand* source : sources) {
-    const int size = bytes_of(source->type), wide = bytes_of(target.type);
-    const bool meet = source->span.bytes && source->span.at < target.span.at + count * wide &&
-                      target.span.at < source->span.at + count * size;
+    const bool meet = source->span.bytes && source->span.at < target.span.at + bytes_of(target.type, count) &&
+                      target.span.at < source->span.at + bytes_of(source->type, count);
     const bool read = op != Op::duplicate && op != Op::index &&
                       (source == &first || op <= Op::bit_or || op == Op::select || op == Op::select_scalar);
-    if (read && meet && (source->span.at != target.span.at || size != wide)) {
+    if (read && meet && (source->span.at != target.span.at || bits_of(source->type) != bits_of(target.type))) {
       refuse(site, "overlap", "target and source overlap without being the same");
     }
   }
@@ -49,10 +51,23 @@ void issue_known(Instruction i, int64_t count) {
 }
 }  // namespace
 
-void vector_with_block(Op op, Site site, Operand target, Operand first, Operand blocks, int64_t count, int step) {
-  Instruction i{op, V, site, target, {first, blocks, {}}};
-  i.block_step = step;
-  issue_known(i, count);
+void vector_by_repeat(Op op, Site site, Operand target, Operand first, Operand second, int64_t repeats,
+                      const Strides& strides) {
+  Instruction i{op, V, site, target, {first, second, {}}};
+  i.by_repeat = true;
+  i.strides = strides;
+  i.count = repeats * repeat / bytes_of(target.type);
+  if (strides.target < repeat / block && repeats > 1) refuse(site, "overlap", "repeats write what others wrote");
+  const auto touched = reads(i);
+  const int steps[] = {strides.first, strides.second};
+  for (int k = 0; k < 2; ++k) {
+    const auto& [source, bytes] = touched[k];
+    const bool meet = source.span.at < target.span.at + write_bytes(i) && target.span.at < source.span.at + bytes;
+    const bool same =
+        source.span.at == target.span.at && steps[k] == strides.target && !(k == 1 && strides.second_is_block);
+    if (meet && !same) refuse(site, "overlap", "target and source overlap without being the same");
+  }
+  issue_known(i, i.count);
 }
 
 void broadcast(Site site, Operand target, Operand source, int64_t lanes) {

@@ -18,15 +18,18 @@ void Core::issue(const Instruction& instruction) {
   const int64_t sequence = order_.issue(pipe);
   Clock clock = order_.clock(pipe);
   if (instruction.op == Op::index) clock.seen[S] = order_.issued(S);  // CreateVecIndex orders its own stores before it
-  const auto touch = [&](const Operand& operand, int64_t bytes, bool writes) {
+  const auto touch = [&](int k, const Operand& operand, int64_t bytes) {
     if (bytes <= 0) return;
     if (operand.span.at % block) refuse(site, "alignment", "an address in UB off a 32-byte boundary");
     ub_.inside(site, operand.span, bytes);
-    ub_ranges_.touch(operand.span.at, operand.span.at + bytes, writes, pipe, sequence, clock, site);
+    for (const auto& [part, size] : parts(instruction, k, operand, bytes)) {
+      ub_ranges_.touch(part.span.at, part.span.at + size, k == target, pipe, sequence, clock, site);
+    }
   };
   // What it writes first: where it works in place, its own read would hide an earlier one.
-  touch(instruction.target, write_bytes(instruction), true);
-  for (const auto& [operand, bytes] : reads(instruction)) touch(operand, bytes, false);
+  touch(target, instruction.target, write_bytes(instruction));
+  int source = 0;
+  for (const auto& [operand, bytes] : reads(instruction)) touch(source++, operand, bytes);
   if (instruction.global) {
     const auto begin = reinterpret_cast<uint64_t>(instruction.global);
     const bool stores = instruction.op == Op::store;
@@ -88,11 +91,10 @@ void Core::count(const Instruction& i) {
 bool Core::conflicts(const Instruction& i, int64_t r) const {
   const int64_t left = i.count * bytes_of(i.sources[0].type) - r * repeat;
   const int64_t blocks = (std::min(left, repeat) + block - 1) / block;
-  const bool dense_too = i.block_step == dense;
-  const int64_t one = ub_.device_block(i.site, i.sources[0].span) + r * (repeat / block);
-  const int64_t other = ub_.device_block(i.site, i.sources[1].span) + r * (dense_too ? repeat / block : i.block_step);
+  const int64_t one = ub_.device_block(i.site, i.sources[0].span) + r * i.strides.first;
+  const int64_t other = ub_.device_block(i.site, i.sources[1].span) + r * i.strides.second;
   const int64_t apart = ((other - one) % groups + groups) % groups;
-  return apart < blocks || (dense_too && groups - apart < blocks);
+  return apart < blocks || (!i.strides.second_is_block && groups - apart < blocks);
 }
 
 }  // namespace emulator

@@ -13,7 +13,6 @@ namespace emulator {
 
 constexpr int64_t block = 32;    // bytes that an address in UB is a multiple of
 constexpr int64_t repeat = 256;  // bytes that one repeat of a vector instruction works on
-constexpr int dense = -1;
 
 namespace rounding {
 enum : int { none, rint, floor, ceil, away, trunc };  // RoundMode's order
@@ -29,7 +28,8 @@ struct Instruction {
   int64_t count = 0;
   double number = 0;
   int mode = 0;
-  int block_step = dense;  // or of a second source that has one block a repeat, blocks to the next repeat's
+  bool by_repeat = false;  // whole repeats that lie apart by `strides`, which else are those of what is dense
+  Strides strides;
   uint8_t* global = nullptr;
   int64_t bytes = 0, pad = 0;
   FlagKey flag{};
@@ -42,13 +42,15 @@ const char* name_of(Pipe pipe);
 // The documented combinations that the emulator knows; everything else is refused.
 bool knows(const Instruction& i);
 
+// From the first byte that it writes, or reads of each source, to the last.
 int64_t write_bytes(const Instruction& i);
 std::vector<std::pair<Operand, int64_t>> reads(const Instruction& i);
 
-// Of a second source with one block a repeat, the block that lane k reads.
-inline int64_t block_at(const Instruction& i, int64_t k) { return k * bytes_of(i.target.type) / repeat * i.block_step; }
+// The parts of that which it does touch: of the target, or of source k.
+constexpr int target = -1;
+std::vector<std::pair<Operand, int64_t>> parts(const Instruction& i, int k, const Operand& operand, int64_t bytes);
 
-// Where in source k of an instruction the first byte of its lane n is, and how many there are.
-std::pair<int64_t, int64_t> lane_of(const Instruction& i, size_t k, int64_t n);
+// Where in the target or in source k of an instruction the first byte of its lane n is, and how many there are.
+std::pair<int64_t, int64_t> lane_of(const Instruction& i, int k, int64_t n);
 
 }  // namespace emulator

@@ -19,7 +19,7 @@ std::vector<uint8_t> defined_lanes(const Instruction& i, Ub& ub) {
     const bool mask = chooses(i) && k + 1 == touched.size();
     if (ub.all_defined(operand.span, touched[k].second)) continue;
     for (int64_t n = 0; n < i.count; ++n) {
-      const auto [first, size] = mask ? std::pair<int64_t, int64_t>{n / 8, 1} : lane_of(i, k, n);
+      const auto [first, size] = mask ? std::pair<int64_t, int64_t>{n / 8, 1} : lane_of(i, static_cast<int>(k), n);
       const uint8_t* shadow = ub.shadow(operand.span) + first;
       bool fine = true;
       for (int b = 0; b < size; ++b) fine &= mask ? (shadow[0] >> (n % 8) & 1) != 0 : shadow[b] == defined;
@@ -37,7 +37,7 @@ std::vector<uint8_t> defined_lanes(const Instruction& i, Ub& ub) {
 // Of masks put together, every bit is its own: which ones are defined.
 std::vector<uint8_t> defined_bits(const Instruction& i, Ub& ub) {
   std::vector<uint8_t> bits;
-  if ((i.op != Op::bit_and && i.op != Op::bit_or) || i.block_step != dense) return bits;
+  if ((i.op != Op::bit_and && i.op != Op::bit_or) || i.by_repeat) return bits;
   const auto *one = ub.shadow(i.sources[0].span), *other = ub.shadow(i.sources[1].span);
   for (int64_t n = 0; n < write_bytes(i); ++n) bits.push_back(one[n] & other[n]);
   return bits;
@@ -53,13 +53,16 @@ void mark(const Instruction& i, Ub& ub, const std::vector<uint8_t>& lanes) {
     }
     return;
   }
-  const int size = bytes_of(i.target.type);
   uint8_t together = defined;
   for (int64_t n = 0; n < i.count; ++n) together &= lanes[n];
-  if (together == defined) {
-    std::fill_n(shadow, i.count * size, defined);
-  } else {
-    for (int64_t n = 0; n < i.count; ++n) std::fill_n(shadow + n * size, size, lanes[n]);
+  if (together == defined && !i.by_repeat) {
+    std::fill_n(shadow, write_bytes(i), defined);
+    return;
+  }
+  for (int64_t n = 0; n < i.count; ++n) {
+    const auto [first, size] = lane_of(i, target, n);
+    const bool beside = i.target.type == Type::i4 && n % 2;  // of the byte that the lane before it is in
+    std::fill_n(shadow + first, size, beside ? lanes[n] & lanes[n - 1] : lanes[n]);
   }
 }
 
