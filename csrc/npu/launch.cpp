@@ -294,7 +294,7 @@ void launch_quantize(const QuantizeArgs& args, Stream stream, int cores, Launche
     WireRow row = row_of(args.source, args.message, args.pieces, i, head.wire);
     LinePart part{count, i * count, {}, 2, head.wire.block};
     part.written[0] = {row.codes, 1, 8 / args.bits};
-    part.written[1] = {row.scales, 1, head.wire.block / 2};  // by bytes, since a message may begin anywhere
+    part.written[1] = {row.scales, 2, head.wire.block};
     if (args.residual) {
       row.residual = address(args.residual + i * count);
       part.written[part.written_count++] = {row.residual, 4};

@@ -108,8 +108,8 @@ class Quantize {
     PipeBarrier<PIPE_V>();
     Maxs(scale, scale, kLeastScale, blocks);
     Adds(blocks_.Lane(kKept), lost, -1, blocks);
-    Muls(lost, lost, kNan, blocks);
     PipeBarrier<PIPE_V>();
+    Muls(lost, lost, kNan, blocks);
     Adds(scale, scale, 0xffff, blocks);
     blocks_.Spread(kMask, kKept, blocks);
     PipeBarrier<PIPE_V>();

@@ -18,7 +18,7 @@ from npuzero.cli import main
 from npuzero.device import kernels
 from npuzero.info import info
 
-NAMES = ("cast", "flat_adam", "flat_lion", "norm", "norm_finish", "pack")
+NAMES = ("cast", "dequantize_sum", "flat_adam", "flat_lion", "norm", "norm_finish", "pack", "quantize")
 
 
 @pytest.fixture

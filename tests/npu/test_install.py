@@ -16,7 +16,7 @@ import pytest
 from npu.fake import libraries
 from packages import copy_project
 
-NAMES = ("cast", "flat_adam", "flat_lion", "norm", "norm_finish", "pack")
+NAMES = ("cast", "dequantize_sum", "flat_adam", "flat_lion", "norm", "norm_finish", "pack", "quantize")
 
 
 @pytest.fixture

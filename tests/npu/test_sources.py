@@ -38,9 +38,8 @@ def code_of(path: Path) -> str:
 
 
 def test_there_are_kernels() -> None:
-    assert {"cast.cpp", "flat_adam.cpp", "flat_lion.cpp", "norm.cpp", "pack.cpp"} <= {
-        path.name for path in device_sources()
-    }
+    ops = {"cast", "dequantize_sum", "flat_adam", "flat_lion", "norm", "pack", "quantize"}
+    assert {f"{op}.cpp" for op in ops} <= {path.name for path in device_sources()}
 
 
 @pytest.mark.parametrize("path", device_sources(), ids=lambda path: path.name)

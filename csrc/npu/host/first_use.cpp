@@ -13,6 +13,8 @@ namespace npuzero::npu {
 namespace {
 
 constexpr int64_t numbers = 8;
+constexpr int wire_bits = 4;
+constexpr int64_t block = wire_block(wire_bits);
 constexpr unsigned char unwritten = 0xA5;
 
 // What the ops read and write. Results are exact in whatever order they are computed: no device rounds them otherwise.
@@ -23,6 +25,8 @@ struct Trial {
   alignas(32) float pack[numbers];
   alignas(32) double norm[2];
   alignas(32) double workspace[2 * norm_blocks(numbers) + 4];
+  alignas(64) unsigned char message[message_bytes(block, wire_bits)];
+  float wide[block], sum[block];
 };
 
 struct Output {
@@ -35,6 +39,8 @@ constexpr Output outputs[] = {
     {NormArgs::op, offsetof(Trial, norm), sizeof(Trial::norm)},
     {FlatAdamArgs::op, offsetof(Trial, master), offsetof(Trial, lion_master) - offsetof(Trial, master)},
     {FlatLionArgs::op, offsetof(Trial, lion_master), offsetof(Trial, cast) - offsetof(Trial, lion_master)},
+    {QuantizeArgs::op, offsetof(Trial, message), sizeof(Trial::message)},
+    {DequantizeSumArgs::op, offsetof(Trial, sum), sizeof(Trial::sum)},
 };
 
 void fill(Trial& trial) {
@@ -44,6 +50,7 @@ void fill(Trial& trial) {
     trial.lion_master[i] = 1, trial.lion_exp_avg[i] = 0;
     trial.master[i] = 1, trial.exp_avg[i] = trial.exp_avg_sq[i] = 0;
   }
+  for (int64_t i = 0; i < block; ++i) trial.wide[i] = static_cast<float>(i % 15 - 7);
 }
 
 // Every op on a Trial that lies at `at`, which is memory of `device`: run(Args).
@@ -69,6 +76,9 @@ void run_all(Trial* at, Device device, const Run& run) {
   lion.master = at->lion_master, lion.moments[0] = {at->lion_exp_avg, nullptr}, lion.grad = at->given;
   lion.count = numbers, lion.low_dtype = Dtype::bf16;
   run(FlatLionArgs{&lion, 1, numbers, &of_lion, nullptr, nullptr, nullptr, 0});
+  const View message = view(at->message, sizeof at->message, Dtype::u8);
+  run(QuantizeArgs{view(at->wide, block, Dtype::f32), message, nullptr, 1, wire_bits});
+  run(DequantizeSumArgs{message, view(at->sum, block, Dtype::f32), 1, 1, wire_bits, false});
 }
 
 struct OnDevice {
@@ -77,10 +87,12 @@ struct OnDevice {
   Launcher& launcher;
 
   void operator()(const CastArgs& args) const { launch_cast(args, stream, cores, launcher); }
+  void operator()(const DequantizeSumArgs& args) const { launch_dequantize_sum(args, stream, cores, launcher); }
   void operator()(const FlatAdamArgs& args) const { launch_flat_adam(args, stream, cores, launcher); }
   void operator()(const FlatLionArgs& args) const { launch_flat_lion(args, stream, cores, launcher); }
   void operator()(const NormArgs& args) const { launch_norm(args, stream, cores, launcher); }
   void operator()(const PackArgs& args) const { launch_pack(args, stream, cores, launcher); }
+  void operator()(const QuantizeArgs& args) const { launch_quantize(args, stream, cores, launcher); }
 };
 
 // The device's results, in `host`, which is pinned; what the stream's work failed by, or "".
@@ -131,7 +143,7 @@ void check_first_use(const std::string& library, Stream stream, int cores, Launc
   if (wrong.empty()) wrong = compare(*host, given, expected);
   if (wrong.empty()) return;
   throw Error(Error::Kind::KernelUnavailable, "the npu kernels in " + library,
-              "the CPU's results, of each op on eight numbers at first use", wrong,
+              "the CPU's results, of each op on a few numbers at first use", wrong,
               "Build the kernels anew, `npuzero build-npu`, with the CANN that runs them; where a kernel wrote nothing "
               "it was not registered, and the device's log under ~/ascend/log says why.");
 }

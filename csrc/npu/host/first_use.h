@@ -7,7 +7,7 @@
 
 namespace npuzero::npu {
 
-// Runs every op on eight numbers and compares with the CPU's kernels; waits for the stream. A launch's own status is
+// Runs every op on a few numbers and compares with the CPU's kernels; waits for the stream. A launch's own status is
 // not enough: a launch function that CANN before 9.0 generates returns success where its kernel could not be
 // registered, and nothing runs.
 //

@@ -46,6 +46,8 @@ def test_ops_collectives_and_bandwidths_are_in_the_report(tmp_path):
         "npuzero_norm",
         "npuzero_flat_adam",
         "npuzero_flat_lion",
+        "npuzero_quantize",
+        "npuzero_dequantize_sum",
     }
     assert report["machine"]["device"].startswith("Ascend910B1")
     calls = (tmp_path / "hccl.log").read_text()

@@ -68,6 +68,22 @@ def test_an_update_equals_the_cpu_s():
             assert torch.equal(mine.cpu(), other)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_goes_over_a_thin_wire_equals_the_cpu_s(bits):
+    for blocks in (1, 40):
+        numel = 3 * 256 * blocks
+        source, residual = torch.randn(numel).bfloat16(), torch.randn(numel) * 0.01
+        message = torch.zeros(3 * _C.message_bytes(256 * blocks, bits), dtype=torch.uint8)
+        out = torch.randn(numel)
+        far_source, far_residual, far_message, far_out = there(source, residual, message, out)
+        ops.quantize(source, message, bits=bits, pieces=3, residual=residual)
+        ops.quantize(far_source, far_message, bits=bits, pieces=3, residual=far_residual)
+        ops.dequantize_sum(message, out[: 256 * blocks], bits=bits, rows=3, accumulate=True)
+        ops.dequantize_sum(far_message, far_out[: 256 * blocks], bits=bits, rows=3, accumulate=True)
+        for mine, other in ((far_message, message), (far_residual, residual), (far_out, out)):
+            assert torch.equal(mine.cpu(), other)
+
+
 def test_many_launches_on_several_streams():
     """Tables are lent until their launch is done: none is overwritten by a later one."""
     streams = [torch.npu.Stream() for _ in range(3)]
@@ -171,7 +187,7 @@ def test_a_launch_comes_after_what_torch_was_told():
 
 
 # A launch function as CANN before 9.0 generates it, where its kernel was not registered; and one that goes wrong.
-OPS = ("cast", "pack", "norm", "flat_adam", "flat_lion")
+OPS = ("cast", "pack", "norm", "flat_adam", "flat_lion", "quantize", "dequantize_sum")
 UNREGISTERED = """
 extern "C" int puts(const char*);
 extern "C" uint32_t aclrtlaunch_{kernel}(uint32_t, void*, void*) {{ puts("not registered"); return 0; }}

@@ -131,9 +131,11 @@ std::vector<std::pair<Operand, int64_t>> parts(const Instruction& i, int k, cons
 std::pair<int64_t, int64_t> lane_of(const Instruction& i, int k, int64_t n) {
   const Type type = (k == target ? i.target : i.sources[k]).type;
   const int64_t size = std::max(bytes_of(type), 1);
-  if (i.op == Op::broadcast) return {n * size / block * size, size};
-  if (i.op == Op::reduce_max) return {n * repeat, repeat};
-  if (i.op == Op::index) return {n * size % block, size};
+  if (k != target) {
+    if (i.op == Op::broadcast) return {n * size / block * size, size};
+    if (i.op == Op::reduce_max) return {n * repeat, repeat};
+    if (i.op == Op::index) return {n * size % block, size};
+  }
   if (i.by_repeat) {
     const auto [step, bytes] = repeat_of(i, k);
     return {n * size / repeat * step * block + n * size % bytes, size};
