@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from npuzero import _native, ops
 from npuzero.ops import LionSegment, Segment, storage
-from ops import grid
+from ops import grid, wires
 
 F32, BF16, F16 = grid.FLOATS
 CODES = torch.uint8
@@ -114,6 +115,61 @@ def _pack(sizes: tuple[int, ...], source: torch.dtype, target: torch.dtype, scal
     _compare(
         lambda out: ops.pack(tensors, offsets, out[0].inner, scale=scale, accumulate=accumulate), [actual], [expected]
     )
+
+
+def quantize() -> None:
+    for bits, dtype, pieces, blocks, fed_back, offset in (
+        (8, F32, 1, 101, True, 16),  # three cores of two tiles, the last of them neither whole nor eight blocks
+        (4, BF16, 1, 253, False, 3),
+        (8, BF16, 3, 37, False, 3),
+        (4, F16, 3, 69, True, 16),
+        (8, F16, 2, 3, True, 1),  # residuals that no core shares
+        (4, F32, 5, 1, False, 0),
+    ):
+        n, size = pieces * blocks * wires.BLOCK[bits], pieces * wires.message_bytes(blocks * wires.BLOCK[bits], bits)
+        x = grid.Guarded.around(wires.values(n, wires.BLOCK[bits], dtype), 3).inner
+        rest = wires.values(n, wires.BLOCK[bits], first=5)
+        actual, expected = (
+            [
+                grid.Guarded.around(torch.full((size,), 90, dtype=CODES), wires.ALIGNED),
+                *[grid.Guarded.around(rest, offset)] * fed_back,
+            ]
+            for _ in range(2)
+        )
+
+        def run(out: list[grid.Guarded], x: torch.Tensor = x, bits: int = bits, pieces: int = pieces) -> None:
+            rest = out[1].inner if len(out) > 1 else None
+            ops.quantize(x, out[0].inner, bits=bits, pieces=pieces, residual=rest)
+
+        _compare(run, actual, expected)
+
+
+def dequantize_sum() -> None:
+    for bits, dtype, rows, pieces, blocks, accumulate, offset in (
+        (8, F32, 3, 1, 101, True, 0),
+        (4, BF16, 2, 3, 69, True, 16),
+        (8, BF16, 1, 3, 37, False, 3),
+        (4, F32, 3, 1, 253, False, 0),
+        (8, F16, 2, 2, 3, True, 1),
+    ):
+        n, block = pieces * blocks * wires.BLOCK[bits], wires.BLOCK[bits]
+        sent = [wires.values(n, block, first=5 * row) for row in range(rows)]
+        made = functools.partial(wires.made, sent, bits, pieces, ops.quantize)
+        messages = grid.Guarded.around(_of_reference(made), wires.ALIGNED).inner
+        start = wires.values(n, block, dtype, first=3)
+        actual, expected = ([grid.Guarded.around(start, offset)] for _ in range(2))
+        options = {"bits": bits, "rows": rows, "pieces": pieces, "accumulate": accumulate}
+
+        def run(out: list[grid.Guarded], messages: torch.Tensor = messages, options: dict[str, Any] = options) -> None:
+            ops.dequantize_sum(messages, out[0].inner, **options)
+
+        _compare(run, actual, expected)
+
+
+def _of_reference(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    grid.with_reference(lambda: found.append(call()))
+    return found[0]
 
 
 def norm() -> None:
@@ -289,4 +345,12 @@ def _compare(
         one.assert_guards()
 
 
-ALL = {"cast": cast, "flat_adam": flat_adam, "flat_lion": flat_lion, "norm": norm, "pack": pack}
+ALL = {
+    "cast": cast,
+    "dequantize_sum": dequantize_sum,
+    "flat_adam": flat_adam,
+    "flat_lion": flat_lion,
+    "norm": norm,
+    "pack": pack,
+    "quantize": quantize,
+}

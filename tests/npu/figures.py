@@ -24,7 +24,7 @@ import torch
 
 from npu.emulated import Counts, Emulator, build
 from npu.exercise import ADAMW, BF16, CODES, F16, F32, LION
-from npuzero import _native, ops
+from npuzero import _C, _native, ops
 from npuzero.ops import storage
 
 CORES, HERTZ, BYTES_PER_SECOND, NUMEL = 48, 1.8e9, 1.6e12, 10**9
@@ -97,6 +97,25 @@ def _norm(dtype: torch.dtype, addend: torch.dtype | None) -> Call:
     return call
 
 
+def _quantize(source: torch.dtype, bits: int, fed_back: bool) -> Call:
+    def call(n: int) -> None:
+        message = _flat(torch.uint8, _C.message_bytes(n, bits))
+        ops.quantize(_flat(source, n), message, bits=bits, residual=_flat(F32, n) if fed_back else None)
+
+    return call
+
+
+def _dequantize_sum(target: torch.dtype, bits: int, rows: int, accumulate: bool) -> Call:
+    def call(n: int) -> None:
+        messages = _flat(torch.uint8, rows * _C.message_bytes(n, bits))
+        ops.dequantize_sum(messages, _flat(target, n), bits=bits, rows=rows, accumulate=accumulate)
+
+    return call
+
+
+_WIRE = {8: 1 + 2 / 256, 4: 0.5 + 2 / 128}  # bytes of an element
+
+
 # What is counted, and the bytes an element that no kernel can do without.
 CASES: dict[str, tuple[float, Call]] = {
     "flat_adam bf16 gradient and copy": (28, _adam("fp32", BF16, BF16)),
@@ -124,6 +143,12 @@ CASES: dict[str, tuple[float, Call]] = {
     "norm of f32": (4, _norm(F32, None)),
     "norm of bf16": (2, _norm(BF16, None)),
     "norm of f32 + bf16": (10, _norm(F32, BF16)),
+    "quantize bf16 to 8 bits": (2 + _WIRE[8], _quantize(BF16, 8, False)),
+    "quantize bf16 to 4 bits": (2 + _WIRE[4], _quantize(BF16, 4, False)),
+    "quantize f32 to 4 bits, fed back": (12 + _WIRE[4], _quantize(F32, 4, True)),
+    "dequantize_sum of 8 bits to bf16": (2 + _WIRE[8], _dequantize_sum(BF16, 8, 1, False)),
+    "dequantize_sum of 8 rows of 4 bits to f32": (4 + 8 * _WIRE[4], _dequantize_sum(F32, 4, 8, False)),
+    "dequantize_sum of 2 rows of 8 bits, added to f32": (8 + 2 * _WIRE[8], _dequantize_sum(F32, 8, 2, True)),
 }
 
 

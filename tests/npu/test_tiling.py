@@ -19,6 +19,7 @@ LINE, TILE = 32, 4096
 class Part:
     count: int
     written: tuple[tuple[int, int, int], ...]  # address, itemsize, elements of an item
+    grain: int = 1
 
 
 def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
@@ -27,7 +28,7 @@ def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
     library.cut_line.restype = ctypes.c_int64
     words: list[int] = []
     for part in parts:
-        words += [part.count, len(part.written)]
+        words += [part.count, len(part.written), part.grain]
         for buffer in (*part.written, *[(0, 1, 1)] * (8 - len(part.written))):
             words += buffer
     out = (ctypes.c_int64 * (3 * cores))()
@@ -41,15 +42,16 @@ def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
 def lines(draw: st.DrawFn) -> list[Part]:
     """Parts whose buffers lie close to each other, in whatever order, at addresses aligned to nothing but elements."""
     items = draw(st.lists(st.sampled_from([(4, 1), (2, 1), (1, 1), (1, 64)]), min_size=1, max_size=6))
+    grain = draw(st.sampled_from([1, 128, 256]))
     counts = draw(st.lists(st.integers(1, 20000) | st.integers(1, 40), min_size=1, max_size=8))
-    parts = [Part(count, ()) for count in counts]
+    parts = [Part(count * grain, (), grain) for count in counts]
     address = 1 << 40
     for size, elements in items:
         address += draw(st.sampled_from([0, 4, 32, 508, 512]))
         address += -address % size
         for i in draw(st.permutations(range(len(counts)))):
-            parts[i] = Part(counts[i], (*parts[i].written, (address, size, elements)))
-            address += -(-counts[i] // elements) * size + draw(st.sampled_from([0, 0, 4, 28, 512]))
+            parts[i] = Part(parts[i].count, (*parts[i].written, (address, size, elements)), grain)
+            address += -(-parts[i].count // elements) * size + draw(st.sampled_from([0, 0, 4, 28, 512]))
             address += -address % size
     return parts
 
@@ -69,6 +71,7 @@ def test_shares_cover_the_line_and_no_two_cores_write_one_memory_line(parts: lis
         for part, start in zip(parts, starts, strict=False):
             low, high = max(begin - start, 0), min(end - start, part.count)
             if low < high:
+                assert low % part.grain == 0
                 for address, size, elements in part.written:
                     assert low % elements == 0
                     last = (high - 1) // elements * size + size - 1

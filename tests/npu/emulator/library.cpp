@@ -239,15 +239,15 @@ const char* run_flat_lion(const int64_t* rows, int64_t count, const int64_t* wor
                                   seed);
 }
 
-// The shares of a line of parts: of each (count, buffers, then address, itemsize and elements of eight); out: begin,
+// The shares of a line of parts: of each (count, buffers, grain, then address, itemsize and elements of eight); out: begin,
 // end, part.
 int64_t cut_line(const int64_t* words, int64_t count, int cores, int64_t tile, int64_t* out) {
   std::vector<npu::LinePart> parts;
   int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i, words += 26) {
-    npu::LinePart part{words[0], total, {}, static_cast<int>(words[1])};
+  for (int64_t i = 0; i < count; ++i, words += 27) {
+    npu::LinePart part{words[0], total, {}, static_cast<int>(words[1]), words[2]};
     for (int w = 0; w < 8; ++w) {
-      part.written[w] = {static_cast<uint64_t>(words[2 + 3 * w]), words[3 + 3 * w], words[4 + 3 * w]};
+      part.written[w] = {static_cast<uint64_t>(words[3 + 3 * w]), words[4 + 3 * w], words[5 + 3 * w]};
     }
     parts.push_back(part);
     total += part.count;

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain
 
-from . import cast, flat_adam, flat_lion, norm, pack
+from . import cast, dequantize_sum, flat_adam, flat_lion, norm, pack, quantize
 from .mutant import Mutant
 
-KERNELS = {"cast": cast, "flat_adam": flat_adam, "flat_lion": flat_lion, "norm": norm, "pack": pack}
+KERNELS = {
+    "cast": cast,
+    "dequantize_sum": dequantize_sum,
+    "flat_adam": flat_adam,
+    "flat_lion": flat_lion,
+    "norm": norm,
+    "pack": pack,
+    "quantize": quantize,
+}
 
 # Mistakes that break a rule of the device, or the arithmetic everywhere.
 MUTANTS: dict[str, tuple[Mutant, ...]] = {op: kernel.MUTANTS for op, kernel in KERNELS.items()}

@@ -1,0 +1,98 @@
+"""Mistakes in the kernel of dequantize_sum, its tiling and what it shares with quantize."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    # flags and barriers
+    Mutant(
+        "a row that begins while the last one is read",
+        "dequantize_sum.cpp",
+        "PipeBarrier<PIPE_V>();  // the last row may still read what lies between",
+        "",
+        "race",
+    ),
+    Mutant(
+        "a row is added while it is scaled",
+        "dequantize_sum.cpp",
+        "PipeBarrier<PIPE_V>();\n      Add(sum, sum, Wide(), count);",
+        "Add(sum, sum, Wide(), count);",
+        "race",
+    ),
+    # queues
+    Mutant("a forgotten Free of what a sum is added to", "dequantize_sum.cpp", "before_.FreeTensor(in);", "", "queue"),
+    Mutant(
+        "a queue of one place for two rows",
+        "dequantize_sum.cpp",
+        "TQue<TPosition::VECIN, 2> in_;",
+        "TQue<TPosition::VECIN, 1> in_;",
+        "queue",
+    ),
+    # memory
+    Mutant(
+        "scales off a block of UB",
+        "dequantize_sum.cpp",
+        "scales_ = tile * head->wire.bits / 8;",
+        "scales_ = tile * head->wire.bits / 8 + 2;",
+        "alignment",
+    ),
+    Mutant(
+        "a tile as if all were of 8 bits",
+        "launch.cpp",
+        "wire_of(args.out.dtype, args.bits, 2)",
+        "wire_of(args.out.dtype, args.bits, 1)",
+        "capacity",
+    ),
+    # types
+    Mutant(
+        "codes straight to f32",
+        "dequantize_sum.cpp",
+        "Cast(Wide(), codes, RoundMode::CAST_NONE, count);",
+        "Cast(Wide(), in.ReinterpretCast<int8_t>(), RoundMode::CAST_NONE, count);",
+        "dtype",
+    ),
+    Mutant(
+        "scales of f16",
+        "dequantize_sum.cpp",
+        "npu::Widen(blocks_.LaneOfFloats(0), in[scales_], kBF16, blocks);",
+        "npu::Widen(blocks_.LaneOfFloats(0), in[scales_], kF16, blocks);",
+        "values",
+    ),
+    # the arithmetic
+    Mutant(
+        "one scale for all blocks",
+        "wire.h",
+        "BinaryRepeatParams(1, 1, 0, Step(), Step(), 1);",
+        "BinaryRepeatParams(1, 1, 0, Step(), Step(), 0);",
+        "values",
+    ),
+    Mutant("a first row that is added to nothing", "dequantize_sum.cpp", "first ? sum : Wide()", "Wide()", "poison"),
+    Mutant(
+        "the last row is left out",
+        "dequantize_sum.cpp",
+        "for (int32_t row = 0; row < rows_; ++row) {\n        const bool last = row == rows_ - 1;",
+        "const int32_t rows = rows_ > 1 ? rows_ - 1 : 1;\n"
+        "      for (int32_t row = 0; row < rows; ++row) {\n        const bool last = row == rows - 1;",
+        "values",
+    ),
+    Mutant("what there was is forgotten", "dequantize_sum.cpp", "Add(sum, before, sum, count);", "", "values"),
+    # the cut
+    Mutant(
+        "rows that lie a message apart",
+        "launch.cpp",
+        "head.row_bytes = args.pieces * message_bytes(count, args.bits);",
+        "head.row_bytes = message_bytes(count, args.bits);",
+        "values",
+    ),
+    Mutant(
+        "a cut in a block",
+        "launch.cpp",
+        "itemsize(args.out.dtype)}}}, 1, head.wire.block});",
+        "itemsize(args.out.dtype)}}}, 1});",
+        "poison",
+        quick=True,
+    ),
+)
+
+MEANINGS: dict[str, tuple[Mutant, ...]] = {}

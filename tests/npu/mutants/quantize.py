@@ -1,0 +1,141 @@
+"""Mistakes in the kernel of quantize, its tiling and what it shares with dequantize_sum."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+MUTANTS = (
+    # flags and barriers
+    Mutant(
+        "no barrier before what a block's largest decides",
+        "quantize.cpp",
+        "ReduceOrder::ORDER_ONLY_VALUE);\n    PipeBarrier<PIPE_V>();",
+        "ReduceOrder::ORDER_ONLY_VALUE);",
+        "race",
+    ),
+    Mutant(
+        "scales and what they are of in one step",
+        "quantize.cpp",
+        "PipeBarrier<PIPE_V>();\n    Muls(lost, lost, kNan, blocks);",
+        "Muls(lost, lost, kNan, blocks);\n    PipeBarrier<PIPE_V>();",
+        "race",
+    ),
+    # queues
+    Mutant("a forgotten Free of what was rounded", "quantize.cpp", "in_.FreeTensor(in);", "", "queue"),
+    # memory
+    Mutant("residuals where scales are", "quantize.cpp", "rest_ = scales_ + 2 * kSkew;", "rest_ = scales_;", "values"),
+    Mutant(
+        "residuals off a block of UB",
+        "quantize.cpp",
+        "beside_ = tile * ItemSize(dtype_) + kSkew;",
+        "beside_ = tile * ItemSize(dtype_) + kSkew / 16;",
+        "alignment",
+    ),
+    Mutant(
+        "repeats that write what others wrote",
+        "wire.h",
+        "apart(1, 1, 1, 8, Step(), Step())",
+        "apart(1, 1, 1, 4, Step(), Step())",
+        "overlap",
+    ),
+    # types, rounding, repeats
+    Mutant(
+        "f32 straight to 8 bits",
+        "quantize.cpp",
+        "blocks_.Narrow(out, whole, count);",
+        "Cast(out.ReinterpretCast<int8_t>(), Work(), RoundMode::CAST_RINT, count);",
+        "dtype",
+    ),
+    Mutant(
+        "integers of 16 bits straight to 8",
+        "quantize.cpp",
+        "blocks_.Narrow(out, whole, count);",
+        "Cast(out.ReinterpretCast<int8_t>(), codes, RoundMode::CAST_RINT, count);",
+        "dtype",
+    ),
+    # the arithmetic
+    Mutant(
+        "a block's largest of its neighbours, too",
+        "wire.h",
+        "apart(1, 1, 1, 8, Step(), Step())",
+        "apart(1, 1, 1, 8, 8, 8)",
+        "values",
+    ),
+    Mutant("a scale that is rounded down", "quantize.cpp", "Adds(scale, scale, 0xffff, blocks);", "", "values"),
+    Mutant(
+        "the scale's factor before it is rounded",
+        "launch.cpp",
+        "head.inverse = 1.0f / wire_largest(args.bits);",
+        "head.inverse = 1.0f / (wire_largest(args.bits) + 1);",
+        "poison",
+    ),
+    # the cut
+    Mutant(
+        "a cut in a line of scales",
+        "launch.cpp",
+        "part.written[1] = {row.scales, 2, head.wire.block};",
+        "part.written[1] = {row.codes, 1, 8 / args.bits};",
+        "cores",
+    ),
+    Mutant(
+        "messages without what fills them up",
+        "launch.cpp",
+        "row.codes = address(messages.data) + i * message_bytes(count, wire.bits);",
+        "row.codes = address(messages.data) + i * (message_bytes(count, wire.bits) - message_line);",
+        "values",
+    ),
+)
+
+MEANINGS = {
+    "ties": (
+        Mutant(
+            "codes' ties away from zero",
+            "quantize.cpp",
+            "Cast(codes, Work(), RoundMode::CAST_RINT, count);",
+            "Cast(codes, Work(), RoundMode::CAST_ROUND, count);",
+            "values",
+        ),
+        Mutant(
+            "a scale that is rounded to nearest",
+            "quantize.cpp",
+            "Adds(scale, scale, 0xffff, blocks);",
+            "Adds(scale, scale, 0x7fff, blocks);",
+            "values",
+        ),
+    ),
+    "not finite": (
+        Mutant(
+            "NaNs among what the largest is looked for",
+            "quantize.cpp",
+            "Mins(folded, folded, kInfinity, blocks * kRepeat);",
+            "",
+            "poison",
+        ),
+        Mutant("a lost block is rounded", "quantize.cpp", "blocks_.Mask(x, kMask, count);", "", "poison"),
+        Mutant(
+            "a lost block's scale is infinity",
+            "quantize.cpp",
+            "Max(lost, lost, scale, blocks);",
+            "Adds(lost, scale, 0, blocks);",
+            "values",
+        ),
+        Mutant(
+            "a lost block's factor is infinity",
+            "quantize.cpp",
+            "Mins(scale, largest, kInfinity - 1, blocks);",
+            "Mins(scale, largest, kInfinity, blocks);",
+            "values",
+        ),
+        Mutant(
+            "the largest number is taken for infinity",
+            "quantize.cpp",
+            "Adds(lost, largest, 1 - kInfinity, blocks);",
+            "Adds(lost, largest, 2 - kInfinity, blocks);",
+            "poison",
+        ),
+    ),
+    "zeros": (
+        Mutant("no least scale", "quantize.cpp", "Maxs(scale, scale, kLeastScale, blocks);", "", "poison", quick=True),
+        Mutant("another least scale", "quantize.cpp", "kLeastScale = 7 << 23;", "kLeastScale = 8 << 23;", "values"),
+    ),
+}
