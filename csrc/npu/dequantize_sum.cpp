@@ -69,7 +69,6 @@ class DequantizeSum {
     LocalTensor<uint8_t> in = in_.DeQue<uint8_t>();
     const LocalTensor<half> codes = codes_.Get<half>();
     const int32_t blocks = blocks_.Blocks(count);
-    PipeBarrier<PIPE_V>();  // the last row may still read what lies between
     blocks_.Widen(codes, in, count);
     npu::Widen(blocks_.LaneOfFloats(0), in[scales_], kBF16, blocks);
     PipeBarrier<PIPE_V>();

@@ -48,7 +48,7 @@ class Quantize {
 
  private:
   // Lanes of blocks, and what is spread of them.
-  enum { kOnes, kLargest, kLost, kKept, kScale, kFactor, kInverse, kLanes };
+  enum { kOnes, kMost, kLost, kKept, kScale, kFactor, kInverse, kLanes };
   enum { kMask, kInverses, kFactors, kSpreads };
 
   __aicore__ inline void LoadTile() {
@@ -88,7 +88,7 @@ class Quantize {
     blocks_.Fold(folded, Work().ReinterpretCast<int32_t>(), count);
     Mins(folded, folded, kInfinity, blocks * kRepeat);
     PipeBarrier<PIPE_V>();
-    WholeReduceMax(blocks_.LaneOfFloats(kLargest), folded.ReinterpretCast<float>(), kRepeat, blocks, 1, 1, 8,
+    WholeReduceMax(blocks_.LaneOfFloats(kMost), folded.ReinterpretCast<float>(), kRepeat, blocks, 1, 1, 8,
                    ReduceOrder::ORDER_ONLY_VALUE);
     PipeBarrier<PIPE_V>();
   }
@@ -96,7 +96,7 @@ class Quantize {
   // Scales; and spread for codes and residuals the same as floats, and their inverses. A block that is lost becomes
   // zeros, with a factor that is finite.
   __aicore__ inline void FindScales(const LocalTensor<int16_t>& scales, const LocalTensor<float>& x, int32_t count) {
-    const LocalTensor<int32_t> largest = blocks_.Lane(kLargest), lost = blocks_.Lane(kLost);
+    const LocalTensor<int32_t> largest = blocks_.Lane(kMost), lost = blocks_.Lane(kLost);
     const LocalTensor<int32_t> scale = blocks_.Lane(kScale), factor = blocks_.Lane(kFactor);
     const LocalTensor<float> product = blocks_.LaneOfFloats(kScale);
     const int32_t blocks = blocks_.Blocks(count);

@@ -150,7 +150,7 @@ def dequantize_sum() -> None:
         (4, BF16, 2, 3, 69, True, 16),
         (8, BF16, 1, 3, 37, False, 3),
         (4, F32, 3, 1, 253, False, 0),
-        (8, F16, 2, 2, 3, True, 1),
+        (8, F16, 1, 2, 3, True, 1),
     ):
         n, block = pieces * blocks * wires.BLOCK[bits], wires.BLOCK[bits]
         sent = [wires.values(n, block, first=5 * row) for row in range(rows)]

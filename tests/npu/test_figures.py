@@ -20,6 +20,7 @@ DRAWN = (
     "flat_lion bf16 masters and moments, stochastic",
     "flat_lion 8-bit moments, bf16 gradient and copy",
 )
+WIRES = [name for name in figures.CASES if name.startswith(("quantize", "dequantize_sum"))]
 NORMS = ("norm of f32", "norm of bf16", "norm of f32 + bf16")
 
 
@@ -36,6 +37,12 @@ def test_rounding_by_chance_and_codes_take_at_most_twice_the_ordinary_update(nam
 @pytest.mark.parametrize("name", NORMS)
 def test_norm_takes_little_more_than_its_bytes(name: str) -> None:
     assert measured(name)["share_of_hbm"] >= 0.6
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_thin_wires_take_little_more_than_their_bytes(name: str) -> None:
+    row = measured(name)
+    assert row["bytes"] == pytest.approx(row["least_bytes"], abs=1e-9) and row["share_of_hbm"] >= 0.75
 
 
 def test_the_update_reads_no_two_sources_from_one_group_of_banks() -> None:

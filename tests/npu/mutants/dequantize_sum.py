@@ -7,10 +7,10 @@ from .mutant import Mutant
 MUTANTS = (
     # flags and barriers
     Mutant(
-        "a row that begins while the last one is read",
+        "codes and scales that are read while they are widened",
         "dequantize_sum.cpp",
-        "PipeBarrier<PIPE_V>();  // the last row may still read what lies between",
-        "",
+        "kBF16, blocks);\n    PipeBarrier<PIPE_V>();",
+        "kBF16, blocks);",
         "race",
     ),
     Mutant(

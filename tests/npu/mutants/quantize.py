@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant("a scale that is rounded down", "quantize.cpp", "Adds(scale, scale, 0xffff, blocks);", "", "values"),
     Mutant(
-        "the scale's factor before it is rounded",
+        "a scale for one code more than there is",
         "launch.cpp",
         "head.inverse = 1.0f / wire_largest(args.bits);",
         "head.inverse = 1.0f / (wire_largest(args.bits) + 1);",
