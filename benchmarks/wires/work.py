@@ -82,12 +82,11 @@ CONTENDERS: dict[str, Callable[[], Build]] = {
 class Rank(work.Rank):
     """A rank that says what its plan sends from node to node."""
 
-    def crossed(self) -> float:
-        """The bytes that this rank has sent along axes of several nodes in the last step."""
+    def crossed(self) -> int:
+        """The bytes that this rank has sent to other nodes in the last step, level by level."""
         import npuzero
 
-        along = npuzero.report(self.steps.model).sent_along
-        return sum(sum(sent.values()) for axes, sent in along.items() if "node" in axes.split("+"))
+        return sum(npuzero.report(self.steps.model).sent_along["node"].values())
 
 
 def make(rank: int, size: int, options: dict[str, Any]) -> Rank:

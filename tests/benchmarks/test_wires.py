@@ -22,7 +22,7 @@ from benchmarks.wires.namespaces import WIRE, Wired, wired
 from npuzero.bench import Record, Result
 from npuzero.errors import BenchmarkError
 
-TINY = shlex.split("--dim 64 --layers 2 --heads 2 --rates unlimited,1 --rounds 1 --peers= --plans zero3,hpz")
+TINY = shlex.split("--dim 64 --layers 2 --heads 2 --rates unlimited,1 --rounds 1 --peers=")
 LISTEN = """
 import socket, sys, time
 with socket.create_server(("", 4321)) as server:
@@ -102,6 +102,9 @@ def test_plans_are_compared_over_links_of_shared_memory(tmp_path, capsys):
     assert "beside plain torch's" in record.results[0].checked
     zero3, hpz = (record.results[0].values[f"npuzero {plan}"]["carried_bytes"] for plan in ("zero3", "hpz"))
     assert zero3 / hpz == pytest.approx(4.5 / 2, rel=0.05), "a ring thrice, or half of it twice; and control messages"
+    for plan in ("hpz", "zero++", "thin"):
+        values = record.results[0].values[f"npuzero {plan}"]
+        assert values["carried_bytes"] == pytest.approx(values["planned_bytes"], rel=0.05), plan
     assert "MB planned" in capsys.readouterr().out
 
 
