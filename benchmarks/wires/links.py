@@ -216,6 +216,7 @@ class LinkedWorld(World):
         self.board = world.board
         self._of = world
         self._links = links
+        self._made: list[Linked] = []
 
     def fail(self, failure: Failure) -> None:
         self._of.fail(failure)
@@ -223,7 +224,7 @@ class LinkedWorld(World):
     def close(self) -> None:
         """Close its communicators; the world it is made of goes on."""
         self.closed = True
-        for communicator in list(self._communicators.values()):
+        for communicator in self._made:
             communicator.close()
 
     def _exchange(self, value: object, channel: str, group: tuple[int, ...]) -> list[Any]:
@@ -234,4 +235,5 @@ class LinkedWorld(World):
         nodes = [rank // self._each for rank in ranks]
         if len(set(nodes)) == 1:
             return inner
-        return Linked(inner, self._of.communicator(ranks, f"{name}@clock"), self._links, nodes)
+        self._made.append(Linked(inner, self._of.communicator(ranks, f"{name}@clock"), self._links, nodes))
+        return self._made[-1]
