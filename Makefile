@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-disk bench-quick figures lint format build clean
+.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-disk bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -138,6 +138,11 @@ bench-axes: $(VENV)/.installed-bench  ## measure tensor and sequence ranks and p
 	$(PY) -m benchmarks.pipeline --ranks 4 --out $(RESULTS)/pipeline-fp32-4.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
+bench-wires: $(VENV)/.installed-bench  ## measure a step between nodes over a slow link; into RESULTS; as root; 10 minutes
+	$(PY) -m benchmarks.wires --pip='$(wordlist 2,9,$(TORCH))' --out $(RESULTS)/wires-namespaces.json
+	$(PY) -m benchmarks.wires --links shared --out $(RESULTS)/wires-shared.json
+	$(PY) -m benchmarks.figures $(RESULTS)
+
 bench-disk: $(VENV)/.installed-bench  ## measure what rests on DISK (this one): beside its peers, memory, steps; into RESULTS
 	$(PY) -m benchmarks.disk $(DISK_BENCH) --out $(RESULTS)/disk.json
 	$(PY) -m benchmarks.activations --nvme $(or $(DISK),.) --out $(RESULTS)/activations.json
@@ -157,6 +162,7 @@ figures: $(VENV)/.installed-bench  ## the tables in README and docs and every pi
 	$(PY) -m benchmarks.figures benchmarks/results --readme
 	$(PY) -m benchmarks.trace benchmarks/results/trace/step.json --out docs/overlap.png
 	$(PY) -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
+	$(PY) -m benchmarks.wires.picture benchmarks/results/wires-*.json --out docs/wires.png
 	$(PY) -m npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB --plot docs/plan.png
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy

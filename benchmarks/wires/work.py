@@ -32,9 +32,9 @@ PLANS = ("zero3", "hpz", "zero++", "thin")
 
 @dataclass(frozen=True)
 class Demo(Workload):
-    """Sizes of the demo's GPT and of a step; with these it has 25.4 M parameters, and computes for little."""
+    """Sizes of the demo's GPT and of a step; with these it has 25.4 M parameters, and little to compute."""
 
-    sequence: int = 32
+    sequence: int = 16
     batch: int = 1
 
     def model(self) -> Any:
