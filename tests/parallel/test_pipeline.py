@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import npuzero
 from npuzero import MeshShape, Placement, Plan, Settings, comm
 from npuzero.comm import World
+from npuzero.plan import THINNED
 from world.toy import build
 
-from .pipeline_training import ROWS, WIDTH, Block, Deep, Run, assert_like_plain, loss_of, piped, plainly
+from .pipeline_training import ROWS, WIDTH, Block, Deep, Run, apart, assert_like_plain, loss_of, piped, plainly
 
 SGD = Run()
 ADAM = Run(kind="adamw")
@@ -152,7 +153,7 @@ def test_presets_keep_parameters_between_micro_batches():
 PRESETS = ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [*PRESETS, *THINNED])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_a_rank_holds_and_sends_what_was_foretold(schedule: str, chunks: int, preset: str):
     run = Run(2, data=2, clip=1.0)
@@ -162,6 +163,19 @@ def test_a_rank_holds_and_sends_what_was_foretold(schedule: str, chunks: int, pr
             expected = npuzero.predict(each.pipe, plan, MeshShape(node=2, local=1, pipe=2), **facts)
             assert (each.report.bytes_sent, each.report.sent_along) == (expected.bytes_sent, expected.sent_along)
             assert each.report.held == expected.held
+
+
+@pytest.mark.parametrize("preset", THINNED)
+def test_thin_wires_come_near_plain_torch(preset: str):
+    """Every stage's parameters and gradients are rounded on their way; nothing of an edge is."""
+    run = replace(SGD, data=2, clip=1.0)
+    state, losses, norms = plainly(run)
+    found = piped(run, 2, Plan.preset(preset), schedule="interleaved", chunks=2)
+    for each in found:
+        # Biases begin at zero, and are sums of rounded gradients.
+        assert 0 < apart({name: each.state[name] for name in each.state if name.endswith("weight")}, state) <= 0.05
+        assert each.losses == pytest.approx(losses, rel=0.01) and each.norms == pytest.approx(norms, rel=0.05)
+        assert (each.losses, each.norms) == (found[0].losses, found[0].norms)
 
 
 # --- what programs do -------------------------------------------------------------------------------------------------

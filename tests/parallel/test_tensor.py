@@ -211,7 +211,7 @@ def test_bytes_of_a_step_where_the_vocabulary_is_whole(mode: str, factor: int) -
     assert sent == [(factor * LAYERS + ends) * BATCH * SEQUENCE * HIDDEN * 4 // 2] * 2
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zero++"])
 def test_the_engine_sends_and_holds_what_is_predicted(preset: str) -> None:
     def rank(world: World) -> None:
         mesh = npuzero.mesh(tensor=2, local_size=2, world=world)
