@@ -9,19 +9,35 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import axes, families, pipes, tiers
+from npuzero.cli import axes, families, pipes, tiers, wires
 from npuzero.cli.arguments import memory, named_number, number
 from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
 from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
-from npuzero.plan import PRECISIONS, PRESETS, SEQUENCED, SUMS, Memory, MeshShape, Placement, Plan, Report
+from npuzero.plan import (
+    AXES,
+    DATA,
+    ENDS,
+    PRECISIONS,
+    PRESETS,
+    SEQUENCED,
+    THINNED,
+    VERBS,
+    Level,
+    Memory,
+    MeshShape,
+    Placement,
+    Plan,
+    Report,
+)
 
 _EPILOG = """\
 examples:
   npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB
   npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
+  npuzero plan --parameters 7B --world 64 --local 8 --gathers int8 --wires node=int4,local=bf16
   npuzero plan --parameters 70B --memory 64GiB --offload nvme --disk 5 --link 25
   npuzero plan --config config.json --world 64 --local 8 --tensor 2 --mode msp --tokens 4096
   npuzero plan --parameters 70B --world 64 --local 8 --pipe 4 --tensor 2 --micro-batches 16 --tokens 4096
@@ -40,6 +56,7 @@ presets, and what each shards over the ranks (docs/plan.md, "Presets"):
   zero1       states                              zero3-keep  the same, unsharded from forward to backward
   zero1.5     states, within a host               hpz         the same, sharded within a host meanwhile
   zero2       gradients and states                hsdp, mics  all, within a host
+  zero++, thin (over several hosts): as hpz, parameters gathered in 8 bits; gradients in 4, thin: between hosts alone
   isp (with --sequence): parameters and gradients within a host, states over all
 
 offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme, infinity zero3+nvme+parameters: --offload host,
@@ -78,12 +95,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--world", type=number, default=8, metavar="N", help="ranks in all (8)")
     parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
-    parser.add_argument(
-        "--sums",
-        choices=SUMS,
-        default="fp32",
-        help="in which finished sums travel where ranks keep the same states (fp32)",
-    )
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a rank, such as 64GiB: which presets fit")
     parser.add_argument("--micro-batches", type=number, default=1, metavar="N", help="per step (1)")
     parser.add_argument(
@@ -92,6 +103,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
+    wires.add_options(parser)
     tiers.add_options(parser)
     axes.add_options(parser)
     parser.add_argument(
@@ -133,15 +145,15 @@ def run(options: argparse.Namespace) -> str:
 def predictions(model: ModelShape | pipes.Piped, mesh: MeshShape, options: argparse.Namespace) -> dict[str, Report]:
     """Return a Report for each preset; and where options say so, for each with parts off the device."""
     settings = Settings(prefetch=options.prefetch)
-    precision = replace(PRECISIONS[options.precision], sums=options.sums)
-    presets = (*PRESETS, *SEQUENCED) if mesh.sequence > 1 else PRESETS
+    precision = wires.precision_of(options)
+    presets = (*PRESETS, *THINNED * (mesh.node > 1), *SEQUENCED * (mesh.sequence > 1))
     plans = [Plan.preset(preset, precision=precision) for preset in presets]
     plans = [replace(plan, between=Placement()) for plan in plans] if options.between else plans
-    placed = [plan for plan in (tiers.place(plan, options) for plan in plans) if plan is not None]
+    placed = [tiers.place(plan, options) for plan in plans if plan.name not in THINNED]
     facts = {"clip": options.clip}
     if isinstance(model, ModelShape):  # a pipeline's schedule has them
         facts["micro_batches"] = options.micro_batches
-    return {plan.name: model.predict(plan, mesh, settings, **facts) for plan in (*plans, *placed)}
+    return {plan.name: model.predict(plan, mesh, settings, **facts) for plan in (*plans, *placed) if plan is not None}
 
 
 def as_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str, Any]:
@@ -153,8 +165,7 @@ def as_dict(reports: dict[str, Report], options: argparse.Namespace) -> dict[str
 
 def _as_dict(report: Report, options: argparse.Namespace) -> dict[str, Any]:
     facts: dict[str, Any] = {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
-    if axes.arranged(options):
-        facts |= {"bytes_sent_along": report.sent_along}
+    facts |= {"bytes_sent_along": report.sent_along}
     if any(report.bytes_moved.values()):
         facts |= {"memory": report.memory, "bytes_moved": report.bytes_moved}
         facts |= {f"{what}_seconds": taken for what, taken in tiers.seconds(report, options).items()}
@@ -171,14 +182,15 @@ def distinct(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
 
     On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
     """
-    names: dict[tuple[Placement, ...], list[str]] = {}
+    names: dict[tuple[tuple[Placement, ...], str | None, tuple[Level, ...]], list[str]] = {}
     for name, report in reports.items():
-        # Over an axis of one rank nothing is divided.
+        plan, precision = report.plan, report.plan.precision
+        # Over an axis of one rank nothing is divided, and nothing travels.
         sharded = tuple(
-            replace(part, axes=tuple(axis for axis in part.axes if mesh.size((axis,)) > 1))
-            for part in (report.plan.parts | _within(report.plan)).values()
+            replace(part, axes=tuple(mesh.sizes(part.axes))) for part in (plan.parts | _within(plan)).values()
         )
-        names.setdefault(sharded, []).append(name)
+        levels = tuple(map(precision.level_of, mesh.sizes(DATA)))
+        names.setdefault((sharded, precision.gathers, levels), []).append(name)
     if len(names) == 1:
         return {"any preset": next(iter(reports.values()))}
     return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
@@ -199,18 +211,22 @@ def render(
     rows = distinct(reports, mesh)
     memory_bytes: int | None = options.memory
     held = {name: dict(report.held[Memory.DEVICE]) for name, report in rows.items()}
-    sent = {name: report.bytes_sent for name, report in rows.items()}
+    verbs = list(dict.fromkeys(verb for report in rows.values() for verb in report.bytes_sent if verb != VERBS[-1]))
+    sent = {name: {v: report.bytes_sent.get(v, 0) for v in (*verbs, VERBS[-1])} for name, report in rows.items()}
     cuts = {"sharded": {name: _cuts(report.plan, mesh) for name, report in rows.items()}}
     fits = tiers.elsewhere(rows)
     if pipe is not None:
         fits["fullest rank"] = {name: pipe.fullest(report.plan.name) for name, report in rows.items()}
     if memory_bytes:
         fits[f"in {quantity(memory_bytes)}"] = {name: _fit(memory_bytes - _held(r)) for name, r in rows.items()}
-    tables = [_table("memory per rank", held, cuts, fits), _table("sent per rank and step", sent)]
+    tables = [
+        _table("memory per rank", held, cuts, fits),
+        _table("sent per rank and step", sent, after=wires.between_nodes(rows, mesh)),
+    ]
     if axes.arranged(options):
         tables += [_along(rows), *_layers(layers, options)]
     advice = [_advice(reports, memory_bytes)] if memory_bytes else []
-    legend = [_LEGEND]
+    legend = [_LEGEND, *[wires.LEGEND] * (mesh.node > 1)]
     if moved := tiers.moved(rows):
         busy = {name: tiers.seconds(rows[name], options) for name in moved}
         took = {what: {name: f"{busy[name][what]:.3g} s" for name in moved} for what in next(iter(busy.values()))}
@@ -246,14 +262,15 @@ def _table(
 
 
 def _along(rows: dict[str, Report]) -> str:
-    """Return a table of bytes by preset, axes and collective."""
-    sent = {(name, along): verbs for name, report in rows.items() for along, verbs in report.sent_along.items()}
+    """Return a table of bytes by preset, axis and collective."""
+    order = [(name, axis) for name in rows for axis in (ENDS, *AXES) if axis in rows[name].sent_along]
+    sent = {(name, axis): rows[name].sent_along[axis] for name, axis in order}
     verbs = list(dict.fromkeys(verb for values in sent.values() for verb in values))
     body, last = [], ""
     for (name, along), values in sent.items():
         body.append([name if name != last else "", along, *(quantity(values.get(verb, 0)) for verb in verbs)])
         last = name
-    return f"of this along each of the axes\n{table(['preset', 'axes', *verbs], body)}"
+    return f"of this along each of the axes\n{table(['preset', 'axis', *verbs], body)}"
 
 
 def _layers(layers: axes.LayerBytes, options: argparse.Namespace) -> list[str]:
@@ -331,13 +348,12 @@ def _advice(reports: dict[str, Report], memory_bytes: int) -> str:
 
 def _title(model: ModelShape, options: argparse.Namespace) -> str:
     frozen = f" ({model.frozen:,} frozen)" if model.frozen else ""
-    sums = ", sums in the communication dtype" if options.sums == "wire" else ""
     ranks = f"{options.world} rank{'s' * (options.world > 1)} ({options.local or options.world} per host)"
     batches = f"{options.micro_batches} micro-batch{'es' * (options.micro_batches > 1)} a step"
     kept = ", parameters unsharded between them" if options.between else ""
     sizes = {"pipe": "", "tensor": f" ({options.mode or 'mtp'})", "sequence": "", "pod": ""}
     more = "".join(f", {axis} {size}{how}" for axis, how in sizes.items() if (size := getattr(options, axis)) > 1)
-    told = f"{options.precision}{sums}, {ranks}{more}, {batches}{kept}"
+    told = f"{options.precision}{wires.told(options)}, {ranks}{more}, {batches}{kept}"
     return f"{model.name}: {model.parameters:,} parameters{frozen}, {told}"
 
 

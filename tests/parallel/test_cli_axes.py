@@ -16,7 +16,7 @@ from npuzero.cli import main
 from npuzero.cli.model import from_size
 from npuzero.comm import Communicator, Counted, Mesh, World, run_threads
 from npuzero.config import Settings
-from npuzero.plan import DATA, PRESETS, Sent, ring_bytes
+from npuzero.plan import DATA, PRESETS, THINNED, Sent, ring_bytes
 from parallel.tensor_models import BATCH, HIDDEN, LAYERS, SEQUENCE, VOCABULARY, batch_of, llama, loss_of, qwen3, tied
 from world.conftest import one_thread_per_rank  # noqa: F401
 from world.toy import build
@@ -75,14 +75,15 @@ def test_plan_says_what_predict_says_of_the_divided_model(name: str, mode: str, 
         shape = npuzero.MeshShape(node=2, local=2, tensor=2)
         return {
             preset: npuzero.predict(model, preset, shape, precision="bf16", clip=True, micro_batches=2)
-            for preset in PRESETS
+            for preset in (*PRESETS, *THINNED)
         }
 
     reports = run_threads(2, rank)[0]
-    assert set(facts["presets"]) == set(PRESETS) and facts["mesh"]["tensor"] == facts["mesh"]["node"] == 2
+    assert list(facts["presets"]) == list(reports) and facts["mesh"]["tensor"] == facts["mesh"]["node"] == 2
     for preset, report in reports.items():
         found = facts["presets"][preset]
         assert (found["bytes_held"], found["bytes_sent"]) == (report.bytes_held, report.bytes_sent)
+        assert found["bytes_sent_along"] == report.sent_along
         along: Counter[str] = Counter()
         for verbs in found["bytes_sent_along"].values():
             along.update(verbs)
@@ -95,8 +96,7 @@ def test_axes_by_which_gradients_go(told: Any) -> None:
     named = {preset: set(facts["bytes_sent_along"]) for preset, facts in along.items()}
     assert named["zero0"] == named["zero3"] == named["hsdp"] == {"node", "local", "tensor"}
     zero0, zero3, hsdp = (along[preset]["bytes_sent_along"]["tensor"] for preset in ("zero0", "zero3", "hsdp"))
-    assert zero0.keys() == zero3.keys() == hsdp.keys() == {"all_reduce"}
-    assert zero0["all_reduce"] == zero3["all_reduce"]
+    assert zero0 == zero3 == hsdp and zero0["all_gather"] == 2 * zero0["reduce_scatter"]  # of norms alone, as sums
 
 
 def test_pods_are_ranks_that_nothing_is_sharded_over(told: Any) -> None:
@@ -173,7 +173,7 @@ def test_ranks_that_share_sequences_send_and_hold_what_plan_says(told: Any) -> N
             optimizer.step()
             optimizer.zero_grad()
         report = npuzero.report(model)
-        return {verb: nbytes for (_, verb), nbytes in mesh.sent.items()}, report.bytes_sent, report.bytes_held
+        return {"all_to_all": mesh.sent["sequence", "all_to_all"]}, report.bytes_sent, report.bytes_held
 
     for layers, sent, held in run_threads(4, rank):
         assert layers == facts["layers_bytes_sent"]["sequence"]

@@ -17,7 +17,7 @@ from npuzero.cli.model import from_size
 from npuzero.cli.table import quantity, table, unit_for
 from npuzero.config import Settings
 from npuzero.info import info
-from npuzero.plan import PRESETS, Plan
+from npuzero.plan import PRESETS, THINNED, Plan, Precision
 
 LLAMA_2_7B = {
     "model_type": "llama",
@@ -37,6 +37,11 @@ def config_file(tmp_path):
         return str(path)
 
     return write
+
+
+def sent_and_held(report):
+    held, sent, along = report.bytes_held, report.bytes_sent, report.sent_along
+    return {"bytes_held": held, "bytes_sent": sent, "bytes_sent_along": along}
 
 
 def test_info_tells_devices_kernels_and_what_is_missing(capsys):
@@ -77,10 +82,11 @@ def test_plan_says_what_predict_says(capsys):
     assert main(["plan", *options, "--precision", "bf16", "--clip", "--json"]) == 0
     presets = json.loads(capsys.readouterr().out)["presets"]
     model = from_size(7 * 10**9, 32)
-    for name in PRESETS:
+    assert list(presets) == [*PRESETS, *THINNED]
+    for name in presets:
         plan = Plan.preset(name, precision="bf16", local_size=8)
         report = model.predict(plan, 64, Settings(), micro_batches=2, clip=True)
-        assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+        assert presets[name] == sent_and_held(report)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ def test_rows_off_the_device_say_what_predict_says(options, offload, gradients, 
     arguments = ["plan", "--parameters", "1B", "--world", "16", "--local", "4", "--micro-batches", "2", *options]
     assert main([*arguments, "--link", "20", "--memory", "4GiB", "--json"]) == 0
     presets = json.loads(capsys.readouterr().out)["presets"]
-    assert list(presets) == [*PRESETS, *(f"{name}+{offload}" for name in PRESETS)]
+    assert list(presets) == [*PRESETS, *THINNED, *(f"{name}+{offload}" for name in PRESETS)]
     for name in PRESETS:
         plan = Plan.preset(name, precision="bf16", local_size=4)
         placed = plan.offloaded(offload)
@@ -162,12 +168,13 @@ def test_rows_off_the_device_say_what_predict_says(options, offload, gradients, 
         assert presets[f"{name}+{offload}"] == {
             "bytes_held": report.bytes_held,
             "bytes_sent": report.bytes_sent,
+            "bytes_sent_along": report.sent_along,
             "memory": report.memory,
             "bytes_moved": report.bytes_moved,
             "link_seconds": max(report.bytes_moved["device>host"], report.bytes_moved["host>device"]) / 20e9,
             "bytes_left": 4 * 2**30 - report.memory["device"],
         }
-        assert set(presets[name]) == {"bytes_held", "bytes_sent", "bytes_left"}
+        assert set(presets[name]) == {"bytes_held", "bytes_sent", "bytes_sent_along", "bytes_left"}
 
 
 def test_rows_with_lag_are_those_with_gradients_on_the_host(capsys):
@@ -201,7 +208,7 @@ def test_parameters_leave_the_device_where_they_are_sharded_as_states_are(capsys
     arguments = ["plan", "--parameters", "1B", "--world", "16", "--local", "4", "--offload", "nvme+parameters"]
     assert main([*arguments, "--disk", "5", "--json"]) == 0
     presets = json.loads(capsys.readouterr().out)["presets"]
-    rows = [name.partition("+")[0] for name in presets if "+" in name]
+    rows = [name.partition("+")[0] for name in presets if "+nvme" in name]
     assert rows == ["zero0", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
     assert presets["zero3+nvme+parameters"]["disk_seconds"] > presets["zero3-keep+nvme+parameters"]["disk_seconds"] > 0
 
@@ -251,7 +258,66 @@ def test_sums_may_travel_as_wires(capsys):
     for name in PRESETS:
         plan = Plan.preset(name, precision=npuzero.Precision(torch.bfloat16, sums="wire"), local_size=4)
         report = from_size(10**9).predict(plan, 16, Settings())
-        assert facts["presets"][name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+        assert facts["presets"][name] == sent_and_held(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "told"),
+    [
+        (["--gathers", "int8"], {"gathers": "int8"}, "bf16, parameters gathered in int8, 16 ranks"),
+        (["--wires", "int4"], {"wires": "int4"}, "bf16, gradients in int4, 16 ranks"),
+        (["--wires", "fp32"], {"wires": torch.float32}, "bf16, gradients in fp32, 16 ranks"),
+        (
+            ["--wires", "node=int4, local=bf16", "--feedback", "node"],
+            {"wires": {"node": "int4", "local": torch.bfloat16}, "feedback": "node"},
+            "bf16, gradients in int4 along node and bf16 along local, what rounding loses along node kept, 16 ranks",
+        ),
+        (
+            ["--wires", "int8", "--feedback", "all", "--sums", "wire"],
+            {"wires": "int8", "feedback": "all", "sums": "wire"},
+            "bf16, sums in the communication dtype, gradients in int8, what rounding loses along all axes kept",
+        ),
+    ],
+)
+def test_what_travels_may_be_rounded(options, fields, told, capsys):
+    assert main(["plan", "--parameters", "1B", "--world", "16", "--local", "4", *options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert told in facts["model"] and list(facts["presets"]) == [*PRESETS, *THINNED]
+    for name, found in facts["presets"].items():
+        plan = Plan.preset(name, precision=Precision(torch.bfloat16, **fields), local_size=4)
+        assert found == sent_and_held(from_size(10**9).predict(plan, 16, Settings())), name
+
+
+def test_what_goes_between_nodes_and_inside_them(capsys):
+    arguments = ["plan", "--parameters", "1B", "--world", "16", "--local", "4"]
+    assert main([*arguments, "--json"]) == 0
+    presets = json.loads(capsys.readouterr().out)["presets"]
+    assert main(arguments) == 0
+    text = capsys.readouterr().out.partition("sent per rank and step")[2]
+    assert text.splitlines()[1].endswith("  total  between nodes  inside nodes")
+    rows = {name: line for name, line in by_preset(text).items() if name in presets}
+    assert rows.keys() == presets.keys()
+    for name, line in rows.items():
+        along = presets[name]["bytes_sent_along"]
+        node, local = (quantity(sum(along.get(axis, {}).values())) for axis in ("node", "local"))
+        assert line.split()[-4:] == [*node.split(), *local.split()]
+    assert "Between and inside nodes: what of this" in text
+    assert main(["plan", "--parameters", "1B", "--world", "16"]) == 0
+    alone = capsys.readouterr().out
+    assert "between nodes" not in alone and set(THINNED).isdisjoint(by_preset(alone))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "joined"),
+    [
+        (["--world", "16", "--local", "4"], ["--gathers", "int8", "--wires", "int4"], "hpz = zero++ = thin"),
+        (["--world", "16", "--local", "1"], [], "zero++ = thin"),
+    ],
+)
+def test_rows_that_are_rounded_alike_are_one(ranks, options, joined, capsys):
+    assert main(["plan", "--parameters", "1B", *ranks, *options]) == 0
+    labels = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert [label for label in labels if "thin" in label.split(" = ")] == [joined] * 2
 
 
 def test_plan_as_text_has_a_row_for_each_preset_in_both_tables(capsys):
@@ -311,7 +377,7 @@ def test_a_config_file_predicts_what_the_model_itself_does(config_file, capsys):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
     for name in PRESETS:
         report = npuzero.predict(model, name, 8, local_size=4, precision="bf16", micro_batches=2)
-        assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+        assert presets[name] == sent_and_held(report)
 
 
 def test_layers_in_tiles_are_predicted_as_the_model_with_tiles_is(config_file, capsys):
@@ -326,7 +392,7 @@ def test_layers_in_tiles_are_predicted_as_the_model_with_tiles_is(config_file, c
     npuzero.tiled(model, {"lm_head": 7, "*.mlp.up_proj": 3})
     for name in PRESETS:
         report = npuzero.predict(model, name, 4, precision="bf16", settings=Settings(prefetch=0))
-        assert presets[name] == {"bytes_held": report.bytes_held, "bytes_sent": report.bytes_sent}
+        assert presets[name] == sent_and_held(report)
 
 
 def test_what_is_cut_is_padded_for_the_world():
@@ -342,6 +408,9 @@ def test_what_is_cut_is_padded_for_the_world():
         (["plan", "--parameters", "1M", "--vocabulary", "1M"], "enough for 12 blocks beside a vocabulary of 1,000,000"),
         (["plan", "--parameters", "7e9", "--world", "64", "--local", "7"], "a local_size that divides the world of 64"),
         (["plan", "--parameters", "7e9", "--prefetch", "-1"], "settings.prefetch: expected an integer from 0"),
+        (["plan", "--parameters", "7e9", "--feedback", "node"], "precision.feedback='node': expected gradients"),
+        (["plan", "--parameters", "7e9", "--wires", "tensor=int4"], "precision.wires: expected wires by axes among"),
+        (["plan", "--parameters", "7e9", "--wires", "node=bf16,local=fp32"], "expected one dtype along all axes"),
         (["plan", "--parameters", "7e9", "--disk", "5"], "--disk: expected --offload or --states nvme beside it"),
         (["plan", "--parameters", "7e9", "--disk", "5", "--offload", "host"], "--disk: expected --offload or --states"),
         (["plan", "--parameters", "7e9", "--link", "5"], "--link: expected --offload or --states beside it"),
@@ -381,6 +450,12 @@ def test_a_known_error_is_one_line_on_stderr(arguments, message, capsys, tmp_pat
         ["plan", "--parameters", "7e9", "--world", "0"],
         ["plan", "--parameters", "7e9", "--precision", "fp8"],
         ["plan", "--parameters", "7e9", "--sums", "bf16"],
+        ["plan", "--parameters", "7e9", "--gathers", "int4"],
+        ["plan", "--parameters", "7e9", "--wires", "int3"],
+        ["plan", "--parameters", "7e9", "--wires", ""],
+        ["plan", "--parameters", "7e9", "--wires", "node=int4,int8"],
+        ["plan", "--parameters", "7e9", "--wires", "node=int4,node=int8"],
+        ["plan", "--parameters", "7e9", "--feedback", "local"],
         ["plan", "--parameters", "7e9", "--offload", "disk"],
         ["plan", "--parameters", "7e9", "--offload", "nvme", "--disk", "0"],
         ["plan", "--parameters", "7e9", "--offload", "nvme", "--disk", "fast"],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import Plan, Precision, Report, comm
 from npuzero.comm import World
-from npuzero.plan import FlatSize, MeshShape, Step, axis_bytes, predict_bytes, ring_bytes
+from npuzero.plan import THINNED, FlatSize, MeshShape, Step, axis_bytes, predict_bytes, ring_bytes
 
 from .toy import build
 
@@ -55,7 +55,7 @@ def trained(world: World, local: int, plan: str, precision: Precision) -> Report
     [Precision(torch.bfloat16), pytest.param(Precision(wires=torch.bfloat16), marks=pytest.mark.slow)],
     ids=["bf16", "fp32 reduced in bf16"],
 )
-@pytest.mark.parametrize("plan", [*npuzero.PRESETS, "offload", "delayed"])
+@pytest.mark.parametrize("plan", [*npuzero.PRESETS, *THINNED, "offload", "delayed"])
 @pytest.mark.parametrize(("nodes", "local"), WORLDS)
 def test_a_rank_sends_along_each_axis_what_was_foretold(
     nodes: int, local: int, plan: str, precision: Precision
@@ -70,7 +70,8 @@ def test_a_rank_sends_along_each_axis_what_was_foretold(
 
 
 #: By axis, bytes that a rank of two nodes of four sends for each element in bfloat16 and one micro-batch. Sums that
-#: ranks with the same states finish travel in float32: of ``zero0`` and ``hsdp``.
+#: ranks with the same states finish travel in float32: of ``zero0`` and ``hsdp``. In 8 and in 4 bits a scale of 16 bits
+#: comes on top, for 256 and for 128 elements.
 SENT = {
     "zero0": {"node": 3.0, "local": 2.25},
     "zero1": {"node": 2.0, "local": 1.5},
@@ -79,6 +80,8 @@ SENT = {
     "zero3-keep": {"node": 2.0, "local": 1.5},
     "hpz": {"node": 0.5, "local": 4.5},
     "hsdp": {"node": 0.75, "local": 4.5},
+    "zero++": {"node": 0.125 * (8 + 4 + 3 * 16 / 256) / 8, "local": 0.75 * (8 + 16 + 4 + 3 * 16 / 256) / 8},
+    "thin": {"node": 0.125 * (8 + 4 + 3 * 16 / 256) / 8, "local": 0.75 * (8 + 16 + 16 + 16 / 256) / 8},
 }
 
 

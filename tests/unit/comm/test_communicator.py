@@ -145,6 +145,10 @@ def test_counted_adds_what_a_ring_sends() -> None:
     assert comm.run_threads(4, body) == [expected | {send: 160}, expected | {send: 40}, expected, expected]
 
 
+#: Of three parts that a ring of four ranks sends as (local, node), how many go along each axis.
+PARTS = {"local": 2, "node": 1}
+
+
 def test_counted_counts_as_a_verb_is_called() -> None:
     """Rank 0 has counted before any other rank has come, though its collectives run on a lane, one after another."""
 
@@ -176,8 +180,9 @@ def test_counted_counts_as_a_verb_is_called() -> None:
         assert sent == counted
         return counted
 
-    expected = {"all_gather": 120, "reduce_scatter": 120, "all_reduce": 240, "all_to_all": 120, "broadcast": 120}
-    sender = expected | {"send": 160}
+    whole = {"all_gather": 120, "reduce_scatter": 120, "all_reduce": 240, "all_to_all": 120, "broadcast": 120}
+    expected = {(axis, verb): nbytes * part // 3 for verb, nbytes in whole.items() for axis, part in PARTS.items()}
+    sender = expected | {("local", "send"): 160}
     assert comm.run_threads(4, body) == [sender, expected, expected, sender]
 
 
