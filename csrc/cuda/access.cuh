@@ -53,7 +53,7 @@ inline bool accessible(const Bits* data) {
 }
 
 // Calls body(std::true_type) where whole groups can be moved by accesses, and else body(std::false_type). `whole` is
-// one for all threads of a block; what the two do differently should be loads or stores alone.
+// one for all threads of a warp; what the two do differently should be loads or stores alone.
 template <class Body>
 __device__ inline void with_access(bool whole, const Body& body) {
   if (whole) {
