@@ -59,9 +59,9 @@ MUTANTS = (
         "wire.h",
         "apart(1, 1, 1, 8, Step(), Step())",
         "apart(1, 1, 1, 8, 8, 8)",
-        "values",
+        "poison",
     ),
-    Mutant("a scale that is rounded down", "quantize.cpp", "Adds(scale, scale, 0xffff, blocks);", "", "values"),
+    Mutant("a scale that is rounded down", "quantize.cpp", "Adds(scale, scale, 0xffff, blocks);", "", "poison"),
     Mutant(
         "a scale for one code more than there is",
         "launch.cpp",
@@ -82,7 +82,7 @@ MUTANTS = (
         "launch.cpp",
         "row.codes = address(messages.data) + i * message_bytes(count, wire.bits);",
         "row.codes = address(messages.data) + i * (message_bytes(count, wire.bits) - message_line);",
-        "values",
+        "cores",
     ),
 )
 
