@@ -51,7 +51,7 @@ from npuzero.errors import (
 )
 from npuzero.info import info
 from npuzero.parallel.mesh import mesh
-from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, Memory, MeshShape, Placement, Plan, Precision, Report
+from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, THINNED, Memory, MeshShape, Placement, Plan, Precision, Report
 from npuzero.shard.absence import offloaded
 from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
@@ -63,6 +63,7 @@ __all__ = [
     "OFFLOADED",
     "PRECISIONS",
     "PRESETS",
+    "THINNED",
     "Adam",
     "AdamW",
     "BenchmarkError",

@@ -195,7 +195,7 @@ def _whole_blocks(elements: int) -> int:
     return max(1, elements // (PIECES * 256)) * PIECES * 256
 
 
-def _messages(n: int, bits: int, setting: Setting) -> Tensor:
+def _messages(n: int, bits: int, setting: Setting) -> torch.Tensor:
     """Room for the messages of n elements, one a row."""
     return torch.zeros(PIECES, _native.message_bytes(n // PIECES, bits), dtype=torch.uint8, device=setting.device)
 

@@ -70,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a transformers model under ZeRO.")
     parser.add_argument("pretrained", type=Path, help="folder with config.json and safetensors files")
     parser.add_argument("--out", type=Path, default=Path("runs/finetuned"), help="folder for the result")
-    parser.add_argument("--preset", default="zero3", help=f"one of {', '.join((*npuzero.PRESETS, *npuzero.OFFLOADED))}")
+    parser.add_argument(
+        "--preset",
+        default="zero3",
+        help=f"one of {', '.join((*npuzero.PRESETS, *npuzero.OFFLOADED, *npuzero.THINNED))}",
+    )
     parser.add_argument("--precision", default=None, help=f"{', '.join(npuzero.PRECISIONS)}; default: as it is")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--lora", type=int, default=0, metavar="RANK", help="train PEFT's adapters of this rank only")

@@ -57,7 +57,8 @@ class Options:
     """The command line."""
 
     preset: str = option(
-        "zero3", f"where the training state rests: {', '.join((*npuzero.PRESETS, *npuzero.OFFLOADED))}"
+        "zero3",
+        f"where the training state rests: {', '.join((*npuzero.PRESETS, *npuzero.OFFLOADED, *npuzero.THINNED))}",
     )
     local_size: int | None = option(None, "ranks in a group for presets with two levels; None: those of a host", int)
     precision: str = option("fp32", f"of the training state: {', '.join(npuzero.PRECISIONS)}")

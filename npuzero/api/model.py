@@ -91,7 +91,8 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         model: on this rank's device, or on meta (shapes without data), the same on every rank. Parameters float32,
             bfloat16 or float16.
         stage: ZeRO stage 0, 1, 1.5, 2 or 3 (the default, unless ``plan`` is given).
-        plan: a preset's name (see :data:`npuzero.PRESETS`, :data:`npuzero.OFFLOADED`) or a :class:`Plan`.
+        plan: a preset's name (see :data:`npuzero.PRESETS`, :data:`npuzero.OFFLOADED`,
+            :data:`npuzero.THINNED`) or a :class:`Plan`.
         precision: a name of :data:`npuzero.PRECISIONS` such as ``"bf16"``, the dtype that the parameters (and the
             root's floating inputs) are converted to, or a :class:`Precision`. None keeps each parameter's dtype.
         local_size: ranks in a group for presets that shard within groups; None: those that share a host; <= 0: all.

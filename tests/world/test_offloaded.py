@@ -91,7 +91,7 @@ def test_no_bit_moves(plan: str, precision: str, size: int, settings: str, where
 @pytest.mark.slow
 @pytest.mark.parametrize("size", LOCAL_SIZE)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("plan", [*npuzero.PRESETS, *npuzero.OFFLOADED])
+@pytest.mark.parametrize("plan", [*npuzero.PRESETS, *npuzero.OFFLOADED, *npuzero.THINNED])
 def test_under_every_plan(plan: str, precision: str, size: int) -> None:
     for settings in SETTINGS.values():
         assert_unmoved(size, plan=npuzero.Plan.preset(plan, precision=PRECISIONS[precision]), settings=settings)

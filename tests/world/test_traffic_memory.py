@@ -11,7 +11,7 @@ import npuzero
 from npuzero import Plan, Precision, Report, Settings, comm
 from npuzero.api.model import engine_of
 from npuzero.comm import World
-from npuzero.plan import THINNED, FlatSize, MeshShape, Step, predict_bytes
+from npuzero.plan import FlatSize, MeshShape, Step, predict_bytes
 from world.toy import Block, Recipe, ToyGPT, build
 from world.train import CutSession, train
 
@@ -135,7 +135,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("plan", [*QUICK_PLANS, *THINNED])
+@pytest.mark.parametrize("plan", [*QUICK_PLANS, *npuzero.THINNED])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_report_equals_predict_whatever_the_settings(plan: str, settings: Settings) -> None:
     assert_foretold(TWO, plan, settings=settings)
@@ -301,7 +301,7 @@ def test_gradients_hold_nothing_while_the_next_forward_does(
         assert seen == [0, 0, full, between, full, between, full]
 
 
-@every_plan
+@pytest.mark.parametrize("plan", [*npuzero.PRESETS, *npuzero.THINNED])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_steady_step_allocates_nothing(plan: str, precision: str) -> None:
     """From the second step on the engine has every buffer it needs."""
