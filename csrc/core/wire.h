@@ -3,7 +3,8 @@
 //
 // A message of n elements is n codes, and behind them a scale for each block: a bf16 (the upper half of an f32), above
 // zero, or NaN for a block that is lost. With bits = 8 a code is an i8, -127 to 127; with 4 it is half a byte, -7 to 7
-// in two's complement, the first of two elements in the lower half. A value is code * scale, exact in f32.
+// in two's complement, the first of two elements in the lower half. A value is code * scale, exact in f32, or infinite
+// where rounding led beyond the largest finite one.
 // A message begins at a multiple of message_start and takes a whole number of message_line bytes, so that messages lie
 // side by side; what is behind the scales is not written.
 #pragma once

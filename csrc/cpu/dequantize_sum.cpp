@@ -52,19 +52,22 @@ void dequantize_sum(const DequantizeSumArgs& args) {
       }
     }
   };
+  const bool aligned = reinterpret_cast<uintptr_t>(target) % cache_line == 0;  // so that tiles are whole blocks
+  const bool streaming = !args.accumulate && aligned && n * itemsize(args.out.dtype) >= stream_bytes;
   for_pieces<bits>(n, args.pieces, [&](int64_t piece, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += tile) {
-      const int64_t count = std::min(tile, end - i);
+    write(target + piece * each + begin, end - begin, streaming, [&](Bits* out, int64_t first, int64_t count) {
+      if constexpr (std::is_same_v<Target, F32>) {
+        if (!args.accumulate) return sum_blocks(piece, begin + first, count, out);
+      }
       alignas(cache_line) float sum[tile];
-      sum_blocks(piece, i, count, sum);
-      Bits* out = target + piece * each + i;
+      sum_blocks(piece, begin + first, count, sum);
       if (args.accumulate) {
 #pragma omp simd
-        for (int64_t k = 0; k < count; ++k) out[k] = Target::round(Target::widen(out[k]) + sum[k]);
+        for (int64_t i = 0; i < count; ++i) out[i] = Target::round(Target::widen(out[i]) + sum[i]);
       } else {
         convert<F32, Target>(sum, out, count);
       }
-    }
+    });
   });
 }
 

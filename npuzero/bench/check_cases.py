@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npuzero import ops
+from npuzero import _native, ops
 from npuzero.ops import storage
+from npuzero.ops.reference import quantize as quantize_reference
 from npuzero.optim import MOMENT_DTYPES, dynamic_rows
 from npuzero.plan import MASTERS, MOMENT_BLOCK
 
@@ -81,6 +82,11 @@ def _grid() -> Iterator[tuple[str, Case]]:
     for dtype in FLOATS:
         yield f"norm {short(dtype)}", partial(_norm, dtype, False)
         yield f"norm with {short(dtype)} added", partial(_norm, dtype, True)
+    for dtype, bits in itertools.product(FLOATS, _WIRE_BITS):
+        yield f"quantize {short(dtype)} to int{bits}", partial(_quantize, dtype, bits)
+        yield f"quantize {short(dtype)} to int{bits}, fed back", partial(_quantize, dtype, bits, fed_back=True)
+        yield f"dequantize_sum int{bits} to {short(dtype)}", partial(_dequantize_sum, dtype, bits, False)
+        yield f"dequantize_sum int{bits} added to {short(dtype)}", partial(_dequantize_sum, dtype, bits, True)
     for update in (_ADAM, _LION):
         yield from _grid_of(update)
     yield "flat_adam coefficients of lr and step, in float64", _coefficients
@@ -110,6 +116,7 @@ def _probes() -> Iterator[tuple[str, Case]]:
     yield from _probes_of_cast(odd)
     yield from _probes_of_pack(odd)
     yield from _probes_of_copies(odd)
+    yield from _probes_of_wires(odd)
     yield "flat_adam of many tensors by one launch", _many
     for update in (_ADAM, _LION):
         yield from _probes_of(update, odd)
@@ -139,6 +146,18 @@ def _probes_of_copies(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
         yield f"flat_adam split masters: {what}", partial(_copy, None, make)
     for what, make in {"ties": _ties(torch.float16), **odd}.items():
         yield f"flat_adam copies to f16: {what}", partial(_copy, torch.float16, make)
+
+
+def _probes_of_wires(odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
+    for bits in _WIRE_BITS:
+        for what, make in {"ties": _between_codes(bits), "denormals": _denormals, **odd}.items():
+            probe = partial(_quantize, torch.float32, bits, make=make, fed_back=what != "ties")
+            yield f"quantize f32 to int{bits}: {what}", probe
+        for what, make in odd.items():
+            yield (
+                f"dequantize_sum int{bits} to bf16: {what}",
+                partial(_dequantize_sum, torch.bfloat16, bits, False, make=make),
+            )
 
 
 def _probes_of(update: _Update, odd: Mapping[str, Make]) -> Iterator[tuple[str, Case]]:
@@ -258,6 +277,74 @@ def _norm(dtype: torch.dtype, added: bool, put: Put, numel: int, *, make: Make =
     out = put(torch.zeros(2, dtype=torch.float64))
     ops.norm(x, out, addend=addend, scale=0.5)
     return [out.cpu().float(), *([x] if added else [])]
+
+
+_WIRE_BITS = {8: 256, 4: 128}  # and the elements of a block
+_PIECES, _ROWS = 2, 3
+
+
+def _between_codes(bits: int) -> Make:
+    """Make halves of codes, and in each block the largest code: the scale is 4."""
+    largest = 2 ** (bits - 1) - 1
+
+    def make(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+        x = (torch.arange(numel) * 7919 % (2 * largest) - largest + 0.5) * 4
+        x[:: _WIRE_BITS[bits]] = 4 * largest
+        return x.to(dtype)
+
+    return make
+
+
+def _denormals(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return (values(numel, torch.float32, seed, specials=False) * 2.0**-126).to(dtype)
+
+
+def _message(put: Put, nbytes: int) -> Tensor:
+    """Return bytes of zero that begin where a message may."""
+    room = put(torch.zeros(nbytes + 63, dtype=torch.uint8))
+    start = -room.data_ptr() % 64
+    return room[start : start + nbytes]
+
+
+def _of_blocks(numel: int, bits: int) -> int:
+    """Return the next multiple of elements that pieces of whole blocks have."""
+    least = _PIECES * _WIRE_BITS[bits]
+    return -(-numel // least) * least
+
+
+def _quantize(
+    source: torch.dtype, bits: int, put: Put, numel: int, *, make: Make = _finite, fed_back: bool = False
+) -> list[Tensor]:
+    """Quantize blocks, of which every other one has what `make` makes."""
+    numel = _of_blocks(numel, bits)
+    block = _WIRE_BITS[bits]
+    x = _finite(numel, source, 1).view(-1, block)
+    x[::2] = make(numel, source, 0).view(-1, block)[::2]
+    residual = put(_finite(numel, torch.float32, 2)) if fed_back else None
+    message = _message(put, _PIECES * _native.message_bytes(numel // _PIECES, bits))
+    ops.quantize(put(x.flatten()), message, bits=bits, pieces=_PIECES, residual=residual)
+    return [message] if residual is None else [message, residual]
+
+
+def _dequantize_sum(
+    target: torch.dtype, bits: int, accumulate: bool, put: Put, numel: int, *, make: Make = _finite
+) -> list[Tensor]:
+    """Sum what the reference has quantized: any codes, and in the first row and block what `make` makes."""
+    numel = _of_blocks(numel, bits)
+    nbytes = _PIECES * _native.message_bytes(numel // _PIECES, bits)
+    sent = []
+    for row in range(_ROWS):
+        x = _finite(numel, torch.float32, row)
+        if row == 0:
+            first = slice(_WIRE_BITS[bits])
+            x[first] = make(numel, torch.float32, row)[first]
+        sent.append(torch.zeros(nbytes, dtype=torch.uint8))
+        quantize_reference.quantize(x, sent[-1], bits, _PIECES, None)
+    messages = _message(put, _ROWS * nbytes)
+    messages.copy_(torch.cat(sent))
+    out = put(_finite(numel, target, 9))
+    ops.dequantize_sum(messages, out, bits=bits, rows=_ROWS, pieces=_PIECES, accumulate=accumulate)
+    return [out]
 
 
 @dataclass(frozen=True)

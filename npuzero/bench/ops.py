@@ -18,6 +18,7 @@ from npuzero.bench.lion import flat_lion_flat
 from npuzero.bench.setting import ELEMENTS, OWN, QUICK_ELEMENTS, SEED, Setting
 from npuzero.bench.shapes import gpt_shapes
 from npuzero.bench.updates import flat_adam_flat, flat_adam_stored, flat_adam_tensors, mixed_step
+from npuzero.bench.wires import WIRES
 from npuzero.ops.reference import cast as cast_reference
 from npuzero.ops.reference import norm as norm_reference
 from npuzero.ops.reference import pack as pack_reference
@@ -289,6 +290,7 @@ CASES: dict[str, Callable[[Setting], Benchmark]] = {
     "cast/tf32": cast_tf32,
     "norm": norm,
     "norm/sum": norm_of_sum,
+    **WIRES,
 }
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npuzero import ops
+from npuzero import _native, ops
 from ops import grid, wires
 
 BITS = (8, 4)
@@ -35,6 +35,90 @@ def test_equals_reference_on_the_grid(isa: str, dtype: torch.dtype, bits: int) -
                     grid.with_reference(lambda run=run: run(1))
                     grid.assert_same(sums[0].inner, sums[1].inner, f"{rows} * {pieces} * {blocks}+{offset}")
                     sums[0].assert_guards()
+
+
+def _sum_of(rows: list[torch.Tensor], bits: int, pieces: int = 1) -> torch.Tensor:
+    out = torch.empty(rows[0].numel())
+    messages = wires.made(rows, bits, pieces, ops.quantize)
+    ops.dequantize_sum(messages, out, bits=bits, rows=len(rows), pieces=pieces)
+    return out
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_value_is_its_code_times_the_scale_of_its_block(isa: str, bits: int) -> None:
+    n = 2 * len(wires.KINDS) * wires.BLOCK[bits]
+    source = wires.values(n, wires.BLOCK[bits])
+    codes, scales = wires.opened(wires.made([source], bits, 2, ops.quantize), bits, 2, n)
+    exact = (codes * scales.unsqueeze(1)).flatten()  # but for those beyond the largest finite value
+    assert exact.nan_to_num(0, 0, 0).abs().max() > torch.finfo(torch.float32).max or bits == 8
+    grid.assert_same(_sum_of([source], bits, 2), exact.float())
+    kept = exact.float().isfinite()
+    assert torch.equal(exact[kept], exact[kept].float().double())
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_are_added_in_their_order_and_before_they_are_accumulated(isa: str, bits: int) -> None:
+    n = 9 * wires.BLOCK[bits]
+    rows = [torch.randn(n) * 1000.0**i for i in range(4)]
+    each = [_sum_of([row], bits, 3) for row in rows]
+    wanted = each[0] + each[1] + each[2] + each[3]
+    assert torch.equal(_sum_of(rows, bits, 3), wanted)
+    assert not torch.equal(_sum_of(rows[::-1], bits, 3), wanted)
+    start = torch.randn(n) * 100
+    for dtype in grid.FLOATS:
+        out = start.to(dtype)
+        expected = (out.float() + wanted).to(dtype)
+        messages = wires.made(rows, bits, 3, ops.quantize)
+        before = messages.clone()
+        ops.dequantize_sum(messages, out, bits=bits, rows=4, pieces=3, accumulate=True)
+        assert torch.equal(out, expected) and torch.equal(messages, before)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_what_is_not_finite_in_a_row_is_lost_in_its_block_alone(isa: str, bits: int) -> None:
+    block = wires.BLOCK[bits]
+    rows = [torch.randn(4 * block) for _ in range(3)]
+    wanted = _sum_of(rows, bits, 2)
+    rows[1][block + 3] = -torch.inf
+    rows[2][3 * block] = torch.nan
+    found = _sum_of(rows, bits, 2).view(4, block)
+    assert found[1].isnan().all() and found[3].isnan().all()
+    assert torch.equal(found[::2], wanted.view(4, block)[::2])
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_no_bit_depends_on_threads_isa_or_mode(bits: int) -> None:
+    n = 3 * 401 * wires.BLOCK[bits]
+    rows = [torch.randn(n) * 2.0**-120 for _ in range(2)]
+    messages, start = wires.made(rows, bits, 3, ops.quantize), torch.randn(n) * 2.0**-126
+    expected = start.clone()
+    ops.dequantize_sum(messages, expected, bits=bits, rows=2, pieces=3, accumulate=True)
+    assert ((expected != 0) & (expected.abs() < 2.0**-126)).any()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for isa in _native.supported_isas():
+            _native.use_isa(isa)
+            for flushing in (False, True):
+                out = start.clone()
+                torch.set_flush_denormal(flushing)
+                try:
+                    ops.dequantize_sum(messages, out, bits=bits, rows=2, pieces=3, accumulate=True)
+                finally:
+                    torch.set_flush_denormal(False)
+                assert torch.equal(grid.patterns(out), grid.patterns(expected))
+
+
+@pytest.mark.parametrize("dtype", grid.FLOATS)
+def test_what_is_streamed_past_the_caches_is_the_same(isa: str, dtype: torch.dtype) -> None:
+    """From 16 MiB of results on, where they begin at a line of the cache."""
+    n = 2**24 // dtype.itemsize
+    part = torch.randn(4096)
+    message = wires.made([part.repeat(n // 4096)], 8, 1, ops.quantize)
+    out = torch.zeros(n + 1, dtype=dtype)
+    for begin in (0, 1):
+        found = out[begin : begin + n]
+        ops.dequantize_sum(message, found, bits=8)
+        assert torch.equal(found.view(-1, 4096), _sum_of([part], 8).to(dtype).expand(n // 4096, -1))
 
 
 _BYTES = torch.zeros(4096, dtype=torch.uint8)

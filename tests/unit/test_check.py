@@ -43,7 +43,7 @@ def test_the_report_of_a_machine_that_is_right(
     assert main(["check", "--quick", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
     report = read(tmp_path)
     assert wrong_in(report) == {} and report["complete"]
-    assert {entry["name"].split()[0] for entry in report["ops"]} == {"cast", "pack", "norm", "flat_adam", "flat_lion"}
+    assert {entry["name"].split()[0] for entry in report["ops"]} == set(_native.kernels())
     assert len(report["collectives"]) == 27 and len(report["setup"]) == 2
     assert [entry["cases"] for entry in report["training"]] == [2 * check_training.STEPS] * len(check_training.RUNS)
     assert len(report["losses"]) == 2 * len(check_training.RUNS)
@@ -216,6 +216,28 @@ def with_nan_for_infinity(op: Op, x: Any, out: Any, *rest: Any) -> None:
     total.value = math.nan if total.value == math.inf else total.value
 
 
+def without_residual(op: Op, source: Any, message: Any, residual: Any, *rest: Any) -> None:
+    op(source, message, None, *rest)
+
+
+def with_half_up(op: Op, source: Any, message: Any, *rest: Any) -> None:
+    op(source, message, *rest)
+    if (source.dtype, source.count, rest[2]) == (0, 256 * rest[1], 8):
+        for i in range(source.count):
+            x = ctypes.c_float.from_address(source.data + 4 * i).value
+            at = i // 256 * 512 + i % 256
+            if x % 4 == 2:
+                ctypes.c_int8.from_address(message.data + at).value = math.floor(x / 4 + 0.5)
+
+
+def without_accumulation(op: Op, *arguments: Any) -> None:
+    op(*arguments[:5], False, arguments[6])
+
+
+def with_one_row(op: Op, messages: Any, out: Any, rows: int, *rest: Any) -> None:
+    op(_C.View(messages.data, messages.count // rows, messages.dtype, 0), out, 1, *rest)
+
+
 @pytest.mark.parametrize(
     ("op", "mutant", "among", "told"),
     [
@@ -240,6 +262,21 @@ def with_nan_for_infinity(op: Op, x: Any, out: Any, *rest: Any) -> None:
         ("flat_lion", without_maximize, "flat_lion", {"flat_lion maximize"}),
         ("flat_adam", with_the_first_tensor, "flat_adam ", {"flat_adam of many tensors by one launch"}),
         ("cast", with_half_away, "cast f32 to bf16:", {"ties"}),
+        ("quantize", without_residual, "quantize f16 to int8", {"quantize f16 to int8, fed back"}),
+        ("quantize", with_half_up, "quantize f32 to int8:", {"ties"}),
+        (
+            "dequantize_sum",
+            without_accumulation,
+            "dequantize_sum",
+            {f"dequantize_sum int{bits} added to {kind}" for bits in (8, 4) for kind in ("f32", "bf16", "f16")},
+        ),
+        (
+            "dequantize_sum",
+            with_one_row,
+            "dequantize_sum int4 ",
+            {f"dequantize_sum int4 {to} {kind}" for to in ("to", "added to") for kind in ("f32", "bf16", "f16")}
+            | {"NaNs", "infinities"},
+        ),
         ("cast", without_a_look_for_nan, "cast f32 to bf16:", {"NaNs"}),
         ("norm", with_nan_for_infinity, "norm bf16:", {"infinities", "two infinities"}),
     ],
