@@ -10,8 +10,8 @@
 //   message, side by side; residual: f32[n] or null, read and written; bits: 8 or 4
 //   n = 0 is legal; source, message and residual do not overlap; enqueued on the stream
 //   A block of which any x is not finite is lost as a whole: its scale is NaN (0x7fc0), its codes are 0, and its
-//   residuals become 0. So an overflow is told on the other side, and forgotten here. Where code * scale is infinite,
-//   which x may be half a scale below, the residual is, too: the other side is told, and the next call forgets.
+//   residuals become 0. So an overflow is told on the other side, and forgotten here. Where code * scale is infinite
+//   though x is not (within half a scale of the largest), so is the residual: the next call forgets it.
 //   rounding: f32 operations in the order written, one by one, no contraction; 1 / k and 1 / scale are f32 divisions;
 //   bf16 upwards: (f32's bits + 0xffff) >> 16; codes to nearest, ties to even. No code is beyond k, since the scale is
 //   never less than the largest / k by more than the rounding of that product, which codes are too coarse to see.

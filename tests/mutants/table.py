@@ -26,6 +26,7 @@ from . import (
     tensor,
     thin,
     tiers,
+    wire_ops,
     wires,
 )
 from .mutant import Mutant
@@ -54,6 +55,7 @@ PARTS = (
     stages,
     tensor,
     thin,
+    wire_ops,
     wires,
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for part in PARTS for mutant in part.MUTANTS)
