@@ -1,6 +1,7 @@
 """Loss curves of the demo's GPT over thin wires, against bf16, by seed. From the repository's root::
 
-    python -m benchmarks.precision.thin --out runs/thin.json --table
+    python -m benchmarks.precision.thin --out runs/thin.json
+    python -m benchmarks.precision.thin --out benchmarks/results/precision/thin.json --page docs/numerics.md
 
 Two nodes of two ranks. Ends with status 1 where a curve leaves its band; error feedback is told, not judged.
 """
@@ -25,6 +26,7 @@ from npuzero import Precision
 SEEDS = (0, 1, 2)
 STEPS = 300
 BASE = "hpz"
+BEGIN, END = "<!-- thin: begin -->", "<!-- thin: end -->"
 _FEEDBACK = Precision(BF16, gathers="int8", wires={"node": "int4"}, feedback="node")
 _ALL = Precision(BF16, gathers="int8", wires="int4", feedback="all")
 _ROW = Contender("bf16", 0.0, plan=BASE, ranks=4, local_size=2)
@@ -42,10 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps ({STEPS})")
     parser.add_argument("--out", type=Path, help="the curves as JSON; those of the same options stay in it")
-    parser.add_argument("--table", action="store_true", help="print the record's table as Markdown, and train nothing")
+    parser.add_argument("--page", type=Path, help="put the table of the record --out into this page, and train nothing")
     arguments = parser.parse_args()
-    if arguments.table:
-        print(table(json.loads(arguments.out.read_text("utf-8"))["curves"]))
+    if arguments.page is not None:
+        head, rest = arguments.page.read_text("utf-8").split(BEGIN)
+        made = table(json.loads(arguments.out.read_text("utf-8"))["curves"])
+        arguments.page.write_text(f"{head}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", "utf-8")
         return
     torch.set_num_threads(1)
     options = Options(steps=arguments.steps, batch=2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.precision import __main__ as command
-from benchmarks.precision import curves
+from benchmarks.precision import curves, thin
 from benchmarks.precision.curves import (
     BASELINE,
     CONTENDERS,
@@ -109,3 +109,20 @@ def test_three_hundred_steps_stay_within_the_band(name):
 @pytest.mark.slow
 def test_split_masters_give_the_same_curve_to_the_bit():
     assert whole("bf16-split") == whole("bf16")
+
+
+def test_thin_wires_are_within_their_bands_by_seed_and_the_page_says_how_close():
+    found = json.loads(RECORD.with_name("thin.json").read_text("utf-8"))["curves"]
+    assert list(found) == [f"{name}, seed {seed}" for seed in thin.SEEDS for name in thin.CONTENDERS]
+    assert all(len(each["losses"]) == thin.STEPS == 300 for each in found.values())
+    assert thin.outside(found) == []
+    page = (RECORD.parents[3] / "docs" / "numerics.md").read_text("utf-8")
+    assert f"{thin.BEGIN}\n{thin.table(found)}\n{thin.END}" in page
+
+
+def test_a_thin_curve_outside_its_band_is_said():
+    runs = {f"{name}, seed {seed}": {"losses": [2.0] * 100} for seed in thin.SEEDS for name in thin.CONTENDERS}
+    runs["thin, seed 1"] = {"losses": [2.0] * 70 + [2.03] * 30}
+    runs["thin, feedback, seed 2"] = {"losses": [3.0] * 100}  # told, not judged
+    assert thin.outside(runs) == ["thin"]
+    assert "| thin | 0.0000 | 0.0300 | 0.0000 | 0.02 ✗ |" in thin.table(runs)
