@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,14 +25,14 @@ from npuzero.errors import BenchmarkError
 
 TINY = shlex.split("--dim 64 --layers 2 --heads 2 --rates unlimited,1 --rounds 1 --peers=")
 LISTEN = """
-import socket, sys, time
+import socket
 with socket.create_server(("", 4321)) as server:
     print("ready", flush=True)
     link, _ = server.accept()
-    begin, got = None, 0
+    got = 0
     while part := link.recv(1 << 16):
-        begin, got = begin or time.monotonic(), got + len(part)
-    print(got, time.monotonic() - begin)
+        got += len(part)
+    print(got)
 """
 SEND = "import socket; socket.create_connection(('{}', 4321)).sendall(bytes(4_000_000))"
 
@@ -62,10 +63,10 @@ def test_a_wire_holds_its_rate_and_counts_what_it_carries(wire):
         assert there.stdout.readline() == "ready\n"
         before = wire.carried()
         here = {**at["env"], "RANK": "1"}
+        begin_s = time.monotonic()
         subprocess.run(wire.command([*python, SEND.format(wire.addresses[1])]), env=here, check=True, timeout=60)
-        got, took_s = there.stdout.readline().split()
-    assert int(got) == 4_000_000
-    assert float(took_s) > 0.28, "all but a burst, and what was under way when the first came"
+        assert there.stdout.readline() == "4000000\n"
+    assert time.monotonic() - begin_s > 0.3, "all but a burst"
     assert 4_000_000 <= wire.carried() - before < 4_400_000
     wire.limit(None)
     shown = subprocess.run(["tc", "-n", wire.names[0], "qdisc", "show", "dev", WIRE], capture_output=True, text=True)

@@ -72,7 +72,7 @@ def test_a_link_carries_one_after_another_and_other_links_go_on(tmp_path):
 
 
 def test_a_collective_between_nodes_takes_its_time_and_nobody_spins(tmp_path):
-    Links.make(tmp_path / "links", 2).limit(0.08)  # 10 MB a second
+    Links.make(tmp_path / "links", 2).limit(0.04)  # 5 MB a second
 
     def body(world: World) -> tuple[float, bool]:
         across, inside = (world.communicator(range(4), "gather"), world.communicator(world.local, "gather"))
@@ -89,8 +89,9 @@ def test_a_collective_between_nodes_takes_its_time_and_nobody_spins(tmp_path):
 
     begin_s = time.process_time()
     told = linked(tmp_path / "links", body)
-    assert all(took_s > 0.3 and early for took_s, early in told)
-    assert time.process_time() - begin_s < 0.25, "four ranks waited for 0.3 s each"
+    assert all(took_s > 0.6 for took_s, _ in told)
+    assert any(early for _, early in told), "one at least came back from its node before the link was done"
+    assert time.process_time() - begin_s < 0.5, "four ranks waited for 0.6 s each"
 
 
 def test_a_send_to_another_node_takes_its_time_and_waits_for_no_collective(tmp_path):
