@@ -22,6 +22,7 @@ from npuzero.bench import Benchmark, Effort, Record, Result, check_close, check_
 from npuzero.bench.ops import CASES
 from npuzero.bench.setting import OWN, Setting
 from npuzero.bench.updates import ADAM_TOLERANCE, Adam
+from npuzero.bench.wires import WIRES
 from npuzero.cli.bench import render
 from npuzero.cli.table import table
 from npuzero.ops.reference import cast as cast_reference
@@ -222,7 +223,7 @@ def _with_copy(make: Make) -> Make:
 
 BENCHMARKS: dict[str, Make] = {
     "flat_adam/mixed": adam_mixed,
-    **{name: _with_copy(make) for name, make in CASES.items() if name not in ("pack", "unpack")},
+    **{name: _with_copy(make) for name, make in CASES.items() if name not in ("pack", "unpack", *WIRES)},
     "pack/1000": pack_1000,
     "pack/odd": pack_odd,
     "cast/away": cast_away,
