@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import npuzero
+from npuzero import comm
 from world.comm_ranks import run_ranks, values
 from world.parity_ranks import CLIPPED, FOUR, ONE, STAGES, equals_ddp
+from world.thin import digests as digests_of_thin
 from world.toy import Recipe
 
 pytestmark = pytest.mark.world
@@ -53,3 +55,11 @@ def test_gloo_gives_the_bits_of_shared_memory(digests: Callable[[int], Digests],
 def test_gloo_without_a_flat_group_equals_ddp(tmp_path: Path) -> None:
     """hpz's order of ranks is none that torch's groups can have: two levels, another order of the sum."""
     values(run_ranks(4, equals_ddp, {ONE: ["hpz"]}, 2, folder=tmp_path, backend="gloo", limit_s=90.0))
+
+
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_thin_wires_have_the_bits_of_threads(backend: str, tmp_path: Path) -> None:
+    """Codes, and sums of what they stand for, over real processes; over gloo (local, node) goes in two levels."""
+    expected = comm.run_threads(4, lambda world: digests_of_thin(world, npuzero.THINNED, 2))
+    found = values(run_ranks(4, digests_of_thin, npuzero.THINNED, 2, folder=tmp_path, backend=backend, limit_s=90.0))
+    assert found == expected == expected[:1] * 4

@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import npuzero
 from npuzero import Plan
+from npuzero.comm import World
 from npuzero.plan import MeshShape
+
+from .parity_ranks import digest
+from .toy import build
 
 WIDTHS = (37, 41, 29, 37)  # which divide nothing
 
@@ -201,3 +206,22 @@ class Oracle:
         for rank in by_place:
             seen.setdefault(self.mesh.index(self.order, rank), parts[rank])
         return torch.cat([seen[index] for index in sorted(seen)])
+
+
+def digests(world: World, presets: Sequence[str], local_size: int) -> dict[str, str]:
+    """Train a chain by each preset; a digest of its bits by preset."""
+    found = {}
+    for preset in presets:
+        model = npuzero.zero(
+            build(0, Chain), plan=preset, precision="bf16", world=world, local_size=local_size, units=is_matrix
+        )
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        for step in range(3):
+            for micro_batch in range(2):
+                loss_of(model, batch(step, micro_batch, world.rank)).backward()
+            npuzero.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = npuzero.full_state_dict(model, rank0_only=False)
+        found[preset] = digest({name: value.float() for name, value in state.items()})
+    return found
