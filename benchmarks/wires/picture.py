@@ -77,7 +77,7 @@ def _panel(axes: Axes, kind: str, results: Sequence[Result], looks: Mapping[str,
     axes.set_xticks(rates, ["no limit" if rate == _BEYOND else f"{rate:g}" for rate in rates], minor=False)
     axes.xaxis.set_minor_locator(NullLocator())
     for format_ in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        format_(lambda value, _: f"{value:.1g}" if f"{value:.0e}"[0] in "125" else "")
+        format_(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "125" else "")
     axes.grid(axis="both")
 
 
