@@ -109,18 +109,17 @@ def _benchmark(
     nbytes: int,
     check: Callable[[], str],
 ) -> Benchmark:
-    n = setting.elements
     return Benchmark(
         name,
         title,
         [
-            setting.contender(_TORCH, passes, None, n),
-            setting.contender(OWN, own, nbytes // (n or 1), n),
+            setting.contender(_TORCH, passes, None, 1),
+            setting.contender(OWN, own, nbytes, 1),
             *setting.probes("copy"),
         ],
         _TORCH,
         check,
-        {"elements": n},
+        {"elements": setting.elements},
     )
 
 

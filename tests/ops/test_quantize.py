@@ -158,6 +158,15 @@ def test_zeros_and_what_is_below_the_least_scale(isa: str, bits: int) -> None:
     assert not residual[len(x) :].signbit().any()  # 0 + -0
 
 
+def test_what_is_streamed_past_the_caches_is_the_same() -> None:
+    """From 16 MiB of codes on."""
+    part = torch.randn(4096)
+    expected, n = _sent(part, 8)[:4096], 2**24
+    for isa in _native.supported_isas():
+        _native.use_isa(isa)
+        assert torch.equal(_sent(part.repeat(n // 4096), 8)[:n].view(-1, 4096), expected.expand(n // 4096, -1))
+
+
 def test_bytes_of_a_message() -> None:
     for bits, block in wires.BLOCK.items():
         for blocks in (0, 1, 2, 3, 7, 64, 1000, 2**40):
