@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 BYTES = "world/test_axes_bytes.py"
+CLI = "unit/test_cli.py"
 LEVELS = f"{BYTES}::test_a_collective_over_several_axes_goes_level_by_level"
 FORETOLD = f"{BYTES}::test_a_rank_sends_along_each_axis_what_was_foretold"
 
@@ -36,6 +37,27 @@ MUTANTS = (
         "HOST_CHANNEL: self.control, ",
         "",
         (f"{FORETOLD}[2-2-zero0-bf16]",),
+    ),
+    Mutant(
+        "rows that round what travels are said to be as hpz",
+        "cli/plan.py",
+        "(sharded, precision.gathers, levels)",
+        "(sharded, None, ())",
+        (f"{CLI}::test_what_goes_between_nodes_and_inside_them",),
+    ),
+    Mutant(
+        "what goes inside nodes is said to go between them",
+        "cli/wires.py",
+        '{"between nodes": NODE, "inside nodes": LOCAL}',
+        '{"between nodes": LOCAL, "inside nodes": NODE}',
+        (f"{CLI}::test_what_goes_between_nodes_and_inside_them",),
+    ),
+    Mutant(
+        "of an axis named twice the last word counts",
+        "cli/wires.py",
+        "if len(known) < len(pairs) or ",
+        "if len(known) < len(found) or ",
+        (f"{CLI}::test_a_wrong_option_is_argparses_error",),
     ),
     Mutant(
         "of a pipeline's sends a prediction says those along the last of its axes alone",

@@ -87,7 +87,7 @@ SENT = {
 
 @pytest.mark.parametrize("plan", SENT)
 def test_bytes_between_two_nodes_of_four_and_inside_them(plan: str) -> None:
-    elements = 8 * 256 * 64
+    elements = 8 * 256 * 256  # messages are of whole lines
     row = Plan.preset(plan, precision=Precision(torch.bfloat16))
     report = predict_bytes(row, [FlatSize(0, elements, torch.bfloat16)], MeshShape(2, 4), Step(1))
     assert {axis: sum(verbs.values()) / elements for axis, verbs in report.sent_along.items()} == SENT[plan]
