@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "a report counts along the axes what the engine says to itself",
         "shard/counting.py",
-        "HOST_CHANNEL: self.control, ",
+        '"control": self.control, ',
         "",
         (f"{FORETOLD}[2-2-zero0-bf16]",),
     ),
