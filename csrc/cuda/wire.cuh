@@ -60,7 +60,7 @@ struct Message {
         scales(reinterpret_cast<uint16_t*>(message + code_bytes(numel, bits)) + start.first / wire_block(bits)) {}
 };
 
-// -- codes and numbers, by an addition: a conversion takes a processor several times as long --------------------------
+// -- codes and numbers, by an addition: conversions have fewer units in a processor -----------------------------------
 
 // The code that is nearest to x, ties to even, as a number. Its lowest bits are the code, as they are of 1.5 * 2^23.
 struct Nearest {
