@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 BYTES = "world/test_axes_bytes.py"
-CLI = "unit/test_cli.py"
+CLI = "unit/test_cli_wires.py"
 LEVELS = f"{BYTES}::test_a_collective_over_several_axes_goes_level_by_level"
 FORETOLD = f"{BYTES}::test_a_rank_sends_along_each_axis_what_was_foretold"
 
