@@ -57,7 +57,7 @@ MUTANTS = (
         "cli/wires.py",
         "if len(known) < len(pairs) or ",
         "if len(known) < len(found) or ",
-        (f"{CLI}::test_a_wrong_option_is_argparses_error",),
+        ("unit/test_cli.py::test_a_wrong_option_is_argparses_error",),
     ),
     Mutant(
         "of a pipeline's sends a prediction says those along the last of its axes alone",
