@@ -303,7 +303,7 @@ def _message(put: Put, nbytes: int) -> Tensor:
     """Return bytes of zero that begin where a message may."""
     room = put(torch.zeros(nbytes + 63, dtype=torch.uint8))
     start = -room.data_ptr() % 64
-    return room[start : start + nbytes]
+    return room.narrow(0, start, nbytes)
 
 
 def _of_blocks(numel: int, bits: int) -> int:
@@ -315,7 +315,7 @@ def _of_blocks(numel: int, bits: int) -> int:
 def _quantize(
     source: torch.dtype, bits: int, put: Put, numel: int, *, make: Make = _finite, fed_back: bool = False
 ) -> list[Tensor]:
-    """Quantize blocks, of which every other one has what `make` makes."""
+    """Round blocks, of which every other one has what `make` makes."""
     numel = _of_blocks(numel, bits)
     block = _WIRE_BITS[bits]
     x = _finite(numel, source, 1).view(-1, block)

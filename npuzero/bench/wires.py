@@ -113,7 +113,7 @@ def _benchmark(
         name,
         title,
         [
-            setting.contender(_TORCH, passes, None, 1),
+            setting.contender(_TORCH, passes, nbytes, 1),
             setting.contender(OWN, own, nbytes, 1),
             *setting.probes("copy"),
         ],
