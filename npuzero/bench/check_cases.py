@@ -288,7 +288,7 @@ def _between_codes(bits: int) -> Make:
     largest = 2 ** (bits - 1) - 1
 
     def make(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-        x = (torch.arange(numel) * 7919 % (2 * largest) - largest + 0.5) * 4
+        x: Tensor = (torch.arange(numel) * 7919 % (2 * largest) - largest + 0.5) * 4
         x[:: _WIRE_BITS[bits]] = 4 * largest
         return x.to(dtype)
 
