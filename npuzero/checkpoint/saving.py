@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from npuzero import observe
 from npuzero.checkpoint import folder as folders
@@ -210,11 +210,13 @@ class Saver:
                     except Exception as error:
                         problem = error
             place = begin(self._world, self._shape, job, problem)
+            # Now, as with tensors: buffers, schedules and options change as training goes on.
+            objects = place.encode(job, self._world.rank, self._shape)
             done = undo.pop_all().close
 
         def write() -> None:
             try:
-                place.write(job, items, self._world, self._shape)
+                place.write(job, items, objects, self._world, self._shape)
             finally:
                 done()
 
@@ -322,6 +324,13 @@ def _signed(item: Item, signature: int) -> int:
     return zlib.crc32(repr((item.cut.paths, item.box)).encode(), signature)
 
 
+class Objects(NamedTuple):
+    """Hold what a rank writes beside sharded tensors, as bytes: its own, by the order of names, and entries."""
+
+    own: list[bytes]
+    shared: list[tuple[Entry, bytes]]
+
+
 @dataclass(frozen=True)
 class Place:
     """Say where a checkpoint is written before it has its name; ``partial`` on rank 0, which made it; ``shares`` of all
@@ -332,21 +341,48 @@ class Place:
     partial: Partial | None
     shares: Sequence[Share]
 
-    def write(self, job: Job, items: Iterator[tuple[Item, Later]], world: World, shape: MeshShape) -> None:
+    def encode(self, job: Job, rank: int, shape: MeshShape) -> Objects | Exception:
+        """Return what ``rank`` writes beside sharded tensors, as it is now; or why it cannot, which all are to be
+        told.
+        """
+        try:
+            own = [encode(name, value) for name, value in job.own.items()]
+            shared = job.written_by(rank, shape, self.shares)
+            return Objects(own, [(entry, encode(entry.key, entry.value)) for entry in shared])
+        except Exception as error:
+            return error
+
+    def write(
+        self,
+        job: Job,
+        items: Iterator[tuple[Item, Later]],
+        objects: Objects | Exception,
+        world: World,
+        shape: MeshShape,
+    ) -> None:
         """Write this rank's file, and on rank 0 what says where everything is. Collective."""
         try:
-            self._write(job, items, world, shape)
+            self._write(job, items, objects, world, shape)
         finally:
             if self.partial is not None:
                 self.partial.drop()
 
-    def _write(self, job: Job, items: Iterator[tuple[Item, Later]], world: World, shape: MeshShape) -> None:
+    def _write(
+        self,
+        job: Job,
+        items: Iterator[tuple[Item, Later]],
+        objects: Objects | Exception,
+        world: World,
+        shape: MeshShape,
+    ) -> None:
         draft = Draft()
         report: Report | None = None
         problem: Exception | None = None
         try:
             with observe.span("write", job.path.name):
-                report = self._write_own(job, items, world.rank, shape, draft)
+                if isinstance(objects, Exception):
+                    raise objects
+                report = self._write_own(items, objects, world.rank, draft)
         except Exception as error:
             problem = error
         reports = [Report(*r) for r in agree(world, f"save {job.path}", problem, report and astuple(report))]
@@ -373,21 +409,17 @@ class Place:
             self.partial.drop()
         agree(world, f"save {job.path}", problem)
 
-    def _write_own(
-        self, job: Job, items: Iterator[tuple[Item, Later]], rank: int, shape: MeshShape, draft: Draft
-    ) -> Report:
-        own = {name: encode(name, value) for name, value in job.own.items()}
-        shared = [(e, encode(e.key, e.value)) for e in job.written_by(rank, shape, self.shares)]
+    def _write_own(self, items: Iterator[tuple[Item, Later]], written: Objects, rank: int, draft: Draft) -> Report:
         count = signature = 0
         with DataFile(self.path / data_name(rank)) as file:
             for item, later in items:
                 file.add_tensor(item.cut.dtype, item.box.sizes, as_bytes(item.site.of(later().cpu()).contiguous()))
                 count, signature = count + 1, _signed(item, signature)
             places: dict[bytes, tuple[int, int]] = {}
-            for entry, raw in shared:
+            for entry, raw in written.shared:
                 place = places[raw] if raw in places else places.setdefault(raw, file.add_object(raw))
                 draft.add_object(entry.path, entry.value, data_name(rank), *place)
-            objects = [[*file.add_object(raw), zlib.crc32(raw)] for raw in own.values()]
+            objects = [[*file.add_object(raw), zlib.crc32(raw)] for raw in written.own]
         data, table = ((facts.nbytes, facts.crc) for facts in file.facts)
         return Report(data, table, count, signature, objects)
 

@@ -103,4 +103,4 @@ def test_a_step_over_stages_is_compared_with_torchs_and_with_compute_only(tmp_pa
     assert all(values["held_bytes"] > 0 for values in result.values.values())
     sent = result.parameters["sent_bytes"]
     assert sent == 8 * 16 * 32 * 4 and result.values[pipeline.OWN]["sent_bytes"] == [sent, sent]
-    assert len(shown(out, "pipe")) == 5
+    assert len(shown(out, "pipe")) == 6

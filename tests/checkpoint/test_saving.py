@@ -19,6 +19,7 @@ from npuzero.checkpoint import files, saving
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
 from npuzero.shard.ownership import engine_of
+from world.toy import build
 from world.train import assert_same_bits
 
 from .training import Position, Training
@@ -68,6 +69,60 @@ def test_what_is_saved_beside_training_is_the_state_at_the_call(
         assert save.wait() == tmp_path / "step-00000001"
         training.load(tmp_path)
         assert_same_bits(without_losses(training), expected)
+
+    comm.run_threads(RANKS, rank)
+
+
+class Counting(torch.nn.Module):
+    """Counts its forwards in a buffer, as BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(7))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self) -> torch.Tensor:
+        self.calls += 1
+        return self.weight.square().sum()
+
+
+def test_buffers_and_options_are_those_at_the_call_however_late_the_writer_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, run = threading.Event(), saving.Saving.run
+
+    def late(save: saving.Saving, work: Any, *, beside: bool) -> None:
+        run(save, lambda: (begin.wait(20.0), work()), beside=beside)
+
+    monkeypatch.setattr(saving.Saving, "run", late)
+
+    def made(world: World) -> tuple[Any, Any, Any]:
+        model = npuzero.zero(build(0, Counting), stage=3, world=world)
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    def rank(world: World) -> None:
+        model, optimizer, scheduler = made(world)
+        extra = {"seen": [1]}
+        for step in (1, 2):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if step == 1:
+                save = checkpoint.save(
+                    tmp_path, model, optimizer, step=1, scheduler=scheduler, extra=extra, asynchronous=True
+                )
+                extra["seen"].append(2)
+        world.exchange(None)
+        begin.set()
+        save.wait()
+        model, optimizer, scheduler = made(world)
+        found = checkpoint.load(tmp_path, model, optimizer, scheduler=scheduler)
+        assert (found.step, found.extra) == (1, {"seen": [1]})
+        assert int(model.calls) == 1
+        assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 5e-3
+        assert scheduler.last_epoch == 1
 
     comm.run_threads(RANKS, rank)
 
