@@ -282,6 +282,7 @@ def waits_elsewhere(world: World) -> tuple[str, float]:
     group = stages(world)
     other = 1 - world.rank
     if world.rank:
+        time.sleep(0.5)  # so that rank 0 waits already
         group.recv(torch.ones(3), other, "b")
         time.sleep(NOTICED_S + 1)  # so that rank 0 does not learn it from this rank's end
         return "", 0.0
