@@ -62,7 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "plan/predict.py",
         "counter[axis, collective.verb] += times * nbytes",
         "counter[axis, collective.verb] = times * nbytes",
-        (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
+        ("world/test_axes_bytes.py::test_a_rank_sends_along_each_axis_what_was_foretold[2-2-zero3-bf16]",),
     ),
     Mutant(
         "norms of heads in a model that was counted without transformers go their own ways",
