@@ -90,7 +90,7 @@ MUTANTS = (
         "plan/schedule.py",
         "gather = replace(gather, nbytes=codes.nbytes)",
         "gather = replace(gather)",
-        (f"{TRAFFIC}::test_wires_of_another_dtype[thin-hpz]",),
+        ("world/test_axes_bytes.py::test_a_rank_sends_along_each_axis_what_was_foretold[2-2-thin-bf16]",),
     ),
     Mutant(
         "a communication buffer is said to be lent until its codes have come",
