@@ -222,6 +222,11 @@ FIGURES = (
     _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
     _share_of("pack", "copy", "pack"),
     _share_of("norm", "copy", "norm"),
+    _share_of("quantize fp32 to int8", "copy", "quantize/fp32/int8"),
+    _share_of("quantize bf16 to int4", "copy", "quantize/bf16/int4"),
+    _share_of("dequantize_sum, int8 to bf16", "copy", "dequantize_sum/int8/1/bf16"),
+    _share_of("dequantize_sum, 2 rows of int4 to fp32", "copy", "dequantize_sum/int4/2/fp32"),
+    _share_of("dequantize_sum, 4 rows of int4 to fp32", "copy", "dequantize_sum/int4/4/fp32"),
     *(
         _collective(verb, ranks, goal, contender)
         for ranks, goals in {2: (15.0, 10.0, 8.0, 3.0), 4: (10.0, 7.0, 6.0, 2.5)}.items()

@@ -8,29 +8,47 @@
 namespace npuzero::cpu::NPUZERO_ISA {
 namespace {
 
-// The codes of halves, sign-extended: two for each byte, the lower first.
-template <int64_t n>
-void unpack_halves(const uint8_t* __restrict packed, int8_t* __restrict codes) {
+// The values of a block, added to `sum` or put there.
+void add_bytes(const uint8_t* __restrict codes, float scale, bool add, float* __restrict sum) {
+  constexpr int64_t n = wire_block(8);
+  const auto value = [=](int64_t i) { return static_cast<float>(static_cast<int8_t>(codes[i])) * scale; };
+  if (add) {
 #pragma omp simd
-  for (int64_t i = 0; i < n / 2; ++i) {
-    codes[2 * i] = static_cast<int8_t>(((packed[i] & 15) ^ 8) - 8);
-    codes[2 * i + 1] = static_cast<int8_t>(((packed[i] >> 4) ^ 8) - 8);
+    for (int64_t i = 0; i < n; ++i) sum[i] = sum[i] + value(i);
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) sum[i] = value(i);
   }
 }
 
-// The values of a block, added to `sum` or put there.
-template <int bits>
-void add_block(const uint8_t* __restrict packed, float scale, bool add, float* __restrict sum) {
-  constexpr int64_t n = wire_block(bits);
-  alignas(cache_line) int8_t halves[n];
-  if (bits == 4) unpack_halves<n>(packed, halves);
-  const auto* __restrict codes = bits == 8 ? reinterpret_cast<const int8_t*>(packed) : halves;
+// The same of halves of bytes. Elements that share a byte stay apart, in a half of `sum` each, until all rows are added:
+// shifts bring them to their places in a vector, where putting them side by side would take a shuffle for every row.
+void add_halves(const uint8_t* __restrict codes, float scale, bool add, float* __restrict sum) {
+  constexpr int64_t n = wire_block(4) / 2;
+  const auto value = [=](int64_t i, int shift) {
+    return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(codes[i]) << shift) >> 28) * scale;
+  };
   if (add) {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) sum[i] = sum[i] + static_cast<float>(codes[i]) * scale;
+    for (int64_t i = 0; i < n; ++i) {
+      sum[i] = sum[i] + value(i, 28);
+      sum[n + i] = sum[n + i] + value(i, 24);
+    }
   } else {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) sum[i] = static_cast<float>(codes[i]) * scale;
+    for (int64_t i = 0; i < n; ++i) {
+      sum[i] = value(i, 28);
+      sum[n + i] = value(i, 24);
+    }
+  }
+}
+
+void put_side_by_side(const float* __restrict apart, float* __restrict sum) {
+  constexpr int64_t n = wire_block(4) / 2;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    sum[2 * i] = apart[i];
+    sum[2 * i + 1] = apart[n + i];
   }
 }
 
@@ -43,13 +61,15 @@ void dequantize_sum(const DequantizeSumArgs& args) {
   auto* target = static_cast<Bits*>(args.out.data);
   // Sums of whole blocks, at most a tile of them, from element i of a piece on.
   const auto sum_blocks = [&](int64_t piece, int64_t i, int64_t count, float* sum) {
-    for (int64_t row = 0; row < args.rows; ++row) {
-      const Message<bits, const uint8_t> message(args.messages.data, row * args.pieces + piece, each);
-      const auto* scales = reinterpret_cast<const uint16_t*>(message.scales);
-      for (int64_t at = 0; at < count; at += block) {
-        add_block<bits>(message.codes + code_bytes(i + at, bits), BF16::widen(scales[(i + at) / block]), row > 0,
-                        sum + at);
+    alignas(cache_line) float apart[wire_block(4)];
+    for (int64_t at = 0; at < count; at += block) {
+      for (int64_t row = 0; row < args.rows; ++row) {
+        const Message<bits, const uint8_t> message(args.messages.data, row * args.pieces + piece, each);
+        const uint8_t* codes = message.codes + code_bytes(i + at, bits);
+        const float scale = BF16::widen(reinterpret_cast<const uint16_t*>(message.scales)[(i + at) / block]);
+        bits == 8 ? add_bytes(codes, scale, row > 0, sum + at) : add_halves(codes, scale, row > 0, apart);
       }
+      if (bits == 4) put_side_by_side(apart, sum + at);
     }
   };
   const bool aligned = reinterpret_cast<uintptr_t>(target) % cache_line == 0;  // so that tiles are whole blocks

@@ -22,13 +22,11 @@ int32_t largest_of(const float* __restrict x) {
   return largest;
 }
 
-// Two codes a byte, the first in the lower half.
+// Two codes a byte, the first in the lower half; of two codes each, the first in the lower byte, as they lie in memory.
 template <int64_t n>
-void pack_halves(const int8_t* __restrict codes, uint8_t* __restrict out) {
+void pack_halves(const uint16_t* __restrict codes, uint8_t* __restrict out) {
 #pragma omp simd
-  for (int64_t i = 0; i < n / 2; ++i) {
-    out[i] = static_cast<uint8_t>((codes[2 * i] & 15) | static_cast<uint8_t>(codes[2 * i + 1]) << 4);
-  }
+  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<uint8_t>((codes[i] & 0x0f) | (codes[i] >> 4 & 0xf0));
 }
 
 // One block; its scale. `x` is not `residual`.
@@ -45,15 +43,15 @@ uint16_t round_block(const float* __restrict x, uint8_t* __restrict out, float* 
   const float wanted = std::max(float_of(static_cast<uint32_t>(largest)) * share, least_scale);
   const auto upper = static_cast<uint16_t>((bits_of(wanted) + 0xffffu) >> 16);
   const float scale = BF16::widen(upper), inverse = 1.0f / scale;
-  alignas(cache_line) int8_t halves[n];
-  auto* __restrict codes = bits == 8 ? reinterpret_cast<int8_t*>(out) : halves;
+  alignas(cache_line) uint16_t pairs[n / 2];
+  auto* __restrict codes = reinterpret_cast<signed char*>(bits == 8 ? static_cast<void*>(out) : pairs);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const float rounded = x[i] * inverse + to_integer;
-    codes[i] = static_cast<int8_t>(bits_of(rounded));
+    codes[i] = static_cast<signed char>(bits_of(rounded));
     if (with_residual) residual[i] = x[i] - (rounded - to_integer) * scale;
   }
-  if (bits == 4) pack_halves<n>(halves, out);
+  if (bits == 4) pack_halves<n / 2>(pairs, out);
   return upper;
 }
 
@@ -64,10 +62,11 @@ const float* widen(const typename Source::Bits* source, const float* __restrict 
   if constexpr (std::is_same_v<Source, F32>) {
     if (residual == nullptr) return source;
   }
-  convert<Source, F32>(source, x, n);
-  if (residual != nullptr) {
+  if (residual == nullptr) {
+    convert<Source, F32>(source, x, n);
+  } else {
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) x[i] = x[i] + residual[i];
+    for (int64_t i = 0; i < n; ++i) x[i] = Source::widen(source[i]) + residual[i];
   }
   return x;
 }
