@@ -20,8 +20,9 @@ def quantize(
     """Round `source` to 8 or 4 bits an element, in blocks of 256 or 128 that share a bfloat16 scale.
 
     A scale is the block's largest magnitude over 127 or 7, rounded up, and at least 2^-120, so that no code is clipped;
-    codes are rounded to nearest, ties to even, and lose at most half a scale (block-wise, as Dettmers et al., ICLR
-    2022, and ZeRO++, Wang et al., 2023). A block with an infinity or a NaN becomes NaN as a whole, on the other side.
+    codes are rounded to nearest, ties to even, and lose half a scale, or a ten-thousandth of one more (block-wise, as
+    Dettmers et al., ICLR 2022, and ZeRO++, Wang et al., 2023). A block with an infinity or a NaN becomes NaN as a
+    whole, on the other side.
 
     Args:
         source: float32, bfloat16 or float16, flat, whole blocks in each piece; may be empty.
