@@ -8,6 +8,7 @@ QUANTIZE = "ops/reference/quantize.py"
 SUM = "ops/reference/dequantize_sum.py"
 GRID = "ops/test_quantize.py::test_equals_reference_on_the_grid"
 SUMS = "ops/test_dequantize_sum.py::test_equals_reference_on_the_grid"
+ORDER = "ops/test_dequantize_sum.py::test_rows_are_added_in_their_order_and_before_they_are_accumulated"
 BAD = "ops/test_quantize.py::test_bad_arguments_are_refused"
 BAD_SUMS = "ops/test_dequantize_sum.py::test_bad_arguments_are_refused"
 
@@ -43,7 +44,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (GRID,),
     ),
     Mutant("messages lie closer than a line", "ops/reference/_wire.py", "_LINE = 512", "_LINE = 256", (GRID,)),
-    Mutant("rows are added from the last", SUM, "bits))):", "bits)).flip(0)):", (SUMS,)),
+    Mutant("rows are added from the last", SUM, "bits))):", "bits)).flip(0)):", (ORDER,)),
     Mutant("the last row alone counts", SUM, "value if i == 0 else total + value", "value", (SUMS,)),
     Mutant("codes of 4 bits have no sign", SUM, "((halves ^ 8) - 8).float()", "halves.float()", (SUMS,)),
     Mutant(

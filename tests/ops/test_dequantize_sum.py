@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from npuzero import _native, ops
+from npuzero.ops.reference import dequantize_sum as reference
 from ops import grid, wires
 
 BITS = (8, 4)
@@ -69,9 +70,11 @@ def test_rows_are_added_in_their_order_and_before_they_are_accumulated(isa: str,
         out = start.to(dtype)
         expected = (out.float() + wanted).to(dtype)
         messages = wires.made(rows, bits, 3, ops.quantize)
-        before = messages.clone()
+        before, theirs = messages.clone(), out.clone()
         ops.dequantize_sum(messages, out, bits=bits, rows=4, pieces=3, accumulate=True)
         assert torch.equal(out, expected) and torch.equal(messages, before)
+        reference.dequantize_sum(messages, theirs, bits, 4, 3, True)
+        assert torch.equal(theirs, expected)
 
 
 @pytest.mark.parametrize("bits", BITS)
