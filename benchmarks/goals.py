@@ -185,8 +185,8 @@ def _op(
     return Figure("ops", name, against, goal, (benchmark,), _faster(contender, baseline))
 
 
-def _share_of(name: str, probe: str, benchmark: str) -> Figure:
-    return Figure("share", name, f"{probe} bandwidth", 0.9, (benchmark,), _share(probe))
+def _share_of(name: str, probe: str, benchmark: str, group: str = "share") -> Figure:
+    return Figure(group, name, f"{probe} bandwidth", 0.9, (benchmark,), _share(probe))
 
 
 def _collective(verb: str, ranks: int, goal: float, contender: str) -> Figure:
@@ -222,11 +222,11 @@ FIGURES = (
     _share_of("AdamW, one flat tensor", "in place", "flat_adam/flat"),
     _share_of("pack", "copy", "pack"),
     _share_of("norm", "copy", "norm"),
-    _share_of("quantize fp32 to int8", "copy", "quantize/fp32/int8"),
-    _share_of("quantize bf16 to int4", "copy", "quantize/bf16/int4"),
-    _share_of("dequantize_sum, int8 to bf16", "copy", "dequantize_sum/int8/1/bf16"),
-    _share_of("dequantize_sum, 2 rows of int4 to fp32", "copy", "dequantize_sum/int4/2/fp32"),
-    _share_of("dequantize_sum, 4 rows of int4 to fp32", "copy", "dequantize_sum/int4/4/fp32"),
+    _share_of("quantize fp32 to int8", "copy", "quantize/fp32/int8", "codes"),
+    _share_of("quantize bf16 to int4", "copy", "quantize/bf16/int4", "codes"),
+    _share_of("dequantize_sum, int8 to bf16", "copy", "dequantize_sum/int8/1/bf16", "codes"),
+    _share_of("dequantize_sum, 2 rows of int4 to fp32", "copy", "dequantize_sum/int4/2/fp32", "codes"),
+    _share_of("dequantize_sum, 4 rows of int4 to fp32", "copy", "dequantize_sum/int4/4/fp32", "codes"),
     *(
         _collective(verb, ranks, goal, contender)
         for ranks, goals in {2: (15.0, 10.0, 8.0, 3.0), 4: (10.0, 7.0, 6.0, 2.5)}.items()
@@ -298,6 +298,7 @@ FIGURES = (
 GROUPS = {
     "ops": "Ops: times as fast",
     "share": "Ops: share of memory's bandwidth",
+    "codes": "Ops of thin wires: share of memory's bandwidth",
     "comm": "Collectives, shared memory, 16–64 MiB: times as fast",
     "step": "A training step: times as long",
     "disk": "States on a disk: times as fast",

@@ -44,7 +44,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def test_what_the_page_names_is_there() -> None:
     """Presets, precisions, settings and functions; and its plan of two levels keeps the law."""
-    assert set(re.findall(r'plan="([^"]+)"', PAGE)) <= set(npuzero.PRESETS)
+    assert set(re.findall(r'plan="([^"]+)"', PAGE)) <= {*npuzero.PRESETS, *npuzero.THINNED}
     assert set(re.findall(r'precision="([^"]+)"', PAGE)) <= set(npuzero.PRECISIONS)
     assert set(re.findall(r"Settings\((\w+)=", PAGE)) <= set(npuzero.Settings.names())
     for path in set(re.findall(r"\bnpuzero\.([\w.]*\w)", PAGE)) | set(re.findall(r"`((?:comm|observe)\.\w+)", PAGE)):

@@ -154,7 +154,7 @@ MUTANTS = (
         "codes.h",
         "BinaryRepeatParams(1, 1, 0, 8, 8, 1)",
         "BinaryRepeatParams(1, 1, 1, 8, 8, 8)",
-        "repeat",
+        "bounds",
     ),
     Mutant(
         "lanes that begin within a datablock",

@@ -28,7 +28,7 @@ def test_too_few_elements_for_a_gpt():
 
 
 def test_every_op_is_benchmarked_and_its_contenders_pass_their_checks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ops, "QUICK_ELEMENTS", 60_000)
+    monkeypatch.setattr(ops, "QUICK_ELEMENTS", 60_160)
     assert main(["bench", "ops", "--quick", "--out", str(tmp_path)]) == 0
     record = Record.read(tmp_path / "ops.json")
     assert [result.name for result in record.results] == ops.names(True)
@@ -42,7 +42,7 @@ def test_every_op_is_benchmarked_and_its_contenders_pass_their_checks(tmp_path, 
 
 
 def test_a_wrong_result_is_found_out_and_nothing_is_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ops, "QUICK_ELEMENTS", 60_000)
+    monkeypatch.setattr(ops, "QUICK_ELEMENTS", 60_160)
     right = npuzero_ops.norm
     monkeypatch.setattr(npuzero_ops, "norm", lambda x, out: (right(x, out), out.mul_(1 + 1e-9)))
     assert main(["bench", "ops", "--quick", "--only", "norm", "--out", str(tmp_path)]) == 2
@@ -77,7 +77,7 @@ def test_a_device_that_is_not_there_is_named(capsys):
 
 
 def test_the_record_holds_every_round(tmp_path, monkeypatch):
-    monkeypatch.setattr(ops, "QUICK_ELEMENTS", 60_000)
+    monkeypatch.setattr(ops, "QUICK_ELEMENTS", 60_160)
     assert main(["bench", "ops", "--quick", "--only", "cast/nearest", "--out", str(tmp_path)]) == 0
     (benchmark,) = json.loads((tmp_path / "ops.json").read_text())["benchmarks"]
     own = benchmark["contenders"]["npuzero"]
