@@ -175,7 +175,7 @@ def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
     model, part = parallel.sequence(build(make=llama), mesh), parallel.slice(batch("padded"), mesh)
     sliced = {**part, "attention_mask": parallel.slice(part["attention_mask"], mesh)}
     t5 = {"vocab_size": 37, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
-    codegen = {"vocab_size": 37, "n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 16}
+    neox = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     bart = {"vocab_size": 37, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 8}
     heads = {**_SIZES, "num_attention_heads": 6, "hidden_size": 24, "num_key_value_heads": 3}
     return {
@@ -190,8 +190,8 @@ def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
             transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1)),
             mesh,
         ),
-        "AttentionInterface; got CodeGenForCausalLM": lambda: parallel.sequence(
-            transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**codegen)), mesh
+        "AttentionInterface; got GPTNeoXJapaneseForCausalLM": lambda: parallel.sequence(
+            transformers.GPTNeoXJapaneseForCausalLM(transformers.GPTNeoXJapaneseConfig(**neox)), mesh
         ),
         "BartForCausalLM, which takes no position_ids": lambda: parallel.sequence(
             transformers.BartForCausalLM(transformers.BartConfig(**bart)), mesh
