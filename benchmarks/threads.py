@@ -7,6 +7,9 @@ for compute. On two cores whatever a collective's thread does, compute waits for
 an idle machine, each contender's ranks count what they did, which wants none: by thread the CPU time and the switches,
 and page faults. ``loop`` is the thread that computes, ``npuzero-comm`` those of the collectives, all else by its name.
 
+What oneDNN may use of the processor decides how long compute takes: ``ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`` leaves out
+AMX, and is in the record.
+
 A count is per step, the mean over the ranks. Voluntary switches are the times a thread went to sleep, involuntary ones
 those at which another took its core. CPU time of a thread that spins is as good as lost.
 """
@@ -144,6 +147,7 @@ def measure(options: argparse.Namespace) -> Result:
         contenders = [of.contender() for of in teams.values()]
         effort = Effort(min(5, options.rounds), options.rounds, options.seconds, visit_s=0.5, warm_up=1)
         facts = asdict(workload) | {"ranks": options.ranks, "threads": 1, "counted": options.counted}
+        facts["onednn_max_cpu_isa"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
         title = f"transformers Llama, {workload.precision}, batch {workload.batch} x {workload.sequence} a rank"
         result = run(Benchmark("threads/llama", title, contenders, BASELINE, check, facts), effort)
         for name, of in teams.items():
