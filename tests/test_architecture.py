@@ -38,6 +38,7 @@ ROWS = (
     ("optim",),
     ("checkpoint",),
     ("api", "info"),
+    ("planner",),
     ("bench",),
     ("compat", "cli"),
     ("__main__",),
@@ -189,7 +190,7 @@ def test_no_preset_is_named_outside_the_table():
 
 
 #: Where `stage` is ZeRO's: these parts are handed it, and Plan.preset makes a row of it.
-ZERO_STAGES = ("plan", "api", "info", "cli", "bench")
+ZERO_STAGES = ("plan", "api", "info", "planner", "cli", "bench")
 
 
 def asks_for_a_stage(node: ast.AST, zero_only: bool) -> bool:

@@ -13,7 +13,6 @@ from torch import nn
 
 from npuzero.cli import pipes
 from npuzero.cli.arguments import number
-from npuzero.cli.model import ModelShape
 from npuzero.comm.mesh import groups_of
 from npuzero.errors import ConfigError
 from npuzero.parallel.division import Division, divide, linear_of
@@ -22,6 +21,7 @@ from npuzero.parallel.sequences import check_heads
 from npuzero.parallel.tensor import MODES, Mode, note
 from npuzero.parallel.words import Kind
 from npuzero.plan import PIPE, POD, PRECISIONS, SEQUENCE, TENSOR, MeshShape, Plan, ring_bytes
+from npuzero.planner.models import ModelShape
 from npuzero.shard.build import units_of
 
 #: By axis and collective, the bytes that the layers of one rank send in a step.

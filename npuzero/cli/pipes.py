@@ -12,7 +12,6 @@ from torch import nn
 
 from npuzero.api.model import predict
 from npuzero.cli.arguments import number
-from npuzero.cli.model import ModelShape
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.parallel.kept import BETWEEN_SHARE, unsharded_between
@@ -21,6 +20,7 @@ from npuzero.parallel.schedule import NAMES, Schedule, schedule
 from npuzero.parallel.stages import divide
 from npuzero.parallel.tensor import MODES
 from npuzero.plan import PRECISIONS, Memory, MeshShape, Plan, Report
+from npuzero.planner.models import ModelShape
 
 #: Parts of a decoder that is counted here, in the order in which they are called.
 _CHAIN = ("embed_tokens", "layers", "norm", "lm_head")

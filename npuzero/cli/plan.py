@@ -9,9 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import axes, families, pipes, tiers, wires
+from npuzero.cli import axes, pipes, tiers, wires
 from npuzero.cli.arguments import memory, named_number, number
-from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
 from npuzero.config import Settings, read_json
@@ -32,6 +31,7 @@ from npuzero.plan import (
     Plan,
     Report,
 )
+from npuzero.planner.models import KINDS, ModelShape, from_config, from_size
 
 _EPILOG = """\
 examples:
@@ -84,7 +84,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="memory per rank and traffic per step of every preset",
         description="Memory per rank and traffic per step of every preset, by the table's arithmetic.",
-        epilog=_EPILOG.format(kinds=", ".join(families.KINDS)),
+        epilog=_EPILOG.format(kinds=", ".join(KINDS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)

@@ -66,7 +66,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "norms of heads in a model that was counted without transformers go their own ways",
-        "cli/modules.py",
+        "planner/models/modules.py",
         '"replicated_with_grad_allreduce"',
         '"replicate"',
         (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),

@@ -13,10 +13,10 @@ import pytest
 import npuzero
 from npuzero import parallel
 from npuzero.cli import main
-from npuzero.cli.model import from_size
 from npuzero.comm import Communicator, Counted, Mesh, World, run_threads
 from npuzero.config import Settings
 from npuzero.plan import DATA, PRESETS, THINNED, Sent, ring_bytes
+from npuzero.planner.models import from_size
 from parallel.tensor_models import BATCH, HIDDEN, LAYERS, SEQUENCE, VOCABULARY, batch_of, llama, loss_of, qwen3, tied
 from world.conftest import one_thread_per_rank  # noqa: F401
 from world.toy import build

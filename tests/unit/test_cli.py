@@ -13,11 +13,11 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.model import from_size
 from npuzero.cli.table import quantity, table, unit_for
 from npuzero.config import Settings
 from npuzero.info import info
 from npuzero.plan import PRESETS, THINNED, Plan
+from npuzero.planner.models import from_size
 
 LLAMA_2_7B = {
     "model_type": "llama",

@@ -13,10 +13,10 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.model import ModelShape, from_config, from_size
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.plan import PRESETS, Plan
+from npuzero.planner.models import ModelShape, from_config, from_size
 
 COUNTERS = ("transformers", "npuzero")
 

@@ -9,10 +9,10 @@ import torch
 
 import npuzero
 from npuzero.cli import main
-from npuzero.cli.model import from_size
 from npuzero.cli.table import quantity
 from npuzero.config import Settings
 from npuzero.plan import PRESETS, THINNED, Plan, Precision
+from npuzero.planner.models import from_size
 from unit.test_cli import by_preset, sent_and_held
 
 

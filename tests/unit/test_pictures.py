@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from npuzero.cli import palette
-from npuzero.cli.model import from_size
 from npuzero.cli.plot import draw, finding
 from npuzero.config import Settings
 from npuzero.plan import Plan, Report
+from npuzero.planner.models import from_size
 
 ROOT = Path(__file__).resolve().parents[2]
 COLOUR = re.compile(r"#[0-9a-fA-F]{3}(?:[0-9a-fA-F]{3}(?:[0-9a-fA-F]{2})?)?|C\d|tab:\w+")

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from npuzero.cli.keys import DEPTH, FLAG, SIZE, missing, refuse_strangers
 from npuzero.config import Rule, describe
 from npuzero.errors import ConfigError
+from npuzero.planner.models.keys import DEPTH, FLAG, SIZE, missing, refuse_strangers
 from npuzero.shard.build import ParameterFacts
 
 Shapes = list[tuple[str, tuple[int, ...]]]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from npuzero.cli import classes, families, modules
 from npuzero.config import Settings, describe
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.plan import MeshShape, Plan, Report
+from npuzero.planner.models import classes, families, modules
 from npuzero.shard.build import ParameterFacts, predict_units, units_of
 from npuzero.shard.tiles import rows_in
 
@@ -184,7 +184,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
     Where transformers is installed and has the model's class, that is built on meta: shapes, no data, no network, and
     none of the code that a model's repository may have. Otherwise the sizes are counted here, for the few kinds of
-    models that :mod:`npuzero.cli.families` knows.
+    models that :mod:`npuzero.planner.models.families` knows.
 
     Raises:
         ConfigError: a kind of model that neither knows, or sizes that are missing, mistyped or impossible.

@@ -10,7 +10,7 @@ from torch import nn
 from npuzero.parallel.heads import HEAD_SIZE, HEADS, KEY_VALUE_HEADS
 from npuzero.shard.build import ParameterFacts
 
-#: Kinds whose parameters :mod:`npuzero.cli.families` names as they are called below, and how these are cut.
+#: Kinds whose parameters :mod:`npuzero.planner.models.families` names as they are called below, and how these are cut.
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 _BLOCK = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),

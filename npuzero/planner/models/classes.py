@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from npuzero.cli.keys import DEPTH, missing, refuse_strangers
 from npuzero.config import describe
 from npuzero.errors import ConfigError, NpuZeroError
+from npuzero.planner.models.keys import DEPTH, missing, refuse_strangers
 
 #: What the file may say of how a model is stored, loaded and run; its shapes do not depend on it.
 _PASSED_OVER = (

@@ -1,0 +1,7 @@
+"""The planner: whether a model fits, how long a step takes, which plan, what batch."""
+
+from npuzero.planner.cluster import Cluster, Device, Link
+from npuzero.planner.models import ModelShape, from_config, from_size
+from npuzero.planner.run import Job, Run
+
+__all__ = ["Cluster", "Device", "Job", "Link", "ModelShape", "Run", "from_config", "from_size"]
