@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from npuzero.config import describe
+from npuzero.errors import ConfigError, did_you_mean
+from npuzero.planner.decoder import Decoder
+from npuzero.planner.meter import Meter, Span
+from npuzero.planner.models import ModelShape
+from npuzero.shard.discover import UnitSpec, discover
+
+ATTENTIONS = ("flash", "plain")
 
 
 @dataclass(frozen=True)
@@ -30,9 +50,272 @@ class UnitWork:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Describe what lives of a pass's activations while one unit's forward or backward runs.
+
+    Attributes:
+        unit, backward: whose, and in which direction.
+        peak_bytes: at most, more than when it began.
+        left_bytes: when it ends, more than when it began.
+        gradient_bytes: of its parameters' gradients as autograd made them, which live when it ends until they are
+            packed; in ``peak_bytes``, not in ``left_bytes``.
+    """
+
+    unit: int
+    backward: bool
+    peak_bytes: int
+    left_bytes: int
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Workload:
-    """Count a model's work by unit, in the order of its units: the root first."""
+    """Count a model's work by unit, in the order of its units: the root first.
+
+    Attributes:
+        kept, recomputed: the stretches of a pass in their order, where blocks keep all that backward needs, and where
+            they keep their inputs alone.
+    """
 
     units: tuple[UnitWork, ...]
     micro_batch: int
     sequence: int
+    kept: tuple[Stretch, ...] = ()
+    recomputed: tuple[Stretch, ...] = ()
+
+
+def workload(
+    model: ModelShape,
+    sequence: int,
+    micro_batch: int = 1,
+    attention: str = "flash",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Workload:
+    """Return what one pass of a model on tokens computes and keeps.
+
+    The model runs on meta, forward and backward, with a loss over its logits; of equal blocks three run, and stand for
+    all. FLOPs are those of matrix products as :mod:`torch.utils.flop_counter` has them, masked scores included.
+
+    Args:
+        sequence: tokens of a sequence.
+        micro_batch: sequences.
+        attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
+        dtype: of parameters, and so of activations where the model does not choose another.
+
+    Raises:
+        ConfigError: sizes that are not positive, an unknown attention, or a model that does not run on tokens.
+
+    Example::
+
+        from npuzero.planner.workload import workload
+
+        work = workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
+        print(sum(unit.flops for unit in work.units), sum(unit.saved_bytes for unit in work.units))
+    """
+    for name, value in (("sequence", sequence), ("micro_batch", micro_batch)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            do = "Give a number of tokens or sequences."
+            raise ConfigError(f"workload: {name}", expected="a positive integer", got=describe(value), do=do)
+    if attention not in ATTENTIONS:
+        do = did_you_mean(attention, ATTENTIONS, "Choose among these.")
+        raise ConfigError("attention", expected=f"one of {', '.join(ATTENTIONS)}", got=repr(attention), do=do)
+    return _workload(_Model(model), sequence, micro_batch, dtype, attention)
+
+
+class _Model:
+    """Compare a model by identity, so that work is counted once for each."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Model) and other.shape is self.shape
+
+    def __hash__(self) -> int:
+        return id(self.shape)
+
+
+@lru_cache(maxsize=256)
+def _workload(model: _Model, sequence: int, micro_batch: int, dtype: torch.dtype, attention: str) -> Workload:
+    shape = model.shape
+    kept = _unfolded(*_passed(shape, sequence, micro_batch, dtype, attention, False))
+    recomputed = _unfolded(*_passed(shape, sequence, micro_batch, dtype, attention, True))
+    units = tuple(_unit_work(i, kept, recomputed) for i in range(len(shape.units)))
+    return Workload(units, micro_batch, sequence, _stretches(kept), _stretches(recomputed))
+
+
+def _unit_work(unit: int, kept: Sequence[Span], recomputed: Sequence[Span]) -> UnitWork:
+    own = [span for span in kept if span.unit == unit]
+    forward, backward = ([span for span in own if span.backward is way] for way in (False, True))
+    return UnitWork(
+        flops=sum(span.flops for span in forward),
+        forward_bytes=sum(span.moved_bytes for span in forward),
+        backward_bytes=sum(span.moved_bytes for span in backward),
+        saved_bytes=sum(span.end_bytes - span.begin_bytes for span in forward),
+        input_bytes=sum(s.end_bytes - s.begin_bytes for s in recomputed if s.unit == unit and not s.backward),
+        workspace_bytes=max((s.peak_bytes - (s.begin_bytes if s.backward else s.end_bytes) for s in own), default=0),
+        kernels=sum(span.kernels for span in forward),
+    )
+
+
+def _stretches(spans: Sequence[Span]) -> tuple[Stretch, ...]:
+    return tuple(
+        Stretch(s.unit, s.backward, s.peak_bytes - s.begin_bytes, s.end_bytes - s.begin_bytes, s.gradient_bytes)
+        for s in spans
+    )
+
+
+def _passed(
+    shape: ModelShape, sequence: int, micro_batch: int, dtype: torch.dtype, attention: str, recompute: bool
+) -> tuple[list[Span], list[int], int]:
+    """Run a pass of the model with few of its equal blocks; return its spans, whose each block of the whole is, by
+    numbers of the few, and the number of units.
+    """
+    if shape.module is None:
+        raise ConfigError(
+            f"{shape.name}: activations",
+            expected="a model whose modules can be run",
+            got="its shapes alone",
+            do="Run: pip install transformers; or give --parameters instead.",
+        )
+    model = shape.module()
+    specs = discover(model)
+    like = _like([_signature(spec) for spec in specs])
+    few = _few(model, specs, like, dtype, attention)
+    ids = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
+    own = discover(few) if len(specs) > 1 else [UnitSpec("root", few, tuple(few.named_parameters()))]
+    meter = Meter([spec.module for spec in own], recompute, partial(_Attention, attention))
+    meter.live.pass_over([ids])
+    parameters = {p: i for i, spec in enumerate(own) for _, p in spec.parameters if p.requires_grad}
+    try:
+        with meter, _Attention(attention):
+            loss = _loss(few, ids)
+            meter.backward(loss, parameters)
+            del loss
+    except Exception as error:
+        raise ConfigError(
+            f"{shape.name}: activations",
+            expected="a model that computes a loss or logits of tokens, on meta",
+            got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
+            do="Give a language model, or --parameters for one of its size.",
+        ) from error
+    return meter.finish(), like, len(specs)
+
+
+def _signature(spec: UnitSpec) -> tuple[object, ...]:
+    """Return what equal blocks have in common: their list, class, and parameters but for their number."""
+    path = spec.name.rpartition(".")[0]
+    own = len(spec.name)
+    facts = ((name[own:], tuple(p.shape), p.requires_grad) for name, p in spec.parameters)
+    return path, type(spec.module), *facts
+
+
+def _like(signatures: Sequence[tuple[object, ...]]) -> list[int]:
+    """Return for each unit the one that is run for it: its own, or in a long run of equals the second."""
+    like: list[int] = []
+    for _, run in itertools.groupby(range(len(signatures)), lambda i: signatures[i]):
+        first, *rest = run
+        like += [first, *rest[:1] * len(rest[:-1]), *rest[-1:]]
+    return like
+
+
+def _few(
+    model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], dtype: torch.dtype, attention: str
+) -> nn.Module:
+    """Return a copy of the model with the blocks that are run, its parameters of ``dtype``, in training."""
+    dropped = [spec.name for i, spec in enumerate(specs) if like[i] != i]
+    memo: dict[int, Any] = {id(model.get_submodule(name)): None for name in dropped}
+    few: nn.Module = copy.deepcopy(model, memo)
+    for path in {name.rpartition(".")[0] for name in dropped}:
+        blocks = few.get_submodule(path)
+        kept = [block for block in blocks._modules.values() if block is not None]
+        blocks._modules.clear()
+        blocks._modules.update({str(i): block for i, block in enumerate(kept)})
+    for parameter in few.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype=dtype, device="meta")
+    for module in few.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to("meta")
+    choose: Any = getattr(few, "set_attn_implementation", None)
+    if choose is not None and attention == "plain":
+        choose("eager")
+    return (Decoder(few) if getattr(few, "counted", False) else few).train()
+
+
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the loss of a model of transformers, or of any module that maps tokens to logits."""
+    takes = inspect.signature(model.forward).parameters
+    if "input_ids" not in takes:
+        logits = model(ids)
+        return F.cross_entropy(logits.flatten(0, -2).float(), ids.flatten())
+    given: dict[str, Any] = {"input_ids": ids}
+    given |= {"labels": ids} if "labels" in takes else {}
+    given |= {"use_cache": False} if "use_cache" in takes else {}
+    if "labels" not in takes and "decoder_input_ids" in takes:
+        given["decoder_input_ids"] = ids
+    out = model(**given)
+    loss: Tensor = out.loss if "labels" in takes else out[0].float().mean()
+    return loss
+
+
+class _Attention(TorchFunctionMode):
+    """Have F.scaled_dot_product_attention keep scores or not, whatever meta would choose."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self._plain = attention == "plain"
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(  # noqa: PLR0917 - torch's own arguments
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if self._plain or (attn_mask is not None and attn_mask.requires_grad):
+            call = torch.ops.aten._scaled_dot_product_attention_math
+            out, _ = call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return out  # type: ignore[no-any-return]
+        # Flash attention keeps its output and a number a row, with dropout a seed: as the CPU's does without.
+        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        return out  # type: ignore[no-any-return]
+
+
+def _unfolded(spans: Sequence[Span], like: Sequence[int], count: int) -> list[Span]:
+    """Return the spans of the whole model: those of a block that stands for others as often as it does."""
+    chosen = sorted(set(like))  # the few units' numbers in the whole
+    forward = list(_groups([s for s in spans if not s.backward], chosen, like))
+    backward = list(_groups([s for s in spans if s.backward], chosen, like))
+    return [span for group in (*forward, *backward) for span in group]
+
+
+def _groups(spans: Sequence[Span], chosen: Sequence[int], like: Sequence[int]) -> Iterator[list[Span]]:
+    """Yield each block's span with what the root does behind it, as often as the block is there."""
+    groups: list[list[Span]] = [[]]
+    for span in spans:
+        if span.unit:
+            groups.append([])
+        groups[-1].append(span)
+    for group in groups:
+        if not group or not group[0].unit:
+            yield group
+            continue
+        whole = chosen[group[0].unit]
+        alike = [i for i, each in enumerate(like) if each == whole]
+        for i in reversed(alike) if group[0].backward else alike:
+            yield [replace(span, unit=i if span.unit else 0) for span in group]

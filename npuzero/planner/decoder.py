@@ -1,0 +1,73 @@
+"""Run the modules of a decoder that was counted here as its class runs: to count what it computes and keeps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from npuzero.parallel.heads import HEAD_SIZE
+
+
+class Decoder(nn.Module):
+    """Run a decoder of Llama's plan on the modules of :func:`npuzero.planner.models.modules.decoder`: int64[B, T] ->
+    logits [B, T, V].
+    """
+
+    def __init__(self, modules: nn.Module) -> None:
+        super().__init__()
+        self._modules.update(modules._modules)
+        self._parameters.update(modules._parameters)
+        self.layers = nn.ModuleList(_Block(block) for block in modules.get_submodule("layers").children())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.get_submodule("embed_tokens")(tokens)
+        head = vars(self.layers[0].self_attn)[HEAD_SIZE[0]]
+        angles = torch.empty(*tokens.shape, head, device=tokens.device)
+        rotary = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.layers:
+            x = block(x, *rotary)
+        logits: Tensor = self.get_submodule("lm_head")(_normed(x, self.get_submodule("norm")))
+        return logits
+
+
+class _Block(nn.Module):
+    """Attention and a gated feed-forward layer, each behind a norm and beside the residual."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self._modules.update(block._modules)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self._attention(_normed(x, self.get_submodule("input_layernorm")), cos, sin)
+        mlp = self.get_submodule("mlp")
+        y = _normed(x, self.get_submodule("post_attention_layernorm"))
+        gate, up, down = (mlp.get_submodule(f"{name}_proj") for name in ("gate", "up", "down"))
+        out: Tensor = x + down(F.silu(gate(y)) * up(y))
+        return out
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        own = self.get_submodule("self_attn")
+        parts = [own.get_submodule(f"{name}_proj")(x) for name in "qkv"]
+        head = vars(own)[HEAD_SIZE[0]]
+        query, key, value = (part.unflatten(-1, (-1, head)) for part in parts)
+        if hasattr(own, "q_norm"):
+            query, key = _normed(query, own.get_submodule("q_norm")), _normed(key, own.get_submodule("k_norm"))
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        grouped = key.shape[1] != query.shape[1]
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        out: Tensor = own.get_submodule("o_proj")(y.transpose(1, 2).flatten(-2))
+        return out
+
+
+def _normed(x: Tensor, norm: nn.Module) -> Tensor:
+    """Return the root mean square norm, in float32 within."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return norm.get_parameter("weight") * wide.to(x.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]

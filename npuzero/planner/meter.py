@@ -1,0 +1,258 @@
+"""Count what a model's units compute and which storages live while it runs: on meta as on any device.
+
+Liveness is not modelled but seen: autograd's graph, Python's references and a module's own order hold tensors on meta
+exactly as they hold them elsewhere. So one meter predicts (on meta) and measures (on real tensors).
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+#: Numbers that nodes of autograd have which no forward made: of gradients that are added up.
+_NO_FORWARD = 2**63
+
+
+@dataclass
+class Span:
+    """Count a stretch of a pass that is one unit's.
+
+    Attributes:
+        unit, backward: whose, and in which direction.
+        begin_bytes, peak_bytes, end_bytes: what lives when it begins, at most, and when it ends.
+        gradient_bytes: gradients of its parameters that are complete when it ends, and live to then.
+        flops: of matrix products.
+        moved_bytes: that all other kernels read and write.
+        kernels: that are launched.
+    """
+
+    unit: int
+    backward: bool
+    begin_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    gradient_bytes: int = 0
+    flops: float = 0.0
+    moved_bytes: int = 0
+    kernels: int = 0
+
+
+@dataclass
+class Live:
+    """Count the bytes of storages that live, beside those that it was told to pass over."""
+
+    now_bytes: int = 0
+    known: dict[int, object] = field(default_factory=dict)
+
+    def pass_over(self, tensors: Sequence[Tensor]) -> None:
+        """Count none of these, now or later: parameters, buffers, the batch."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.known[storage._cdata] = storage
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage until it is freed; views have their base's."""
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.now_bytes += nbytes
+            self.known[key] = weakref.ref(storage, lambda _: self._freed(key, nbytes))
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self.now_bytes -= nbytes
+        self.known.pop(key, None)
+
+
+class Meter(TorchDispatchMode):
+    """Count each op that runs under it, by unit and direction.
+
+    Args:
+        modules: of the units, the root first.
+        recompute: have each unit but the root keep its inputs alone, by ``torch.utils.checkpoint``.
+        around: makes the context in which units run, also where they run again.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        recompute: bool = False,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.around = around
+        self.spans: list[Span] = []
+        self.live = Live()
+        self._backward = False
+        self._inside = [0]
+        self._numbers, self._units = [0], [0]  # from which number on autograd's nodes are whose
+        self._last = 0
+        self.live.pass_over([*modules[0].parameters(), *modules[0].buffers()])
+        for i, module in enumerate(modules[1:], 1):
+            _wrap(module, i, self, recompute)
+
+    @contextmanager
+    def inside(self, unit: int) -> Iterator[None]:
+        """Count what runs in the context as the unit's."""
+        self._enter(unit)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            self._mark(self._inside[-1])
+
+    def _enter(self, unit: int) -> None:
+        self._inside.append(unit)
+        self._mark(unit)
+
+    def _mark(self, unit: int) -> None:
+        if not self._backward:
+            self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._units.append(unit)
+
+    def backward(self, loss: Tensor, parameters: Mapping[nn.Parameter, int]) -> None:
+        """Run backward; a unit's gradients live until the last of them is there, as the engine packs them."""
+        kept: dict[int, list[Tensor]] = {}
+        missing: dict[int, int] = {}
+        for unit in parameters.values():
+            missing[unit] = missing.get(unit, 0) + 1
+
+        def arrived(parameter: Tensor) -> None:
+            unit = parameters[parameter]  # type: ignore[index]
+            if parameter.grad is None:
+                return
+            kept.setdefault(unit, []).append(parameter.grad)
+            parameter.grad = None
+            missing[unit] -= 1
+            if not missing[unit]:
+                self.spans[-1].gradient_bytes += sum(g.untyped_storage().nbytes() for g in kept.pop(unit))
+
+        hooks = [parameter.register_post_accumulate_grad_hook(arrived) for parameter in parameters]
+        self._backward, self._last = True, 0
+        loss.backward()
+        kept.clear()
+        for hook in hooks:
+            hook.remove()
+
+    def finish(self) -> list[Span]:
+        """Return the spans, once nothing of the pass lives."""
+        if self.spans:
+            self.spans[-1].end_bytes = self.live.now_bytes
+        return self.spans
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        span = self._span()
+        kwargs = kwargs or {}
+        out = _answer(args[0]) if func.name() == _QUESTION and args[0].is_meta else func(*args, **kwargs)
+        tensors = _tensors(out)
+        if not _free(func):
+            span.kernels += 1
+            products = _products(func)
+            if products is not None:
+                span.flops += products(*args, **kwargs, out_val=out)
+            else:
+                read = tensors if func.name() in _CHOOSE else _tensors((args, kwargs))
+                span.moved_bytes += sum(t.numel() * t.element_size() for t in (*read, *tensors))
+            for tensor in tensors:
+                self.live.add(tensor)
+            span.peak_bytes = max(span.peak_bytes, self.live.now_bytes)
+        return out
+
+    def _span(self) -> Span:
+        """Return the span that the next op is of."""
+        unit, now = self._unit(), self.live.now_bytes
+        if not self.spans or (self.spans[-1].unit, self.spans[-1].backward) != (unit, self._backward):
+            if self.spans:
+                self.spans[-1].end_bytes = now
+            self.spans.append(Span(unit, self._backward, now, now, now))
+        return self.spans[-1]
+
+    def _unit(self) -> int:
+        if not self._backward or len(self._inside) > 1:  # computed again counts as backward
+            self._last = self._inside[-1]
+            return self._last
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else _NO_FORWARD
+        if number < _NO_FORWARD:
+            self._last = self._units[bisect.bisect_right(self._numbers, number) - 1]
+        return self._last
+
+
+def _wrap(module: nn.Module, unit: int, meter: Meter, recompute: bool) -> None:
+    forward = module.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with meter.inside(unit), meter.around():
+            return forward(*args, **kwargs)
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(counted, *args, use_reentrant=False, **kwargs)
+
+    module.forward = checkpointed if recompute else counted
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@cache
+def _free(func: Any) -> bool:
+    """Return whether an op launches nothing: a view, or a question."""
+    return bool(func.is_view) or func.name() in _NOTHING
+
+
+#: Ops that read no more of what they are given than they write.
+_CHOOSE = ("aten::embedding", "aten::index.Tensor", "aten::index_select", "aten::gather")
+_QUESTION = "aten::_local_scalar_dense"
+_NOTHING = ("aten::detach", _QUESTION, "aten::_unsafe_view")
+
+
+def _answer(tensor: Tensor) -> bool | int | float:
+    """Answer what a model asks of data that meta has not: a batch is one sequence a row, with nothing masked."""
+    return True if tensor.dtype is torch.bool else 0
+
+
+@cache
+def _products(func: Any) -> Callable[..., float] | None:
+    """Return the formula of an op's FLOPs, where it is of matrix products."""
+    name = func.name()
+    if "grouped_mm" in name:
+        return _grouped_backward if name.endswith("backward") else _grouped
+    if name.endswith("flash_attention_for_cpu"):
+        return _attention
+    if name.endswith("flash_attention_for_cpu_backward"):
+        return _attention_backward
+    formula: Callable[..., float] | None = flop_registry.get(func.overloadpacket)
+    return formula
+
+
+def _grouped(rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
+    """Return the FLOPs of grouped products: each row meets the matrix of its group alone."""
+    return 2.0 * rows.numel() * matrices.shape[-1]
+
+
+def _grouped_backward(gradient: Tensor, rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> float:
+    return 2 * _grouped(rows, matrices)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> float:
+    """Return the FLOPs of scores and of what they weigh, [B, H, T, K] each, masked ones among them."""
+    return 2.0 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> float:
+    """Return twice those of forward; that kernels compute the scores again is not counted."""
+    return 2 * _attention(query, key, value)
