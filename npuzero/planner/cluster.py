@@ -2,8 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from npuzero.config import check_keys, read_json
+from npuzero.errors import ConfigError, did_you_mean
+
+#: Between what a link is: devices of a node, nodes, a device and its host's memory, a rank and its disk.
+LEVELS = ("local", "node", "host", "disk_read", "disk_write")
+#: Where the clusters are that come with the package, a file each.
+_FOLDER = Path(__file__).with_name("clusters")
+_MEASURE = "Measure it with `npuzero bench cluster`."
+#: ``64xa100-80g/4``: devices in all, what they are, devices of a node.
+_NAMED = re.compile(r"(?:(?P<ranks>\d+)x)?(?P<name>[^/]+?)(?:/(?P<local>\d+))?")
+
+
+def _check_number(subject: str, value: object, least: float = 0.0, most: float = math.inf) -> None:
+    """Raise ConfigError unless ``value`` is a finite number from ``least`` on and up to ``most``."""
+    if not _number(value) or not least <= value <= most:
+        bound = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ConfigError(subject, expected=f"a number {bound}", got=repr(value), do=_MEASURE)
+
+
+def _check_rate(subject: str, value: object, most: float = math.inf) -> None:
+    """Raise ConfigError unless ``value`` is a finite number above 0 and up to ``most``."""
+    if not _number(value) or not 0 < value <= most:
+        bound = "above 0" if most == math.inf else f"above 0 and up to {most:g}"
+        raise ConfigError(subject, expected=f"a number {bound}", got=repr(value), do=_MEASURE)
+
+
+def _number(value: object) -> TypeGuard[float]:
+    """Return whether it is a finite number; True is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_count(subject: str, value: object, least: int = 1) -> None:
+    """Raise ConfigError unless ``value`` is an int from ``least`` on."""
+    if type(value) is not int or value < least:
+        raise ConfigError(
+            subject, expected=f"a whole number from {least} on", got=repr(value), do="Count devices and bytes."
+        )
 
 
 @dataclass(frozen=True)
@@ -13,10 +57,25 @@ class Link:
     Attributes:
         bytes_per_s: of one rank, each way, as its collectives sustain it.
         latency_s: of one message.
+        peers: among how many others a rank's bytes_per_s are divided, each with a wire of its own, as in a full mesh
+            without a switch: a group of n ranks then has (n - 1) / peers of it. 0: any group has all of it.
+
+    Raises:
+        ConfigError: a bandwidth that is not above 0, a latency below 0, neither finite.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
+    peers: int = 0
+
+    def __post_init__(self) -> None:
+        _check_rate("Link.bytes_per_s", self.bytes_per_s)
+        _check_number("Link.latency_s", self.latency_s)
+        _check_count("Link.peers", self.peers, 0)
+
+    def among(self, ranks: int) -> float:
+        """Return the bytes a second that one of a group of so many ranks sends."""
+        return self.bytes_per_s * min(1.0, (ranks - 1) / self.peers) if self.peers and ranks > 1 else self.bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -28,12 +87,34 @@ class Device:
         sustained: the part of the peak that large products reach in training.
         memory_bytes: that programs can have.
         memory_bytes_per_s: of its memory, read and written together, as element-wise work sustains it.
+
+    Raises:
+        ConfigError: a number that is not above 0 or not finite, or a dtype that nothing computes in.
     """
 
     flops: Mapping[str, float]
     sustained: float
     memory_bytes: int
     memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_keys("Device.flops", self.flops, ("bf16", "fp16", "fp32"))
+        if not self.flops:
+            raise ConfigError("Device.flops", expected="a peak by dtype", got="none", do="Give bf16 or fp32 at least.")
+        for dtype, peak in self.flops.items():
+            _check_rate(f"Device.flops[{dtype!r}]", peak)
+        _check_rate("Device.sustained", self.sustained, most=1.0)
+        _check_count("Device.memory_bytes", self.memory_bytes)
+        _check_rate("Device.memory_bytes_per_s", self.memory_bytes_per_s)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Return what large products in ``dtype`` reach a second in training.
+
+        Raises:
+            ConfigError: the device's peak in this dtype is not known.
+        """
+        check_keys("Device.flops", (dtype,), self.flops)
+        return self.flops[dtype] * self.sustained
 
 
 @dataclass(frozen=True)
@@ -50,6 +131,17 @@ class Cluster:
         contention: the part of the shorter of two things that run side by side by which they take longer than the
             longer one alone.
         sources: where each number is from, by its path such as ``"links.node.bytes_per_s"``.
+
+    Raises:
+        ConfigError: nodes that are not whole, a level that is missing or unknown, a number out of its range.
+
+    Example::
+
+        from npuzero.planner import Cluster
+
+        cluster = Cluster.named("64x910b-64g")  # eight nodes of eight
+        cluster = cluster.with_link("node", bytes_per_s=40e9)
+        print(cluster.nodes, cluster.device.memory_bytes, cluster.sources["links.node.latency_s"])
     """
 
     name: str
@@ -60,3 +152,163 @@ class Cluster:
     host_memory_bytes: int = 0
     contention: float = 0.2
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_count("Cluster.local", self.local)
+        _check_count("Cluster.ranks", self.ranks)
+        _check_count("Cluster.host_memory_bytes", self.host_memory_bytes, 0)
+        _check_number("Cluster.contention", self.contention, most=1.0)
+        if self.ranks % self.local:
+            raise ConfigError(
+                f"Cluster {self.name}",
+                expected=f"a multiple of the {self.local} devices of a node",
+                got=f"{self.ranks} devices",
+                do=f"Take {_near(self.ranks, self.local)}, or say how many a node has: "
+                f"{self.ranks}x{self.name}/{math.gcd(self.ranks, self.local)}.",
+                ranks=self.ranks,
+                local=self.local,
+            )
+        check_keys(f"Cluster {self.name}: links", self.links, LEVELS)
+        for level, needed in (("local", self.local > 1), ("node", self.nodes > 1)):
+            if needed and level not in self.links:
+                raise ConfigError(
+                    f"Cluster {self.name}: links",
+                    expected=f"{level!r}, which {self.ranks} devices in {self.nodes} nodes have",
+                    got=", ".join(self.links) or "none",
+                    do="Measure it with `npuzero bench cluster`, on as many nodes as you mean to plan for.",
+                    level=level,
+                )
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.local
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Return the clusters that come with the package."""
+        return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+    @classmethod
+    def named(cls, spec: str) -> Cluster:
+        """Return a cluster by its name.
+
+        Args:
+            spec: ``[devices]x[name]/[devices of a node]``: ``910b-64g`` is one node, ``64x910b-64g`` are eight,
+                ``64x910b-64g/4`` sixteen of four; or the path of a JSON file, one that ends in ``.json``.
+
+        Raises:
+            ConfigError: unknown, with the nearest name, or nodes that are not whole.
+        """
+        if spec.endswith(".json"):
+            return cls.load(spec)
+        match = _NAMED.fullmatch(spec)
+        name, known = (match["name"] if match else spec), cls.names()
+        if match is None or name not in known:
+            spellings = {spelling: each for each in known for spelling in (each.partition("-")[0], each)}
+            raise ConfigError(
+                f"cluster {spec!r}",
+                expected=f"one of {', '.join(known)}, as in 64xa100-80g or 64xa100-80g/4, or a .json file",
+                got=repr(name),
+                do=did_you_mean(name, spellings, "Measure yours with `npuzero bench cluster`."),
+            )
+        cluster = cls.load(_FOLDER / f"{name}.json")
+        ranks, local = match["ranks"], match["local"]
+        if ranks or local:
+            cluster = cluster.with_ranks(int(ranks or local), int(local) if local else None)
+        return cluster
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a cluster from a JSON file, such as `npuzero bench cluster` writes.
+
+        Raises:
+            ConfigError: no such file, no JSON, a key that is unknown or missing, a number out of its range.
+        """
+        return _cluster(os.fspath(path), read_json(path))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as :meth:`load` reads it."""
+        links = {
+            level: {key: value for key, value in vars(link).items() if value} for level, link in self.links.items()
+        }
+        device = {**vars(self.device), "flops": dict(self.device.flops)}
+        return {**vars(self), "device": device, "links": links, "sources": dict(self.sources)}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def with_ranks(self, ranks: int, local: int | None = None) -> Cluster:
+        """Return as many of its devices.
+
+        Args:
+            ranks: in all.
+            local: devices of a node; None: as it has, or all where they are fewer.
+
+        Raises:
+            ConfigError: nodes that are not whole.
+        """
+        _check_count("Cluster.ranks", ranks)
+        return replace(self, ranks=ranks, local=min(self.local, ranks) if local is None else local)
+
+    def with_link(self, level: str, *, bytes_per_s: float | None = None, latency_s: float | None = None) -> Cluster:
+        """Return it with another bandwidth or latency, or both, of one of :data:`LEVELS`.
+
+        Raises:
+            ConfigError: an unknown level, or a number out of its range.
+        """
+        check_keys("Cluster.with_link(level=...)", (level,), LEVELS)
+        given = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
+        given = {key: value for key, value in given.items() if value is not None}
+        before = self.links.get(level)
+        link = replace(before, **given) if before else Link(**{"bytes_per_s": math.nan, **given})  # type: ignore[arg-type]
+        sources = {**self.sources, **{f"links.{level}.{key}": "given by the caller" for key in given}}
+        return replace(self, links={**self.links, level: link}, sources=sources)
+
+
+def _near(ranks: int, local: int) -> str:
+    """Return the multiples of ``local`` beside ``ranks``, in words."""
+    below = ranks // local * local
+    return f"{below} or {below + local}" if below else str(local)
+
+
+def _cluster(subject: str, data: Mapping[str, Any]) -> Cluster:
+    """Make a cluster of what its file has."""
+    _check_record(subject, data, fields(Cluster), optional=("ranks", "host_memory_bytes", "contention", "sources"))
+    device, links = _object(f"{subject}: device", data["device"]), _object(f"{subject}: links", data["links"])
+    _check_record(f"{subject}: device", device, fields(Device))
+    check_keys(f"{subject}: links", links, LEVELS)
+    for level, link in links.items():
+        where = f"{subject}: links.{level}"
+        _check_record(where, _object(where, link), fields(Link), ("latency_s", "peers"))
+    flops = _object(f"{subject}: device.flops", device["flops"])
+    return Cluster(
+        **{
+            "ranks": data["local"],
+            **data,
+            "device": Device(**{**device, "flops": flops}),
+            "links": {level: Link(**link) for level, link in links.items()},
+        }
+    )
+
+
+def _object(subject: str, value: object) -> Mapping[str, Any]:
+    """Return a JSON object, or raise ConfigError."""
+    if not isinstance(value, dict):
+        raise ConfigError(subject, expected="a JSON object", got=repr(value), do="Put it between braces.")
+    return value
+
+
+def _check_record(subject: str, data: Mapping[str, Any], known: Iterable[Any], optional: Iterable[str] = ()) -> None:
+    """Raise ConfigError for a key that is not a field's name, or a field that is missing."""
+    names = [each.name for each in known]
+    check_keys(subject, data, names)
+    for name in names:
+        if name not in data and name not in optional:
+            raise ConfigError(
+                subject,
+                expected=f"the key {name!r}",
+                got=", ".join(map(repr, data)) or "no key",
+                do="Add it, or measure with `npuzero bench cluster`.",
+                key=name,
+            )
