@@ -32,7 +32,7 @@ class Decoder(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a gated feed-forward layer, each behind a norm and beside the residual."""
+    """Run attention and a gated feed-forward layer, each behind a norm and beside the residual."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

@@ -156,7 +156,8 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         span = self._span()
         kwargs = kwargs or {}
-        out = _answer(args[0]) if func.name() == _QUESTION and args[0].is_meta else func(*args, **kwargs)
+        answer = _ON_META.get(func.name()) if args and isinstance(args[0], Tensor) and args[0].is_meta else None
+        out = (answer or func)(*args, **kwargs)
         tensors = _tensors(out)
         if not _free(func):
             span.kernels += 1
@@ -223,6 +224,15 @@ _NOTHING = ("aten::detach", _QUESTION, "aten::_unsafe_view")
 def _answer(tensor: Tensor) -> bool | int | float:
     """Answer what a model asks of data that meta has not: a batch is one sequence a row, with nothing masked."""
     return True if tensor.dtype is torch.bool else 0
+
+
+def _grouped_out(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Return the result of grouped products, [rows, out] or [groups, rows, out]: of any dtype, not bfloat16 alone."""
+    groups = [offs.shape[0]] if offs is not None and a.dim() == b.dim() == 2 else []
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
+_ON_META = {_QUESTION: _answer, "aten::_grouped_mm": _grouped_out}
 
 
 @cache

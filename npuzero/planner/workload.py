@@ -253,7 +253,7 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     given: dict[str, Any] = {"input_ids": ids}
     given |= {"labels": ids} if "labels" in takes else {}
     given |= {"use_cache": False} if "use_cache" in takes else {}
-    if "labels" not in takes and "decoder_input_ids" in takes:
+    if "decoder_input_ids" in takes:
         given["decoder_input_ids"] = ids
     out = model(**given)
     loss: Tensor = out.loss if "labels" in takes else out[0].float().mean()
