@@ -79,6 +79,31 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Describe how a device trains in one dtype, where that was measured rather than taken from its peak.
+
+    Attributes:
+        sustained: the part of the peak that products of many tokens reach in training.
+        ramp_tokens: so many tokens more a pass takes, whatever its own number: weights are read and packed, and their
+            gradients written, for few tokens as for many.
+        bytes_per_s: read and written together, of the element-wise work of models: on a CPU less than its memory
+            sustains, since values are also computed.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    sustained: float
+    ramp_tokens: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_rate("Pace.sustained", self.sustained, most=1.0)
+        _check_number("Pace.ramp_tokens", self.ramp_tokens)
+        _check_rate("Pace.bytes_per_s", self.bytes_per_s)
+
+
+@dataclass(frozen=True)
 class Device:
     """Describe one device: a rank's.
 
@@ -87,6 +112,7 @@ class Device:
         sustained: the part of the peak that large products reach in training.
         memory_bytes: that programs can have.
         memory_bytes_per_s: of its memory, read and written together, as element-wise work sustains it.
+        paces: by dtype, how it trains, where that was measured.
 
     Raises:
         ConfigError: a number that is not above 0 or not finite, or a dtype that nothing computes in.
@@ -96,6 +122,7 @@ class Device:
     sustained: float
     memory_bytes: int
     memory_bytes_per_s: float
+    paces: Mapping[str, Pace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_keys("Device.flops", self.flops, ("bf16", "fp16", "fp32"))
@@ -106,6 +133,11 @@ class Device:
         _check_rate("Device.sustained", self.sustained, most=1.0)
         _check_count("Device.memory_bytes", self.memory_bytes)
         _check_rate("Device.memory_bytes_per_s", self.memory_bytes_per_s)
+        check_keys("Device.paces", self.paces, self.flops)
+
+    def pace(self, dtype: str) -> Pace:
+        """Return how the device trains in ``dtype``: as measured, or as all of its numbers say."""
+        return self.paces.get(dtype) or Pace(self.sustained, 0.0, self.memory_bytes_per_s)
 
     def flops_per_s(self, dtype: str) -> float:
         """Return what large products in ``dtype`` reach a second in training.
@@ -232,6 +264,7 @@ class Cluster:
             level: {key: value for key, value in vars(link).items() if value} for level, link in self.links.items()
         }
         device = {**vars(self.device), "flops": dict(self.device.flops)}
+        device["paces"] = {dtype: vars(pace) for dtype, pace in self.device.paces.items()}
         return {**vars(self), "device": device, "links": links, "sources": dict(self.sources)}
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -276,17 +309,24 @@ def _cluster(subject: str, data: Mapping[str, Any]) -> Cluster:
     """Make a cluster of what its file has."""
     _check_record(subject, data, fields(Cluster), optional=("ranks", "host_memory_bytes", "contention", "sources"))
     device, links = _object(f"{subject}: device", data["device"]), _object(f"{subject}: links", data["links"])
-    _check_record(f"{subject}: device", device, fields(Device))
+    _check_record(f"{subject}: device", device, fields(Device), ("paces",))
     check_keys(f"{subject}: links", links, LEVELS)
     for level, link in links.items():
         where = f"{subject}: links.{level}"
         _check_record(where, _object(where, link), fields(Link), ("latency_s", "peers"))
     flops = _object(f"{subject}: device.flops", device["flops"])
+    paces = _object(f"{subject}: device.paces", device.get("paces", {}))
+    for dtype, pace in paces.items():
+        _check_record(
+            f"{subject}: device.paces.{dtype}", _object(f"{subject}: device.paces.{dtype}", pace), fields(Pace)
+        )
     return Cluster(
         **{
             "ranks": data["local"],
             **data,
-            "device": Device(**{**device, "flops": flops}),
+            "device": Device(
+                **{**device, "flops": flops, "paces": {dtype: Pace(**pace) for dtype, pace in paces.items()}}
+            ),
             "links": {level: Link(**link) for level, link in links.items()},
         }
     )
