@@ -232,7 +232,7 @@ def _grouped_out(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__
     return a.new_empty(*groups, a.shape[-2], b.shape[-1])
 
 
-_ON_META = {_QUESTION: _answer, "aten::_grouped_mm": _grouped_out}
+_ON_META: dict[str, Callable[..., Any]] = {_QUESTION: _answer, "aten::_grouped_mm": _grouped_out}
 
 
 @cache

@@ -1,0 +1,195 @@
+"""What one rank holds at the moment at which it holds most: the states' bytes of a prediction, and activations.
+
+A prediction gives each part of a training state at its own highest. These moments differ: logits live where no
+gradients do yet, a block's activations where those of later blocks have become gradients. So the moves of the
+schedule (:func:`npuzero.plan.schedule.steady_step`) are walked together with the stretches of a pass
+(:class:`npuzero.planner.workload.Stretch`), and the sum of both is taken at each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from npuzero.plan import Memory, Report
+from npuzero.plan.moves import Buffer, Compute, Give, Launch, Move, Take, flattened
+from npuzero.plan.schedule import steady_step
+from npuzero.planner.run import Job, Run
+from npuzero.planner.workload import Stretch, Workload
+from npuzero.shard.build import steady_of
+
+#: Of what rests off the device so many blocks' inputs are there: one on its way, and one in use.
+_ON_THE_WAY = 2
+
+
+def activation_bytes(work: Workload, recompute: bool = False) -> int:
+    """Return the most bytes of activations that live at a time in one pass, with those gradients that are not packed.
+
+    Args:
+        work: of a micro-batch.
+        recompute: whether blocks keep their inputs alone.
+
+    Example::
+
+        from npuzero.planner.memory import activation_bytes
+        from npuzero.planner.workload import workload
+
+        work = workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
+        print(activation_bytes(work), activation_bytes(work, recompute=True))
+    """
+    now = peak = 0
+    for stretch in work.recomputed if recompute else work.kept:
+        peak = max(peak, now + stretch.peak_bytes)
+        now += stretch.left_bytes
+    return peak
+
+
+def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, int]:
+    """Return the bytes that a rank holds at most in a steady step, by memory (:class:`~npuzero.plan.Memory`'s values).
+
+    On the device that is the highest sum of what rests, of what the schedule takes and gives, and of activations. On a
+    CPU gradients keep their pages from step to step, elsewhere they make room for the next forward. With tensor ranks
+    a block's activations are divided as Korthikanti et al. say (arXiv:2205.05198, equations 2 and 4); with sequence
+    ranks all are. A stage of a pipeline holds as many micro-batches as are under way on the first: all stages, or all
+    micro-batches if these are fewer.
+
+    Args:
+        report: of this run, as :meth:`npuzero.planner.ModelShape.predict` gives it.
+        work: of ``run.micro_batch`` sequences.
+    """
+    held = dict(report.memory)
+    stretches = _here(work.recomputed if run.recompute else work.kept, run)
+    inputs = sum(s.left_bytes for s in stretches if s.unit and not s.backward) if run.recompute else 0
+    far = run.plan.activations.memory
+    if inputs and far is not Memory.DEVICE:
+        held[far.value] += inputs
+        stretches = _moved(stretches)
+    if run.mesh.pipe > 1:
+        held[Memory.DEVICE.value] += _staged(stretches, run)
+        return held
+    few = min(run.micro_batches, 2)
+    flats, step = steady_of(
+        job.model.units, run.plan, run.mesh, run.settings, spans=job.model.spans, micro_batches=few, clip=job.clip
+    )
+    tide = _Tide(stretches, on_cpu=job.cluster.name.startswith("cpu"))
+    tide.walk(flattened(steady_step(flats, run.plan, run.mesh, step)))
+    labels = report.held[Memory.DEVICE]
+    # What never comes and goes: all of a label but the highest of what did.
+    resting = sum(labels.values()) - sum(tide.highest.values())
+    held[Memory.DEVICE.value] = resting + tide.peak
+    return held
+
+
+class _Tide:
+    """Walk the moves of a step with the stretches of its passes; hold the highest sum of both on the device.
+
+    Attributes:
+        peak: that sum.
+        highest: of what moves take, by label.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], on_cpu: bool) -> None:
+        self.peak = 0
+        self.highest: Counter[str] = Counter()
+        self._now: Counter[str] = Counter()
+        self._stretches = stretches
+        self._ahead: deque[Stretch] = deque()
+        self._stays = ("gradients",) if on_cpu else ()
+        self._live = self._unpacked = 0
+        self._begun: Compute | None = None
+
+    def walk(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            if self._begun is not None and not (isinstance(move, Take) and move.buffer.label == "gradients"):
+                self._compute(self._begun)
+                self._begun = None
+            if isinstance(move, Compute):
+                self._begun = move
+            elif isinstance(move, Take):
+                self._take(move.buffer, move.count)
+            elif isinstance(move, Give):
+                self._give(move.buffer, move.count)
+            elif isinstance(move, Launch):
+                self._unpacked = 0
+        self._play_all()
+
+    def _compute(self, move: Compute) -> None:
+        """Play what of the root's runs before the unit's forward or backward, and that."""
+        self._unpacked = 0
+        if not move.unit and not move.backward:  # a pass begins
+            self._play_all()
+            self._ahead.extend(self._stretches)
+        while self._ahead:
+            stretch = self._ahead.popleft()
+            self._play(stretch)
+            if (stretch.unit, stretch.backward) == (move.unit, move.backward):
+                break
+
+    def _play_all(self) -> None:
+        while self._ahead:
+            self._play(self._ahead.popleft())
+
+    def _play(self, stretch: Stretch) -> None:
+        self._reach(stretch.peak_bytes)
+        self._live += stretch.left_bytes
+        self._unpacked = stretch.gradient_bytes
+
+    def _take(self, buffer: Buffer, count: int) -> None:
+        if self._ahead and not self._ahead[0].unit and not self._ahead[0].backward:  # the root's, behind the blocks
+            self._play(self._ahead.popleft())
+        if buffer.memory is Memory.DEVICE and buffer.pool is None:
+            self._now[buffer.label] += count * buffer.nbytes
+            self.highest[buffer.label] = max(self.highest[buffer.label], self._now[buffer.label])
+        self._reach(0)
+
+    def _give(self, buffer: Buffer, count: int) -> None:
+        if buffer.memory is Memory.DEVICE and buffer.pool is None:
+            self._now[buffer.label] -= count * buffer.nbytes
+
+    def _reach(self, more: int) -> None:
+        taken = sum(self.highest[label] if label in self._stays else nbytes for label, nbytes in self._now.items())
+        self.peak = max(self.peak, taken + self._live + self._unpacked + more)
+
+
+def _here(stretches: Sequence[Stretch], run: Run) -> tuple[Stretch, ...]:
+    """Return the stretches as one of the tensor and sequence ranks has them."""
+    t, q = run.mesh.tensor, run.mesh.sequence
+    if t * q == 1:
+        return tuple(stretches)
+    blocks = (10 + 24 / t) / 34
+
+    def cut(stretch: Stretch) -> Stretch:
+        share = (blocks if stretch.unit else 1) / q
+        return replace(
+            stretch,
+            peak_bytes=int(stretch.peak_bytes * share),
+            left_bytes=int(stretch.left_bytes * share),
+            gradient_bytes=int(stretch.gradient_bytes / t),
+        )
+
+    return tuple(map(cut, stretches))
+
+
+def _moved(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
+    """Return the stretches where what recomputation keeps rests elsewhere."""
+    inputs: Counter[int] = Counter()
+    for stretch in stretches:
+        if stretch.unit and not stretch.backward:
+            inputs[stretch.unit] += stretch.left_bytes
+    most = _ON_THE_WAY * max(inputs.values())
+    moved = []
+    for stretch in stretches:
+        if stretch.unit:
+            left = stretch.left_bytes + (inputs[stretch.unit] if stretch.backward else -stretch.left_bytes)
+            stretch = replace(stretch, left_bytes=left, peak_bytes=stretch.peak_bytes + most)
+        moved.append(stretch)
+    return tuple(moved)
+
+
+def _staged(stretches: Sequence[Stretch], run: Run) -> int:
+    """Return the activations of the first stage: those of the micro-batches under way, and the most of one."""
+    stages = run.mesh.pipe
+    kept = sum(s.left_bytes for s in stretches if s.unit and not s.backward)
+    peak = max((s.peak_bytes - max(0, s.left_bytes) for s in stretches), default=0)
+    return -(-kept // stages) * min(stages, run.micro_batches) + peak
