@@ -22,6 +22,7 @@ from npuzero.errors import CheckpointError, differing_names
 from npuzero.shard.engine import Engine
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.flat import Flat
+from npuzero.shard.gradient import forget_lost
 from npuzero.shard.lag import warn_of_lag
 from npuzero.shard.tiles import rows_of
 
@@ -176,6 +177,8 @@ class Loader:
     def load(self) -> None:
         """Load masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
         self._engine.lag.forget()
+        for flat in self._engine.flats():
+            forget_lost(flat.gradient)
         for part in parts.model_parts(self._model, self._engine):
             self._load_parameters(part)
         for entry in parts.model_entries(self._model):

@@ -67,8 +67,15 @@ class Accumulator:
         """Let the buffer have memory, whatever is in it."""
         if not self.memory.here:
             self.memory.restore()
-            for begin, end in self._gaps:
-                self.buffer[begin:end].zero_()
+            self._zero_gaps(self.buffer)
+
+    def zero_gaps(self) -> None:
+        """Zero what belongs to no parameter: a thin wire brings NaN there, too, where it has lost the block."""
+        self._zero_gaps(self.values)
+
+    def _zero_gaps(self, of: Tensor) -> None:
+        for begin, end in self._gaps:
+            of[begin:end].zero_()
 
     def bring(self) -> None:
         """Let all there is be in the buffer: more is to be added, or it is to be sent."""

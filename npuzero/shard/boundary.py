@@ -165,6 +165,7 @@ class Boundary:
         self._reducer.finish()
         self.accord.begin_vote()
         self._used = self._pipe.tie(self._vote(present))
+        self._clear_unused(self._used)
         self._some = self._pipe.agree(_any(self._used), self.accord)
         with torch._C.DisableTorchFunctionSubclass():
             for flat, used in self._used.items():
@@ -185,6 +186,14 @@ class Boundary:
                 self._reducer.drain()
                 flat.gradient.clear(i)
                 self._dropped = True
+
+    @staticmethod
+    def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
+        """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
+        for flat, anywhere in used.items():
+            if flat.gradient.residuals and not flat.gradient.kept.lent:
+                for i in (i for i in flat.slots if not anywhere[i]):
+                    flat.gradient.clear(i)
 
     def _meet_in_gathers(self) -> None:
         """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""

@@ -280,6 +280,12 @@ class Gradient:
                 buffer[begin - rest.begin : end - rest.begin].zero_()
 
 
+def forget_lost(gradient: Gradient) -> None:
+    """Drop what rounding has lost so far: others are loaded than the parameters that it was at."""
+    for residual in gradient.residuals.values():
+        residual.zero_()
+
+
 def _keep_lent(gradient: Gradient, got: str) -> None:
     """Raise where a gradient would change that an update has begun with."""
     if gradient.kept.lent:

@@ -205,6 +205,8 @@ class Reducer:
         # summed.
         if last and not gradient.cut and wire is None:
             gradient.zero_absent(gradient.kept.values)
+            if gradient.pools:
+                gradient.kept.zero_gaps()
         elif last and gradient.cut and not gradient.summing:
             gradient.kept.values.zero_()
         # R3: first over the axes that shard states further, then over those that replicate them, with what is left.

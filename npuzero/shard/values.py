@@ -20,6 +20,7 @@ from npuzero.shard.cuts import PIECE, assembled
 from npuzero.shard.discover import UnitSpec
 from npuzero.shard.flat import Flat
 from npuzero.shard.gather import Gatherer
+from npuzero.shard.gradient import forget_lost
 from npuzero.shard.guard import INSTEAD
 from npuzero.shard.lag import Lag
 from npuzero.shard.layout import overlap
@@ -154,6 +155,8 @@ class Values:
         self.settle()
         self._lag.drop()
         for unit in self._units:
+            for flat in unit.trainable:
+                forget_lost(flat.gradient)
             for flat in unit.flats:
                 self._fill(flat, [values[id(p)] for p in flat.parameters])
 
@@ -288,6 +291,7 @@ class Values:
         self._lag.drop()
         for unit in self._units:
             for flat in unit.trainable:
+                forget_lost(flat.gradient)
                 flat.refresh_master()
 
     def restore_parameters(self) -> None:

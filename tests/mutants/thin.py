@@ -9,6 +9,8 @@ PRESET = f"{THIN}::test_a_preset_has_the_oracles_bits[thin-bf16-(2, 2)]"
 CARRIED = f"{THIN}::test_any_plan_may_carry_thin_wires"
 FEEDBACK = f"{THIN}::test_what_rounding_loses_is_added_the_next_time[hpz-all]"
 RESTS = f"{THIN}::test_what_rests_is_never_rounded"
+EDGES = "world/test_thin_edges.py"
+LOAD = f"{EDGES}::test_feedback_begins_with_zeros_after_a_load"
 WIRE = "unit/test_wire.py"
 TRAFFIC = "world/test_traffic_memory.py"
 
@@ -63,6 +65,34 @@ MUTANTS = (
         "residual = gradient.residuals.get(hop)",
         "residual = None",
         (FEEDBACK,),
+    ),
+    Mutant(
+        "a block that was lost stays NaN where no parameter is, and every later step is skipped",
+        "shard/reduce.py",
+        "            if gradient.pools:\n                gradient.kept.zero_gaps()\n",
+        "",
+        (f"{EDGES}::test_a_block_that_was_lost_is_forgotten[zero1-torch.float32-1]",),
+    ),
+    Mutant(
+        "a norm counts what feedback brings of a parameter that no rank has used",
+        "shard/boundary.py",
+        "        self._clear_unused(self._used)\n",
+        "",
+        (f"{EDGES}::test_a_norm_has_nothing_of_gradients_that_no_rank_has[hpz]",),
+    ),
+    Mutant(
+        "what rounding has lost outlives the loading of a checkpoint",
+        "checkpoint/loading.py",
+        "            forget_lost(flat.gradient)\n",
+        "            pass\n",
+        (f"{LOAD}[checkpoint]",),
+    ),
+    Mutant(
+        "what rounding has lost outlives the loading of a state dict",
+        "shard/values.py",
+        "                forget_lost(flat.gradient)\n            for",
+        "                pass\n            for",
+        (f"{LOAD}[state dict]",),
     ),
     Mutant(
         "sums beyond the states' axes are gathered in the order in which they were scattered",

@@ -33,7 +33,7 @@ def rounded(values: Tensor, bits: int) -> Tensor:
     upwards = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
     upwards = torch.where(top.isfinite(), upwards, torch.nan)
     codes = (blocks * (1.0 / upwards)).round().where(top.isfinite(), torch.zeros(()))
-    return (codes * upwards).view(-1)
+    return ((codes + 0.0) * upwards).view(-1)  # a code is an integer: none is -0
 
 
 class Product(torch.autograd.Function):
@@ -136,6 +136,11 @@ class Oracle:
                 shards = [shard + more[i][rank] for rank, shard in enumerate(shards)]
             found.append(self._whole(self._boundary(i, shards))[: weight.numel()].view(weight.shape))
         return found
+
+    def reduced(self, by_rank: list[Tensor]) -> Tensor:
+        """The mean over ranks of a matrix's gradients, of which each rank brings one, float32."""
+        shards = self._boundary(0, self._scattered(0, by_rank, False))
+        return self._whole(shards)[: by_rank[0].numel()].view(by_rank[0].shape)
 
     def _backward(self, weights: Sequence[Tensor], x: Tensor) -> list[Tensor]:
         model = Chain().to(weights[0].dtype)
