@@ -90,5 +90,5 @@ class Part:
 
     def done(self, unit: Unit) -> bool:
         """Tell whether the backward pass under way, if one is, has left ``unit``."""
-        backward = any(each.missing for each in self.units)
-        return backward and bool(unit.trainable) and not unit.missing
+        # In backward some unit is missing; that is asked last, for it asks all of them.
+        return bool(unit.trainable) and not unit.missing and any(each.missing for each in self.units)

@@ -213,7 +213,19 @@ class ParameterFacts:
         return self.shape if self.cut is None else self.cut.shape(self.shape, mesh.size(self.cut.axes))
 
 
-def predict_units(  # noqa: PLR0913 - the facts of a step, a name each
+def predict_units(
+    units: Sequence[Sequence[ParameterFacts]], plan: Plan, shape: MeshShape, settings: Settings, **facts: Any
+) -> Report:
+    """Return the prediction for units given by their parameters, root first; ``facts`` as :func:`steady_of` has them.
+
+    Raises:
+        ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
+    """
+    flats, step = steady_of(units, plan, shape, settings, **facts)
+    return predict_bytes(plan, flats, shape, step)
+
+
+def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
     units: Sequence[Sequence[ParameterFacts]],
     plan: Plan,
     shape: MeshShape,
@@ -226,8 +238,9 @@ def predict_units(  # noqa: PLR0913 - the facts of a step, a name each
     micro_batches: int = 1,
     clip: bool = False,
     moments: int = 2,
-) -> Report:
-    """Return the prediction for units given by their parameters, root first.
+) -> tuple[list[FlatSize], Step]:
+    """Return the flats of units given by their parameters, root first, and how a step of them is run: what
+    :func:`npuzero.plan.schedule.steady_step` makes its moves of.
 
     Args:
         own: their plans, if they differ.
@@ -262,7 +275,7 @@ def predict_units(  # noqa: PLR0913 - the facts of a step, a name each
         parts=parts,
         acts=tuple(acts),
     )
-    return predict_bytes(plan, sizes, shape, step)
+    return sizes, step
 
 
 def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence[tuple[int, bool]]) -> None:

@@ -1,0 +1,214 @@
+"""The clock: how long a step takes, as spans on lanes.
+
+What happens in which order is the engine's own schedule (:func:`npuzero.plan.schedule.steady_step`); how long each of
+it takes is four lines of arithmetic:
+
+    products            FLOPs over the part of the peak that a device sustains
+    element-wise work   bytes over what its memory sustains; so the optimizer, packing, rounding to thin wires
+    collectives         :func:`npuzero.planner.network.collective_s`: latency and bytes over bandwidth, by level
+    copies              bytes over the link between two memories
+
+Compute and each kind of collective have a lane (:mod:`npuzero.planner.lanes`). Shapes of tiles, and how fast a product
+of this or that size is, are left out: they add nothing to what is known of whole training runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from npuzero.errors import ConfigError
+from npuzero.observe import ChromeTrace, Span
+from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
+from npuzero.planner import lanes
+from npuzero.planner.cluster import Cluster
+from npuzero.planner.program import Program, Totals, unit_name
+from npuzero.planner.rates import dtype_of, elementwise_s, products_s
+from npuzero.planner.run import Job, Run
+from npuzero.planner.workload import UnitWork, Workload
+from npuzero.shard.build import steady_of
+
+#: What may bound a step, by what is busy: work of the device, links, and the update on the host.
+_BOUNDS = {"products": "compute", "recomputation": "compute", "element-wise": "memory", "update": "optimizer"}
+_COPIES = {TO_HOST: "host link", TO_DEVICE: "host link", TO_DISK: "disk", FROM_DISK: "disk"}
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Hold how long a step takes, and what it spends that on.
+
+    Attributes:
+        step_s: seconds of a step.
+        parts: of these, seconds by what compute does: ``products``, ``recomputation``, ``element-wise``, ``update``,
+            ``contention``, and ``wait for ...``; their sum is the step.
+        busy: seconds that each lane is busy: ``compute``, collectives by channel, copies by link, the host's update.
+        bound: what is busy longest: ``compute``, ``memory``, ``local link``, ``node link``, ``host link``, ``disk`` or
+            ``optimizer``.
+        tokens: of a step, per device.
+    """
+
+    step_s: float
+    parts: Mapping[str, float]
+    busy: Mapping[str, float]
+    bound: str
+    tokens: float
+    _play: _Played = field(repr=False)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return tokens a second and device."""
+        return self.tokens / self.step_s
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Return what runs when, from the begin of the step; what it started for the next one runs past its end."""
+        return self._play.spans()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the spans for Perfetto or chrome://tracing, in the form in which a run writes its own.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        sink = ChromeTrace(path)
+        for span in self.spans:
+            sink.write(span)
+        sink.close()
+
+
+def step_time(job: Job, run: Run, work: Workload) -> Timeline:
+    """Return how long a step takes.
+
+    Args:
+        job, run: what is asked, and the way to train.
+        work: of the model's units in one micro-batch on one rank.
+
+    Raises:
+        ConfigError: work of other units than the model's, or of a dtype that the device has no peak for.
+    """
+    return Clock(job).time(run, work)
+
+
+class Clock:
+    """Time steps of one job: what they have in common is worked out once."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._programs: dict[object, Program] = {}
+
+    def time(self, run: Run, work: Workload) -> Timeline:
+        """Return how long a step takes, as :func:`step_time`."""
+        job, units = self._job, self._job.model.units
+        if len(work.units) != len(units):
+            raise ConfigError(
+                f"work of {job.model.name}",
+                expected=f"that of its {len(units)} units",
+                got=f"{len(work.units)}",
+                do="Count it for the same model.",
+            )
+        mesh = run.plan.mesh_shape(run.mesh)
+        passes = min(run.micro_batches, 3)
+        key = run.plan, mesh, run.settings, passes
+        if key not in self._programs:
+            flats, step = steady_of(
+                units, run.plan, mesh, run.settings, spans=job.model.spans, micro_batches=passes, clip=job.clip
+            )
+            self._programs[key] = Program.of(flats, run.plan, mesh, step, job.cluster)
+        data = mesh.data / mesh.sequence
+        tokens = data * run.micro_batch * run.micro_batches * work.sequence / mesh.world
+        played = _Played(self._programs[key], job.cluster, work, run.recompute, dtype_of(run.plan), run.micro_batches)
+        return played.timeline(tokens)
+
+
+@dataclass(frozen=True)
+class _Played:
+    """Run a program with what a run's units compute."""
+
+    program: Program
+    cluster: Cluster
+    work: Workload
+    recompute: bool
+    dtype: str
+    micro_batches: int
+
+    def timeline(self, tokens: float) -> Timeline:
+        """Run two steps, of which the second begins as the first left it."""
+        steps = self.program.steps(self.micro_batches)
+        player = lanes.Player(self._acts(), self.cluster.contention)
+        player.play(steps)
+        begin = 0.0
+        if not player.quiet:
+            begin = player.now
+            player.waited.clear()
+            player.contended_s = 0.0
+            player.play(steps)
+        totals = self.program.totals(self.micro_batches)
+        parts = self._parts(totals)
+        busy = {"compute": sum(parts.values())} | {lane: s for (kind, lane), s in totals.items() if kind == "lane"}
+        parts |= {"contention": player.contended_s}
+        parts |= {f"wait for {kind}": seconds for kind, seconds in player.waited.items()}
+        step_s = max(player.now - begin, *busy.values())
+        return Timeline(step_s, parts, busy, _bound(parts, totals), tokens, self)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return the spans of a steady step."""
+        names = [unit_name(i) for i in range(len(self.work.units))]
+        player = lanes.Player(self._acts(), self.cluster.contention, names)
+        steps = self.program.steps(self.micro_batches)
+        player.play(steps)
+        begin, kept = player.now, len(player.spans)
+        player.play(steps)
+        return tuple(
+            Span(s.category, s.name, s.begin_s - begin, s.end_s - begin, 0, s.facts) for s in player.spans[kept:]
+        )
+
+    def _acts(self) -> lanes.Acts:
+        """Return the seconds of each unit's passes. What the root computes it computes behind the blocks, though its
+        forward begins before them: so it counts with its backward.
+        """
+        acts = []
+        for i, (unit, added) in enumerate(zip(self.work.units, self.program.added, strict=True)):
+            forward, backward = self._products_s(unit, 1) + self._own_s(unit.forward_bytes), self._backward_s(unit, i)
+            backward += elementwise_s(self.cluster.device, added)
+            acts.append(((0.0, 0.0), (forward + backward, 0.0)) if i == 0 else ((forward, 0.0), (backward, 0.0)))
+        return acts
+
+    def _backward_s(self, unit: UnitWork, index: int) -> float:
+        again = self.recompute and index > 0
+        return self._products_s(unit, 2 + again) + self._own_s(unit.backward_bytes + again * unit.forward_bytes)
+
+    def _products_s(self, unit: UnitWork, times: int) -> float:
+        tokens = self.work.micro_batch * self.work.sequence
+        return products_s(self.cluster.device, times * unit.flops, self.dtype, tokens)
+
+    def _own_s(self, nbytes: float) -> float:
+        return elementwise_s(self.cluster.device, nbytes, self.dtype)
+
+    def _parts(self, totals: Totals) -> dict[str, float]:
+        """Return the seconds of compute by what it does."""
+        units, times = self.work.units, self.micro_batches
+        nbytes = sum(unit.forward_bytes + unit.backward_bytes for unit in units)
+        again = [self._products_s(unit, 1) + self._own_s(unit.forward_bytes) for unit in units[1:] if self.recompute]
+        added = elementwise_s(self.cluster.device, sum(self.program.added))
+        return {
+            "products": times * sum(self._products_s(unit, 3) for unit in units),
+            "recomputation": times * sum(again),
+            "element-wise": times * (self._own_s(nbytes) + added) + totals.get(("work", "element-wise"), 0.0),
+            "update": totals.get(("work", "update"), 0.0),
+        }
+
+
+def _bound(parts: Mapping[str, float], totals: Totals) -> str:
+    """Return what is busy longest; where that is the device, with what."""
+    device: dict[str, float] = {}
+    for part, what in _BOUNDS.items():
+        device[what] = device.get(what, 0.0) + parts[part]
+    others: dict[str, float] = {}
+    for (kind, name), seconds in totals.items():
+        if kind == "link" or name in _COPIES or (kind, name) == ("lane", "update"):
+            what = "optimizer" if name == "update" else _COPIES.get(name, name)
+            others[what] = max(others.get(what, 0.0), seconds)
+    most = max(others, key=lambda what: others[what], default="")
+    return most if most and others[most] > sum(device.values()) else max(device, key=lambda what: device[what])

@@ -1,0 +1,270 @@
+"""The engine's schedule as a program of lanes: what each of its moves takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from npuzero.plan import Axes, MeshShape, Plan
+from npuzero.plan.flats import FlatSize, Kind
+from npuzero.plan.moves import Collective, Compute, Copy, Launch, Move, Purpose, Repeat, Start, Update, Wait
+from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
+from npuzero.plan.schedule import Step as Schedule
+from npuzero.plan.schedule import steady_step
+from npuzero.plan.tiers import RING_SLOTS
+from npuzero.plan.units import Unit, units_of
+from npuzero.planner import lanes
+from npuzero.planner.cluster import Cluster
+from npuzero.planner.network import collective_s
+from npuzero.planner.rates import elementwise_s, link_of, update_bytes
+
+_FP32 = torch.float32.itemsize
+#: The link of a cluster that each copy goes over.
+_LINKS = {TO_HOST: "host", TO_DEVICE: "host", TO_DISK: "disk_write", FROM_DISK: "disk_read"}
+#: What an update on the host reads and writes a second, of a rank. Unsourced, an estimate: half of an eighth of two
+#: sockets with eight channels of DDR4-3200 each, 410 GB/s.
+_HOST_BYTES_PER_S = 25e9
+#: Seconds of steps: ``("lane", ...)``, ``("link", ...)``, and of the device's ``("work", ...)``.
+Totals = dict[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Hold the steps of a rank: before the micro-batches that are like each other, of one of these, and after them.
+
+    Attributes:
+        added: by unit, bytes that a backward pass reads and writes to bring its gradients where they are summed.
+    """
+
+    begin: tuple[lanes.Step, ...]
+    middle: tuple[lanes.Step, ...]
+    end: tuple[lanes.Step, ...]
+    added: tuple[float, ...]
+
+    @staticmethod
+    def of(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: Schedule, cluster: Cluster) -> Program:
+        """Return the program of a steady step of at most three micro-batches."""
+        units = units_of(flats, plan, mesh)
+        moves = steady_step(flats, plan, mesh, step)
+        writer = _Writer(cluster, mesh, plan, units, step)
+        at = next((i for i, move in enumerate(moves) if isinstance(move, Repeat) and _computes(move)), -1)
+        last = max((i for i, move in enumerate(moves) if _before_update(move)), default=-1) + 1
+        done = (*writer.steps(moves[max(at + 1, 0) : last]), *writer.update(), *writer.steps(moves[last:]))
+        alike = moves[at] if at >= 0 else None
+        if not isinstance(alike, Repeat):
+            return Program((), (), done, writer.added())
+        return Program(tuple(writer.steps(moves[:at])), tuple(writer.steps(alike.moves)), done, writer.added())
+
+    @cached_property
+    def _totals(self) -> tuple[Totals, Totals]:
+        return totals_of((*self.begin, *self.end)), totals_of(self.middle)
+
+    def totals(self, micro_batches: int) -> Totals:
+        """Return the seconds of a step of so many micro-batches, waits and contention left out."""
+        totals, middle = dict(self._totals[0]), self._totals[1]
+        for key, seconds in middle.items():
+            totals[key] = totals.get(key, 0.0) + (micro_batches - 2) * seconds
+        return totals
+
+    def steps(self, micro_batches: int) -> tuple[lanes.Step, ...]:
+        """Return the steps with so many micro-batches, three or more where there are any alike."""
+        middle = (lanes.Loop(micro_batches - 2, self.middle),) if self.middle else ()
+        return (*self.begin, *middle, *self.end)
+
+
+def _computes(repeat: Repeat) -> bool:
+    return any(isinstance(move, Compute) for move in repeat.moves)
+
+
+def _before_update(move: Move) -> bool:
+    """Tell whether the update comes after ``move``: the last such one is the last of the gradients."""
+    if isinstance(move, Start):
+        return move.collective.purpose not in (Purpose.GATHER, Purpose.RESTORE)
+    if isinstance(move, Wait):
+        return move.purpose not in (Purpose.GATHER, Purpose.RESTORE)
+    return isinstance(move, (Compute, Launch)) or (isinstance(move, Repeat) and _computes(move))
+
+
+@dataclass
+class _Writer:
+    """Write moves as steps of lanes, with how long each takes."""
+
+    cluster: Cluster
+    mesh: MeshShape
+    plan: Plan
+    units: Sequence[Unit]
+    step: Schedule
+    _known: dict[tuple[Purpose, str, Axes, int], tuple[str, str, float, float]] = field(default_factory=dict)
+
+    def steps(self, moves: Iterable[Move]) -> list[lanes.Step]:
+        """Return the steps of ``moves``; what takes no time is left out."""
+        steps: list[lanes.Step] = []
+        for move in moves:
+            if isinstance(move, Start):
+                self._start(move.collective, move.count, steps)
+            elif isinstance(move, Wait):
+                steps.append(lanes.Await(_key(move.purpose, move.unit), move.count, move.purpose.value, move.unit))
+            elif isinstance(move, Launch):
+                self._elementwise(self._rounded[move.unit], steps)
+            elif isinstance(move, Compute):
+                steps += () if move.backward else self._settled[move.unit]
+                steps.append(lanes.Act(move.unit, move.backward))
+            elif isinstance(move, Copy):
+                seconds = move.count * self._copy_s(move.link, move.nbytes)
+                steps.append(lanes.Transfer(move.link, seconds, move.link in (TO_DEVICE, FROM_DISK)))
+            elif isinstance(move, Repeat):
+                steps.append(self._chunks(move) or lanes.Loop(move.times, tuple(self.steps(move.moves))))
+        return steps
+
+    def update(self) -> list[lanes.Step]:
+        """Return the update of what is near, and where what is far is settled before the step ends, that of the last
+        step.
+        """
+        nbytes = sum(
+            count * kind.near * update_bytes(kind.plan.precision, kind.dtype, self.step.moments, self.step.clip)
+            for unit in self.units
+            for kind, count in unit.trainable
+        )
+        settled: list[lanes.Step] = [lanes.Settle(None)] if self.plan.lag else []
+        device = self.cluster.device
+        return [*settled, *([lanes.Work("update", elementwise_s(device, nbytes))] if nbytes else [])]
+
+    def added(self) -> tuple[float, ...]:
+        """Return by unit the bytes that bring a pass's gradients where they are sent from, or added up."""
+        return tuple(
+            sum(
+                count * kind.numel * (kind.dtype.itemsize + (kind.wire.itemsize if kind.scattered else 2 * _FP32))
+                for kind, count in unit.trainable
+            )
+            for unit in self.units
+        )
+
+    @cached_property
+    def _rounded(self) -> list[float]:
+        """Return by unit the bytes that one launch reads and writes where sums are rounded to be sent."""
+        return [
+            sum(
+                count * kind.shard(kind.plan.gradients) * (_FP32 + kind.wire.itemsize)
+                for kind, count in unit.trainable
+                if not kind.scattered
+            )
+            / max(1, sum(count for _, count in unit.trainable))
+            for unit in self.units
+        ]
+
+    @cached_property
+    def _settled(self) -> list[tuple[lanes.Step, ...]]:
+        """Return by unit what its forward waits for: the update of what is far, up to its own."""
+        beside = self.step.overlaps_parameters and not self.plan.lag
+        numel, settled = 0, list[tuple[lanes.Step, ...]]()
+        for unit in self.units:
+            far = sum(kind.far * count for kind, count in unit.trainable)
+            numel += far
+            settled.append((lanes.Settle(numel),) if far and beside else ())
+        return settled
+
+    def _start(self, collective: Collective, count: int, steps: list[lanes.Step]) -> None:
+        """Add ``count`` collectives to the steps, and the device's work beside them; those in a row are one."""
+        alike = collective.purpose, collective.verb, collective.axes, collective.nbytes
+        if alike not in self._known:
+            self._known[alike] = self._sent(collective)
+        lane, link, seconds, beside_s = self._known[alike]
+        if beside_s:
+            steps.append(lanes.Work("element-wise", count * beside_s))
+        key = _key(collective.purpose, collective.unit)
+        last = steps[-1] if steps else None
+        if isinstance(last, lanes.Send) and (last.key, last.lane, last.link) == (key, lane, link):
+            steps[-1] = last._replace(seconds=last.seconds + count * seconds, times=last.times + count)
+        else:
+            steps.append(lanes.Send(lane, link, key, count * seconds, count, collective.purpose.value, collective.unit))
+
+    def _sent(self, collective: Collective) -> tuple[str, str, float, float]:
+        """Return the lane, the link and the seconds of a collective, and those of the device's work beside it."""
+        axes, channel = collective.axes, collective.purpose.channel
+        everywhere = channel == "control" or collective.size >= self.mesh.data
+        lane = channel if everywhere else f"{channel} over {'+'.join(self.mesh.sizes(axes))}"
+        seconds = collective_s(self.cluster, self.mesh, collective.verb, axes, collective.nbytes)
+        beside_s = elementwise_s(self.cluster.device, self._received(collective))
+        return lane, link_of(self.cluster, self.mesh, axes), seconds, beside_s
+
+    def _received(self, collective: Collective) -> float:
+        """Return the bytes that a rank reads and writes beside a collective: codes of a thin wire, and what they stand
+        for; sums that are added to what is there.
+        """
+        precision = self.plan.precision
+        if collective.verb == "all_to_all":
+            bits = next((level.bits for axis in collective.axes if (level := precision.level_of(axis)).bits), 8)
+            numel = collective.nbytes * 8 / bits
+            return numel * _FP32 + 2 * collective.nbytes + 2 * _FP32 * numel / collective.size
+        if collective.purpose is Purpose.GATHER and precision.gather_bits:
+            itemsize = precision.parameter_of(torch.float32).itemsize
+            numel = collective.nbytes * 8 / precision.gather_bits
+            return itemsize * numel / collective.size + 2 * collective.nbytes + itemsize * numel
+        if collective.verb == "reduce_scatter":
+            itemsize = precision.wire_of(precision.parameter_of(torch.float32)).itemsize
+            return collective.nbytes / itemsize / collective.size * (itemsize + 2 * _FP32)
+        return 0.0
+
+    def _elementwise(self, nbytes: float, steps: list[lanes.Step]) -> None:
+        if nbytes:
+            steps.append(lanes.Work("element-wise", elementwise_s(self.cluster.device, nbytes)))
+
+    def _copy_s(self, link: str, nbytes: int) -> float:
+        way = self.cluster.links[_LINKS[link]]
+        return way.latency_s + nbytes / way.bytes_per_s
+
+    def _chunks(self, repeat: Repeat) -> lanes.Chunks | None:
+        """Return the update of equal chunks; None: it repeats something else."""
+        numel = sum(move.numel for move in repeat.moves if isinstance(move, Update))
+        if not numel:
+            return None
+        kind = next(kind for unit in self.units for kind, _ in unit.trainable if kind.far)
+        stages = []
+        for move in repeat.moves:
+            if isinstance(move, Copy):
+                stages.append((move.link, self._copy_s(move.link, move.nbytes)))
+            elif isinstance(move, Update):
+                stages.append(("update", self._far_update_s(kind, numel)))
+        return lanes.Chunks(repeat.times, RING_SLOTS, tuple(stages), numel)
+
+    def _far_update_s(self, kind: Kind, numel: int) -> float:
+        """Return the seconds of the update of elements that are on the host, by it or by the device from there."""
+        nbytes = numel * update_bytes(kind.plan.precision, kind.dtype, self.step.moments, clip=False)
+        return nbytes / (self.cluster.links["host"].bytes_per_s if self.step.on_device else _HOST_BYTES_PER_S)
+
+
+def _key(purpose: Purpose, unit: int) -> int:
+    """Return a number by which collectives of a unit and purpose are awaited."""
+    return len(Purpose) * unit + _PURPOSES[purpose]
+
+
+_PURPOSES = {purpose: i for i, purpose in enumerate(Purpose)}
+
+
+def unit_name(index: int) -> str:
+    """Return what spans call a unit."""
+    return f"blocks.{index - 1}" if index else "root"
+
+
+def totals_of(steps: Iterable[lanes.Step]) -> Totals:
+    """Return the seconds of steps by what they keep busy; those of acts are in nobody's books here."""
+    totals: Totals = defaultdict(float)
+    for step in steps:
+        if isinstance(step, lanes.Loop):
+            for key, seconds in totals_of(step.steps).items():
+                totals[key] += step.times * seconds
+        elif isinstance(step, lanes.Send):
+            totals["lane", step.lane] += step.seconds
+            totals["link", step.link] += step.seconds
+        elif isinstance(step, lanes.Work):
+            totals["work", step.kind] += step.seconds
+        elif isinstance(step, lanes.Transfer):
+            totals["lane", step.lane] += step.seconds
+        elif isinstance(step, lanes.Chunks):
+            for lane, seconds in step.stages:
+                totals["lane", lane] += step.times * seconds
+    return totals
