@@ -1,4 +1,6 @@
-"""``npuzero bench``: how fast this machine runs the ops and the collectives, beside torch's ways in the same rounds."""
+"""``npuzero bench``: how fast this machine runs the ops and the collectives, beside torch's ways in the same rounds;
+and what it sustains, as a cluster for the planner.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from npuzero import device as devices
-from npuzero.bench import Record, Result, comm, fingerprint, ops, summarize
+from npuzero.bench import Record, Result, cluster, comm, fingerprint, ops, summarize
 from npuzero.cli.table import table
 from npuzero.config import launch
 from npuzero.errors import ConfigError
+from npuzero.planner import Cluster
 
 _EPILOG = """\
 examples:
@@ -23,6 +26,7 @@ examples:
   npuzero bench ops --only pack norm
   npuzero bench comm --quick            that everything works, not how fast it is
   torchrun --nproc-per-node 8 -m npuzero bench comm --device cuda
+  npuzero bench cluster --out cluster.json --nvme /mnt/nvme     then: npuzero plan ... --on cluster.json
 
 Every time is a median over rounds in which all contenders took turns; "x" is how many times as fast as the first of
 them, within a round, and "share" what that is of the bytes a second that the machine moved in the same round.
@@ -52,17 +56,24 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("suite", nargs="?", choices=list(_SUITES), help="one suite (default: both)")
+    words = "one suite (default: ops and comm), or what the planner needs of this machine: cluster"
+    parser.add_argument("suite", nargs="?", choices=[*_SUITES, cluster.SUITE], help=words)
     parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: a smoke run")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, npu, or one of several: cuda:1 (cpu)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="benchmarks whose names begin so (all)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="FOLDER", help="for JSON (runs/bench)")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="folder for JSON (runs/bench); cluster: file, *.json")
+    parser.add_argument("--nvme", type=Path, nargs="+", default=[], metavar="FOLDER", help="cluster: disks to measure")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output. Ranks of a launcher take part; the first one writes and tells."""
     device = devices.get(options.device).device
+    if options.suite == cluster.SUITE:
+        return _cluster(device, options)
+    if options.nvme:
+        raise ConfigError("--nvme", expected="bench cluster", got="another suite", do="Or run: npuzero check --nvme.")
+    folder = options.out or Path("runs/bench")
     leads = launch().rank == 0
     chosen = {name: _SUITES[name] for name in ([options.suite] if options.suite else _SUITES)}
     wanted = {name: _wanted(suite.names(options.quick), options.only) for name, suite in chosen.items()}
@@ -80,10 +91,55 @@ def run(options: argparse.Namespace) -> str:
                 if leads:
                     print(f"{result.name}: {_sentence(result)}", file=sys.stderr, flush=True)
             if leads:
-                path = options.out / f"{name}.json"
+                path = folder / f"{name}.json"
                 record.write(path)
                 texts.append(f"{render(record)}\n\nwritten to {path}")
     return "\n\n".join(texts)
+
+
+def _cluster(device: torch.device, options: argparse.Namespace) -> str:
+    """Return the table of what this machine sustains, and leave it in ``--out``."""
+    if options.only:
+        raise ConfigError("--only", expected="ops or comm", got="cluster, which needs all", do="Leave --only out.")
+    leads = launch().rank == 0
+
+    def say(text: str) -> None:
+        if leads:
+            print(text, file=sys.stderr, flush=True)
+
+    found = cluster.measure(device, quick=options.quick, folders=options.nvme, say=say)[1]
+    if not leads:
+        return ""
+    text = render_cluster(found) + "\n\nquick: these figures mean nothing" * options.quick
+    if options.out is None:
+        return f"{text}\n\n--out cluster.json keeps it, for: npuzero plan ... --on cluster.json"
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found.write(options.out)
+    return f"{text}\n\nwritten to {options.out}: npuzero plan ... --on {options.out}"
+
+
+def render_cluster(found: Cluster) -> str:
+    """Return a cluster as a table."""
+    device = found.device
+    rows = []
+    for dtype, peak in device.flops.items():
+        pace = device.pace(dtype)
+        rows += [
+            [f"{dtype}: largest product", f"{peak / 1e12:.4g} TFLOP/s"],
+            ["  products of training", f"{pace.sustained:.0%} of that"],
+            ["  they take beside their tokens as many more as", f"{pace.ramp_tokens:.0f} tokens"],
+            ["  element-wise work of models", f"{pace.bytes_per_s / 1e9:.3g} GB/s"],
+        ]
+    rows += [
+        ["memory", f"{device.memory_bytes / 1e9:.3g} GB"],
+        ["memory read and written by an update", f"{device.memory_bytes_per_s / 1e9:.3g} GB/s"],
+    ]
+    for level, link in found.links.items():
+        late = f", {link.latency_s * 1e6:.3g} µs a message" if link.latency_s else ""
+        rows.append([f"link {level}", f"{link.bytes_per_s / 1e9:.3g} GB/s{late}"])
+    rows.append(["compute and traffic side by side: beyond the longer", f"{found.contention:.0%} of the shorter"])
+    nodes = f"{found.nodes} node{'s' * (found.nodes > 1)} of {found.local}"
+    return f"{found.name}: {found.ranks} ranks, {nodes}\n\n{table(['each rank', 'measured'], rows)}"
 
 
 def render(record: Record) -> str:

@@ -146,7 +146,7 @@ class Device:
             ConfigError: the device's peak in this dtype is not known.
         """
         check_keys("Device.flops", (dtype,), self.flops)
-        return self.flops[dtype] * self.sustained
+        return self.flops[dtype] * self.pace(dtype).sustained
 
 
 @dataclass(frozen=True)
