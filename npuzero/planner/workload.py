@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from npuzero.config import describe
 from npuzero.errors import ConfigError, did_you_mean
@@ -184,7 +186,9 @@ def _passed(
     few = _few(model, specs, like, dtype, attention)
     ids = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
     own = discover(few) if len(specs) > 1 else [UnitSpec("root", few, tuple(few.named_parameters()))]
-    meter = Meter([spec.module for spec in own], recompute, partial(_Attention, attention))
+    around = partial(_Attention, attention)
+    wraps = recompute and not _recomputes(few, around)
+    meter = Meter([spec.module for spec in own], wraps, around)
     meter.live.pass_over([ids])
     parameters = {p: i for i, spec in enumerate(own) for _, p in spec.parameters if p.requires_grad}
     try:
@@ -242,6 +246,26 @@ def _few(
     if choose is not None and attention == "plain":
         choose("eager")
     return (Decoder(few) if getattr(few, "counted", False) else few).train()
+
+
+def _recomputes(model: nn.Module, around: Callable[[], AbstractContextManager[object]]) -> bool:
+    """Have a model of transformers recompute its blocks in its own way, within ``around``; False: it has none."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return False
+
+    def run_again(function: Callable[..., Any], *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with around():
+                return function(*args)
+
+        return checkpoint(run, *args, use_reentrant=False)
+
+    enable: Any = model.gradient_checkpointing_enable
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            vars(module)["_gradient_checkpointing_func"] = run_again
+    return True
 
 
 def _loss(model: nn.Module, ids: Tensor) -> Tensor:
