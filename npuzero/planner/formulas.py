@@ -7,12 +7,37 @@ sequence s, batch b, vocabulary V, ranks N.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from npuzero.errors import ConfigError
 
 #: K, bytes of optimizer states a parameter, with Adam in float32: master, momentum, variance (ZeRO, section 3.1).
 ADAM_K = 12
 #: K where float32 gradients count as optimizer state, 20 bytes a parameter in all (ZeRO-Infinity, section 3).
 ADAM_K_WITH_FP32_GRADIENTS = 16
+
+
+class _Stage(NamedTuple):
+    """Describe a stage of ZeRO: what its ranks divide, and elements a parameter that one sends in an iteration."""
+
+    divided: tuple[str, ...]
+    traffic: int
+
+
+#: ZeRO, sections 5 and 7, by its stages.
+_STAGES = (
+    _Stage((), 2),
+    _Stage(("states",), 2),
+    _Stage(("states", "gradients"), 2),
+    _Stage(("states", "gradients", "parameters"), 3),
+)
+
+
+def _row_of(number: int) -> _Stage:
+    if number not in range(len(_STAGES)):
+        raise ConfigError("a stage of ZeRO", expected="0, 1, 2 or 3", got=repr(number), do="Choose one.")
+    return _STAGES[number]
+
 
 # -- states: ZeRO (arXiv:1910.02054) -----------------------------------------------------------------------------------
 
@@ -40,10 +65,9 @@ def model_state_bytes(
 
         print(model_state_bytes(7.5e9, 64, 1) / 1e9)  # 31.4
     """
-    if stage not in range(4):
-        raise ConfigError("model_state_bytes(stage=)", expected="0, 1, 2 or 3", got=repr(stage), do="Choose one.")
-    divided = [ranks if stage >= since else 1 for since in (3, 2, 1)]
-    return parameters * sum(each / n for each, n in zip((2, gradient_bytes, k), divided, strict=True))
+    parts = {"parameters": 2, "gradients": gradient_bytes, "states": k}
+    divided = _row_of(stage).divided
+    return parameters * sum(nbytes / (ranks if part in divided else 1) for part, nbytes in parts.items())
 
 
 def largest_model(
@@ -201,8 +225,11 @@ def zero_traffic(stage: int) -> int:
     """Return what a rank sends in an iteration under a stage of ZeRO, in elements a parameter: 2, and 3 in stage 3.
 
     Source: ZeRO, section 7.2.
+
+    Raises:
+        ConfigError: no such stage.
     """
-    return 3 if stage == 3 else 2
+    return _row_of(stage).traffic
 
 
 def zeropp_traffic(*, weights: bool = False, secondary: bool = False, gradients: bool = False) -> float:

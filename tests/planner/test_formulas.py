@@ -259,3 +259,5 @@ def test_npuzero_counts_float32_sums_of_gradients(stage: int):
 def test_no_such_stage():
     with pytest.raises(ConfigError, match="0, 1, 2 or 3"):
         formulas.model_state_bytes(1e9, 8, 4)
+    with pytest.raises(ConfigError, match="0, 1, 2 or 3"):
+        formulas.zero_traffic(-1)
