@@ -1,6 +1,6 @@
 """What a step's threads take of the cores, beside what compute only takes. From the repository's root::
 
-    python -m benchmarks.threads --out benchmarks/results/threads-VENDOR.json     # needs transformers
+    python -m benchmarks.threads --out benchmarks/results/threads/VENDOR.json     # needs transformers
 
 A Llama of transformers (19 M parameters in 10 layers, bf16, batch 4 x 160) on 2 ranks, each a process with one thread
 for compute. On two cores whatever a collective's thread does, compute waits for. So beside the step's time, which wants

@@ -125,7 +125,7 @@ class _Slices:
         seq, padding = asked["q_length"] * self._group.size, asked.get("attention_mask")
         wrong = None
         if not asked.get("allow_is_causal_skip", True) or asked.get("q_offset", 0):
-            wrong = "another pattern, which knows this rank's slice alone"
+            wrong = "another pattern, or generate(), which know this rank's slice alone"
         elif padding is not None and padding.shape[-1] != seq:
             wrong = f"attention_mask {list(padding.shape)}"
         if wrong:
@@ -133,7 +133,7 @@ class _Slices:
                 "parallel.sequence: attention mask",
                 expected=f"a causal mask, and an attention_mask [batch, {seq}] of whole sequences, if any",
                 got=wrong,
-                do="Give the model what parallel.slice() returns.",
+                do="Call the model itself, with what parallel.slice() returns.",
             )
         if self._packed is not None:
             packed = self._packed.to(asked["device"])

@@ -203,7 +203,8 @@ def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
         "got another pattern": lambda: model(
             input_ids=part["input_ids"], position_ids=torch.tensor([[0, 1, 0, 1]]).expand(2, -1)
         ),
-        "got past_key_values": lambda: model.generate(part["input_ids"], max_new_tokens=2),
+        # Whichever transformers makes first, the mask or the cache.
+        r"got past_key_values|generate\(\)": lambda: model.generate(part["input_ids"], max_new_tokens=2),
         "got output_attentions": lambda: model(**part, output_attentions=True),
     }
 
