@@ -179,6 +179,17 @@ def _over_a_wire(against: str, goal: float) -> Figure:
     return Figure("wires", "a step of thin, bf16", against, goal, names, _faster(own, other))
 
 
+def _planned(batch: int) -> Figure:
+    """A row of how far the planner's seconds are from those measured, as a part of these."""
+
+    def apart(result: Result) -> list[float]:
+        planned = {name: values["planned_s"] for name, values in result.values.items()}
+        return [abs(planned_s / median(result.seconds[name]) - 1) for name, planned_s in planned.items()]
+
+    name = f"seconds of a step, batch {batch}, stages 0, 2 and 3"
+    return Figure("planner", name, "as planned", 0.1, (f"planned/bf16-batch{batch}",), apart, at_most=True)
+
+
 def _op(
     name: str, against: str, goal: float, benchmark: str, contender: str = OWN, baseline: str | None = None
 ) -> Figure:
@@ -293,6 +304,7 @@ FIGURES = (
     _less("pipe", "that step", f"{COMPUTE} × (1 + bubble)", 1.05, _PIPES, _beyond_bubble),
     _over_a_wire("hpz", 2.0),
     _over_a_wire("zero3", 4.0),
+    *(_planned(batch) for batch in (1, 4)),
 )
 
 GROUPS = {
@@ -306,4 +318,5 @@ GROUPS = {
     "axes": "Tensor and sequence ranks: times as long, or as much",
     "pipe": "Pipelines: times as long, or as much",
     "wires": "Two nodes of two ranks over 1 Gbit/s: times as fast",
+    "planner": "Steps beside `npuzero plan`: parts of a step apart",
 }

@@ -149,7 +149,7 @@ def measure(
         say(f"{len(result.seconds[baseline])} rounds")
         place = ranks.place
     disks = _disks(folders, place["local"], quick, say) if folders else {}
-    return result, cluster_of(result.seconds, result.values, place, disks, _source(device))
+    return result, cluster_of(result.seconds, result.values, place, disks, source_of(device))
 
 
 def cluster_of(
@@ -258,7 +258,7 @@ def _disks(folders: Sequence[Path], local: int, quick: bool, say: Say) -> dict[s
     return {f"disk_{way}": Link(_short(found.gbs[way] * 1e9 / ranks)) for way in ("read", "write")}
 
 
-def _source(device: torch.device) -> str:
+def source_of(device: torch.device) -> str:
     """Return what is said of each number: measured on what, with what, when."""
     facts = fingerprint(device)
     day = datetime.now(timezone.utc).date().isoformat()

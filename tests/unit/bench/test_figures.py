@@ -16,7 +16,7 @@ from npuzero.plan import PRECISIONS, PRESETS
 OTHERS = (
     r"step/(bf16|fp32)-batch[14]|host/(8|32)|nvme/(step|update)-(bf16|fp32)-1|disk/stream|farstep/(whole|forward)"
     r"|activations|highwater|host_axes/(mtp|msp)|tensor/(fp32|bf16)-[24]|sequence|pipeline/(fp32|bf16)-[24]"
-    r"|wires/(namespaces|shared)/bf16/1"
+    r"|wires/(namespaces|shared)/bf16/1|planned/bf16-batch[14]"
 )
 RESULTS = figures.ROOT / "benchmarks" / "results"
 
