@@ -8,6 +8,8 @@
 Importing touches no device and starts no compiler.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from npuzero import checkpoint as checkpoint
 from npuzero.api import (
     Adam,
@@ -56,6 +58,9 @@ from npuzero.shard.absence import offloaded
 from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
 
+if TYPE_CHECKING:
+    from npuzero.planner.advice import advise
+
 __version__ = "0.1.0"
 
 
@@ -91,6 +96,7 @@ __all__ = [
     "StorageError",
     "Weights",
     "ZeroOptimizer",
+    "advise",
     "apply_pending",
     "clip_grad_norm_",
     "clip_grad_value_",
@@ -112,3 +118,12 @@ __all__ = [
     "tiled",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return ``advise``, which brings the planner: programs that only train do without."""
+    if name != "advise":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from npuzero.planner.advice import advise
+
+    return advise

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from npuzero.cli import axes, pipes, tiers, wires
+from npuzero.cli import advise, axes, pipes, tiers, wires
 from npuzero.cli.arguments import memory, named_number, number
 from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
@@ -17,14 +17,12 @@ from npuzero.config import Settings, read_json
 from npuzero.errors import ConfigError
 from npuzero.plan import (
     AXES,
-    DATA,
     ENDS,
     PRECISIONS,
     PRESETS,
     SEQUENCED,
     THINNED,
     VERBS,
-    Level,
     Memory,
     MeshShape,
     Placement,
@@ -32,9 +30,12 @@ from npuzero.plan import (
     Report,
 )
 from npuzero.planner.models import KINDS, ModelShape, from_config, from_size
+from npuzero.planner.search import alike
 
 _EPILOG = """\
 examples:
+  npuzero plan config.json --on 8x910b-64g --seq 4096 --tokens 0.5M
+  npuzero plan --parameters 7B --on 64xa100-80g --seq 2048 --tokens 4M --table
   npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB
   npuzero plan --config config.json --world 16 --precision bf16-8bit --plot plan.png
   npuzero plan --parameters 7B --world 64 --local 8 --gathers int8 --wires node=int4,local=bf16
@@ -42,8 +43,12 @@ examples:
   npuzero plan --config config.json --world 64 --local 8 --tensor 2 --mode msp --tokens 4096
   npuzero plan --parameters 70B --world 64 --local 8 --pipe 4 --tensor 2 --micro-batches 16 --tokens 4096
 
---config counts to the element: by the model's class where transformers is installed (on meta: nothing is downloaded,
-none of a repository's code is run), else by npuzero's own arithmetic for
+With --on an answer comes first: whether it fits, the fastest plan and batch, how fast, and what bounds it; or what
+would make it fit. Activations are counted then. --tokens are those of a step of all ranks together; without --on,
+where there are the tables alone, of a rank and micro-batch.
+
+FILE, or --config, counts to the element: by the model's class where transformers is installed (on meta: nothing is
+downloaded, none of a repository's code is run), else by npuzero's own arithmetic for
 {kinds}.
 
 --parameters lays out a decoder of Llama's plan with just so many parameters: 128 times as wide as deep but 24 blocks
@@ -65,6 +70,9 @@ offload is zero2+host, offload3 zero3+host, infinity-states zero3+nvme, infinity
 Memory is of the training state and the engine's buffers; activations come on top. Traffic is what each rank sends
 in one optimizer step. The model is trained by Adam or AdamW; what its class freezes stays frozen."""
 
+#: Ranks, where nobody says another number.
+_WORLD = 8
+
 _LEGEND = """\
 parameters, gradients, states (masters and Adam's moments): what stays on a rank; after_forward: parameters between a
 block's forward and backward; between: between micro-batches; buffers: the most that gathered blocks and communication
@@ -82,17 +90,19 @@ def add_parser(commands: Any) -> None:
     defaults = Settings()
     parser = commands.add_parser(
         "plan",
-        help="memory per rank and traffic per step of every preset",
-        description="Memory per rank and traffic per step of every preset, by the table's arithmetic.",
+        help="will it fit, how fast, which plan; memory per rank and traffic per step of every preset",
+        description="Whether a model fits, which plan is the fastest and how fast; or, without --on, memory per rank "
+        "and traffic per step of every preset, by the table's arithmetic.",
         epilog=_EPILOG.format(kinds=", ".join(KINDS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--parameters", type=number, metavar="N", help="size of the model, such as 7B or 350M")
+    model.add_argument("file", nargs="?", type=Path, metavar="FILE", help="as --config")
     model.add_argument("--config", type=Path, metavar="FILE", help="config.json of a transformers model")
     parser.add_argument("--units", type=number, metavar="N", help="blocks, with --parameters (by its size)")
     parser.add_argument("--vocabulary", type=number, metavar="N", help="its entries, with --parameters (32,000)")
-    parser.add_argument("--world", type=number, default=8, metavar="N", help="ranks in all (8)")
+    parser.add_argument("--world", type=number, metavar="N", help="ranks in all (8)")
     parser.add_argument("--local", type=number, metavar="N", help="ranks that share a host (all)")
     parser.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16", help="dtypes of the state (bf16)")
     parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a rank, such as 64GiB: which presets fit")
@@ -103,6 +113,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--prefetch", type=int, default=defaults.prefetch, metavar="N", help=f"units ahead ({defaults.prefetch})"
     )
+    advise.add_options(parser)
     wires.add_options(parser)
     tiers.add_options(parser)
     axes.add_options(parser)
@@ -117,11 +128,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--clip", action="store_true", help="the gradient norm is clipped")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> str:
     """Return the command's output."""
+    options.config = options.config or options.file
+    advise.check_options(options)
+    if options.on:
+        return advise.run(_model(options), options)
+    options.world = options.world or _WORLD
     axes.check_options(options)
     mesh = axes.mesh_shape(options)
     model, layers = axes.divided(_model(options).tiled(dict(options.tiles)), options)
@@ -182,15 +198,9 @@ def distinct(reports: dict[str, Report], mesh: MeshShape) -> dict[str, Report]:
 
     On one host ``zero3 = hpz = hsdp = mics``; on one rank everything is ``any preset``.
     """
-    names: dict[tuple[tuple[Placement, ...], str | None, tuple[Level, ...]], list[str]] = {}
+    names: dict[object, list[str]] = {}
     for name, report in reports.items():
-        plan, precision = report.plan, report.plan.precision
-        # Over an axis of one rank nothing is divided, and nothing travels.
-        sharded = tuple(
-            replace(part, axes=tuple(mesh.sizes(part.axes))) for part in (plan.parts | _within(plan)).values()
-        )
-        levels = tuple(map(precision.level_of, mesh.sizes(DATA)))
-        names.setdefault((sharded, precision.gathers, levels), []).append(name)
+        names.setdefault(alike(report.plan, mesh), []).append(name)
     if len(names) == 1:
         return {"any preset": next(iter(reports.values()))}
     return {" = ".join(equal): reports[equal[0]] for equal in names.values()}
@@ -365,7 +375,7 @@ def _model(options: argparse.Namespace) -> ModelShape:
             raise ConfigError(
                 f"--{name}",
                 expected="--parameters beside it",
-                got="--config, which tells it itself",
+                got="a file, which tells it itself",
                 do=f"Leave --{name} out.",
             )
     return from_config(read_json(options.config), str(options.config))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SOURCE = "Activations come on top of this memory. Arithmetic of npuzero plan; nothing was run."
+_SOURCE = "Arithmetic of npuzero plan; nothing was run."
+_ON_TOP = "Activations come on top of this memory."
 _VISIBLE = 0.001  # of the longest bar: what is nowhere so wide has no place in the legend
 
 
@@ -56,11 +57,12 @@ def draw(title: str, reports: Mapping[str, Report], memory_bytes: int | None = N
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1.9 + 0.42 * len(reports)), layout="constrained")
-    caption(figure, finding(reports), title, _SOURCE)
+    held = {name: report.held[Memory.DEVICE] for name, report in reports.items()}
+    counted = any("activations" in parts for parts in held.values())
+    caption(figure, finding(reports), title, _SOURCE if counted else f"{_ON_TOP} {_SOURCE}")
     farther = {name: {memory: report.memory[memory] for memory in FARTHER} for name, report in reports.items()}
     offload = any(any(row.values()) for row in farther.values())
     left, *middle, right = figure.subplots(1, 2 + offload, sharey=True, width_ratios=(1.25, *[0.8] * offload, 1))
-    held = {name: report.held[Memory.DEVICE] for name, report in reports.items()}
     unit_bytes = _bars(left, "Memory of a rank", held, PARTS, memory_bytes or 0)
     if memory_bytes:
         place = memory_bytes / unit_bytes

@@ -40,9 +40,9 @@ MUTANTS = (
     ),
     Mutant(
         "rows that round what travels are said to be as hpz",
-        "cli/plan.py",
-        "(sharded, precision.gathers, levels)",
-        "(sharded, None, ())",
+        "planner/search.py",
+        "return placements, gathers, levels, own,",
+        "return placements, None, (), own,",
         (f"{CLI}::test_what_goes_between_nodes_and_inside_them",),
     ),
     Mutant(

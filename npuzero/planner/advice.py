@@ -1,0 +1,365 @@
+"""Whether a model fits, which plan trains it fastest and why; and where nothing fits, what would."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from npuzero.config import describe, read_json
+from npuzero.errors import ConfigError, StateError, keywords
+from npuzero.plan import NODE, PRECISIONS, Memory
+from npuzero.planner.cluster import Cluster
+from npuzero.planner.estimate import Estimate, Estimator
+from npuzero.planner.models import ModelShape, from_config
+from npuzero.planner.network import level_bytes
+from npuzero.planner.run import Job
+from npuzero.planner.search import Choices, Found, search, state_bytes
+from npuzero.planner.ways import WayOut, ways_out
+from npuzero.shard.build import spans_of, units_of
+from npuzero.shard.discover import discover
+
+_GIB = 2**30
+#: Reasons name so many plans.
+_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Answer a job: whether it fits, the fastest run, why, and the alternatives. ``str(advice)`` says it in words.
+
+    Attributes:
+        job: what was asked.
+        choices: among which ways to train it was searched.
+        found: what fits, the fastest first, and what does not.
+        ways_out: where nothing fits, what would, by one change each (two, where no single one does).
+        reasons: sentences.
+    """
+
+    job: Job
+    choices: Choices
+    found: Found = field(repr=False)
+    ways_out: tuple[WayOut, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Tell whether any run fits."""
+        return bool(self.found.fitting)
+
+    @property
+    def best(self) -> Estimate:
+        """Return the fastest run that fits.
+
+        Raises:
+            ConfigError: none does; it names what would.
+        """
+        if not self.fits:
+            ways = "; ".join(way.what for way in self.ways_out)
+            raise ConfigError(
+                f"{self.job.model.name} on {self.job.cluster.name}",
+                expected="a plan that fits",
+                got=self.answer,
+                do=f"Take one of these: {ways}." if ways else "Take more devices.",
+            )
+        return self.found.fitting[0]
+
+    @property
+    def others(self) -> tuple[Estimate, ...]:
+        """Return the other runs that fit, one of each plan with and without recomputation, the fastest first."""
+        return self.found.fitting[1:]
+
+    @property
+    def answer(self) -> str:
+        """Return the answer in one line."""
+        return f"Fits: {told(self.found.fitting[0])}" if self.fits else f"Does not fit: {_misfit(self)}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.answer, *(f"- {reason}" for reason in self.reasons)])
+
+
+def told(estimate: Estimate) -> str:
+    """Return a run in words: its plan, batch and memory, how fast it is and what bounds it."""
+    run, device = estimate.run, Memory.DEVICE.value
+    limit = estimate.job.cluster.device.memory_bytes
+    words = [
+        plan_name(estimate),
+        f"micro-batch {run.micro_batch} × {run.micro_batches}",
+        "recompute" if run.recompute else "no recompute",
+        f"{_gib(estimate.memory[device])} of {_gib(limit)} GiB",
+        *(
+            f"{_gib(nbytes)} GiB on {memory}"
+            for memory, nbytes in estimate.memory.items()
+            if memory != device and nbytes
+        ),
+        f"about {_rounded(estimate.tokens_per_s)} tokens/s a device",
+    ]
+    return f"{', '.join(words)}; {estimate.bound}-bound"
+
+
+@keywords(sequence="seq", seq_len="seq", sequence_length="seq", tokens="tokens_per_step", dtype="precision")
+def advise(
+    model: nn.Module | ModelShape | Mapping[str, Any] | str | os.PathLike[str],
+    cluster: Cluster | str | os.PathLike[str],
+    *,
+    seq: int | None = None,
+    tokens_per_step: int | None = None,
+    precision: Any = None,
+    attention: str = "flash",
+    clip: bool = True,
+    choices: Choices | None = None,
+) -> Advice:
+    """Tell how to train ``model`` on ``cluster``: whether it fits, the fastest plan and batch, and what bounds it.
+
+    Nothing runs: memory is :func:`npuzero.predict`'s, with the activations that the model keeps on meta; time is a
+    clock's, that goes through the schedule of a step with the cluster's rates.
+
+    Args:
+        model: a module, on any device or on meta; or the ``config.json`` of a transformers model, as its values or its
+            file; or a shape of :mod:`npuzero.planner.models`.
+        cluster: a :class:`npuzero.planner.Cluster`; or a number and a name such as ``"8x910b-64g"``; or the JSON file
+            that ``npuzero bench cluster`` writes.
+        seq: tokens of a sequence.
+        tokens_per_step: of all ranks together; micro-batches follow from it. None: one micro-batch a rank, as large as
+            fits.
+        precision: as for :func:`npuzero.zero`; None: ``"bf16"``.
+        attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
+        clip: whether the gradient norm is taken.
+        choices: among which presets, groups of ranks, offloads and so on; None: all that keep the whole state on the
+            devices and round nothing.
+
+    Raises:
+        ConfigError: a model, cluster, precision or size that there is not, or that do not go together.
+        StateError: the model is sharded already.
+
+    Example::
+
+        llama = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+                 "num_hidden_layers": 32, "vocab_size": 32000}
+        advice = npuzero.advise(llama, cluster="8x910b-64g", seq=4096, tokens_per_step=2**19)
+        print(advice)  # Fits: ...
+        net = npuzero.zero(net, **advice.best.arguments())
+    """
+    job = Job(_shape(model), _cluster(cluster), sequence_of(seq), tokens_per_step, attention, clip)
+    return advise_on(job, _choices(choices, precision))
+
+
+def advise_on(job: Job, choices: Choices | None = None, every: bool = False) -> Advice:
+    """Answer as :func:`advise` does, of a job that is made already; ``every``: also time what is slower anyhow."""
+    choices = Choices() if choices is None else choices
+    found = search(job, choices, every)
+    advice = Advice(job, choices, found)
+    if advice.fits:
+        return replace(advice, reasons=tuple(_why(advice)))
+    ways = tuple(ways_out(job, choices))
+    advice = replace(advice, ways_out=ways)
+    return replace(advice, reasons=tuple(_why_not(advice)))
+
+
+# -- what was asked ----------------------------------------------------------------------------------------------------
+
+
+def _shape(model: object) -> ModelShape:
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, nn.Module):
+        return shape_of(model)
+    if isinstance(model, Mapping):
+        return from_config(model, str(model.get("_name_or_path") or "model"))
+    if isinstance(model, (str, os.PathLike)):
+        return from_config(read_json(model), str(model))
+    raise ConfigError(
+        "npuzero.advise(): model",
+        expected="an nn.Module, the values of a config.json, or its file",
+        got=describe(model),
+        do="Pass the model itself, also on meta.",
+    )
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """Return the shapes of a live module's units, and a copy of it on meta; none of its data is copied.
+
+    Raises:
+        StateError: the model is sharded already.
+    """
+    if any(getattr(parameter, "_npuzero_engine", None) is not None for parameter in model.parameters()):
+        raise StateError(
+            "npuzero.advise()",
+            expected="a model that npuzero.zero() has not seen",
+            got=f"{type(model).__name__}, which is sharded",
+            do="Ask before, of the model as it was built.",
+        )
+    copied = _on_meta(model)
+    spans = spans_of([unit.name for unit in discover(copied, None)])
+    return ModelShape(type(model).__name__, units_of(copied), spans, lambda: copied)
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` whose parameters and buffers are on meta."""
+    there: dict[int, Any] = {}
+    for parameter in model.parameters():
+        there[id(parameter)] = made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        vars(made).update(vars(parameter))
+    there |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, there)
+
+
+def _cluster(cluster: object) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, (str, os.PathLike)):
+        return Cluster.named(os.fspath(cluster))
+    raise ConfigError(
+        "npuzero.advise(): cluster",
+        expected='a Cluster, a number and a name such as "8x910b-64g", or a JSON file',
+        got=describe(cluster),
+        do="Say on how many devices of which kind.",
+    )
+
+
+def sequence_of(seq: object) -> int:
+    """Return the tokens of a sequence.
+
+    Raises:
+        ConfigError: none are given, or no such number.
+    """
+    if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
+        raise ConfigError(
+            "seq",
+            expected="the tokens of a sequence, a positive integer",
+            got="nothing" if seq is None else describe(seq),
+            do="Say seq=4096: activations and the batch depend on it.",
+        )
+    return seq
+
+
+def _choices(choices: Choices | None, precision: Any) -> Choices:
+    chosen = Choices() if choices is None else choices
+    return chosen if precision is None else replace(chosen, precisions=(precision,))
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+def _why(advice: Advice) -> Iterator[str]:
+    """Yield why the best run is the best."""
+    best, found = advice.best, advice.found
+    assert best.timeline is not None
+    busy = ", ".join(f"{lane} {part:.0%}" for lane, part in _busy(best) if part >= 0.005)
+    yield f"A step takes {best.step_s:.3g} s for {best.tokens:,} tokens; busy in it: {busy}."
+    others = _by_plan(found.fitting)[1:]
+    if others:
+        shown = ", ".join(f"{plan_name(each)} {_slower(each, best)}" for each in others[:_NAMED])
+        yield f"Next: {shown}{_and_more(len(others))}."
+    if not best.run.recompute and True in advice.choices.recompute:
+        yield from _recomputed(advice, best)
+    elif best.run.recompute:
+        why = "without it nothing fits" if all(e.run.recompute for e in found.fitting) else "it lets more fit at once"
+        yield f"Blocks compute their forward again in backward: {why}."
+    misfits = [each for each in found.misfits if each.run.recompute == min(advice.choices.recompute)]
+    if misfits:
+        without = "" if advice.choices.recompute == (True,) else " without recomputation"
+        yield f"Not{without}: {', '.join(map(plan_name, misfits[:_NAMED]))}{_and_more(len(misfits))}: too much memory."
+    if advice.job.cluster.nodes > 1:
+        yield _between_nodes(found)
+
+
+def _recomputed(advice: Advice, best: Estimate) -> Iterator[str]:
+    """Yield what the best run would be with recomputation."""
+    twin = next((e for e in (*advice.found.fitting, *advice.found.slower) if _differ_by_recompute(e, best)), None)
+    if twin is not None:
+        timed = twin if twin.timeline else Estimator(advice.job).time(twin)
+        batch = f"micro-batch {twin.run.micro_batch} × {twin.run.micro_batches}"
+        held = _gib(twin.memory[Memory.DEVICE.value])
+        yield f"Recomputation would take {held} GiB at {batch}, {_slower(timed, best)}."
+
+
+def _differ_by_recompute(one: Estimate, other: Estimate) -> bool:
+    return (one.run.plan, one.run.mesh) == (other.run.plan, other.run.mesh) and one.run.recompute != other.run.recompute
+
+
+def _why_not(advice: Advice) -> Iterator[str]:
+    """Yield how much is missing, and what each way out comes to."""
+    if advice.found.misfits:
+        least = advice.found.misfits[0]
+        over = ", ".join(f"{_gib(n)} GiB too much on {m}" for m, n in least.over(advice.choices.spare).items() if n)
+        recompute = "with recomputation" if least.run.recompute else "without recomputation"
+        yield f"Nearest is {plan_name(least)}, micro-batch {least.run.micro_batch}, {recompute}: {over}."
+    for way in advice.ways_out:
+        yield f"With {way.what}: {told(way.estimate)}."
+    if not advice.ways_out:
+        yield "No single change of those tried would do, and no two: give it many more devices, or a smaller model."
+
+
+def _misfit(advice: Advice) -> str:
+    """Return what does not fit, and the ways out by name."""
+    state = state_bytes(advice.job.model, advice.choices.precisions[0])
+    least = advice.found.misfits[0]
+    held = sum(least.report.held[Memory.DEVICE][part] for part in ("parameters", "gradients", "states"))
+    what = f"{_gib(state)} GiB of states"
+    if held <= advice.job.cluster.device.memory_bytes * (1 - advice.choices.spare):
+        rest = max(0, least.memory[Memory.DEVICE.value] - held)
+        what += f", and beside a rank's part of them {_gib(rest)} GiB of activations and buffers"
+    if not advice.ways_out:
+        return what
+    first, *more = (way.what for way in advice.ways_out)
+    return f"{what}; {first} would{''.join(f', or {each}' for each in more)}"
+
+
+def _busy(estimate: Estimate) -> list[tuple[str, float]]:
+    assert estimate.timeline is not None
+    return [(lane, busy_s / estimate.step_s) for lane, busy_s in estimate.timeline.busy.items()]
+
+
+def _by_plan(estimates: tuple[Estimate, ...]) -> list[Estimate]:
+    """Return the fastest of each plan."""
+    fastest: dict[str, Estimate] = {}
+    for each in estimates:
+        fastest.setdefault(plan_name(each), each)
+    return list(fastest.values())
+
+
+def _between_nodes(found: Found) -> str:
+    """Return what plans send between nodes: the best, and others with a node's ranks as their groups."""
+    best, *others = _by_plan(found.fitting)
+    usual = [each for each in others if each.run.plan.local_size is None]
+    sent = {plan_name(each): between_nodes(each) for each in (best, *usual)}
+    shown = ", ".join(f"{name} {nbytes / _GIB:.3g}" for name, nbytes in sent.items())
+    return f"GiB that a rank sends between nodes in a step: {shown}."
+
+
+def between_nodes(estimate: Estimate) -> int:
+    """Return the bytes that a rank sends to other nodes in a step."""
+    return level_bytes(estimate.report, estimate.run.mesh, estimate.job.cluster)[NODE]
+
+
+def plan_name(estimate: Estimate) -> str:
+    """Return what a run's plan is called, with its groups and its precision where these are not the usual ones."""
+    plan, default = estimate.run.plan, Choices().precisions[0]
+    size = f" of {plan.local_size}" if plan.local_size else ""
+    names = [name for name, precision in PRECISIONS.items() if precision == plan.precision]
+    precision = f" in {names[0]}" if names and names[0] != default else ""
+    return f"{plan.name}{size}{precision}"
+
+
+def _slower(each: Estimate, best: Estimate) -> str:
+    part = each.tokens_per_s / best.tokens_per_s - 1
+    return "as fast" if abs(part) < 0.0005 else f"{part:+.1%}"
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - _NAMED} more" if count > _NAMED else ""
+
+
+def _gib(nbytes: float) -> str:
+    gib = nbytes / _GIB
+    return f"{gib:,.0f}" if gib >= 10 else f"{gib:.2g}"
+
+
+def _rounded(value: float) -> str:
+    """Return a number to three digits, with thousands apart."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

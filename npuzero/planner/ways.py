@@ -1,0 +1,115 @@
+"""What would make a job fit, where nothing does as it was asked: one change at a time, then two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from npuzero.errors import ConfigError
+from npuzero.plan import OFFLOADS, PRECISIONS, Memory, Precision, parse_precision
+from npuzero.planner.cluster import Cluster
+from npuzero.planner.estimate import Estimate
+from npuzero.planner.run import Job
+from npuzero.planner.search import Choices, first_fit, search
+
+#: How often the devices are doubled before they are too many to ask for.
+_DOUBLINGS = 10
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Say what else would fit where nothing does.
+
+    Attributes:
+        what: in words, such as ``"states on the host"``.
+        estimate: the fastest run that fits then.
+    """
+
+    what: str
+    estimate: Estimate
+
+
+#: A job and choices with one change, and what that is in words.
+Change = tuple[str, Job, Choices]
+Changes = Callable[[Job, Choices], Iterator[Change]]
+
+
+def ways_out(job: Job, choices: Choices) -> Iterator[WayOut]:
+    """Yield changes that make a job fit: of each kind the smallest; and where no single one does, of two kinds."""
+    kinds: tuple[Changes, ...] = (_smaller, _more_devices, _fewer_bits, _off_the_device)
+    singles = [way for kind in kinds if (way := _first(kind(job, choices)))]
+    yield from singles
+    if singles:
+        return
+    for kind, other in ((_fewer_bits, _off_the_device), (_more_devices, _off_the_device)):
+        for what, changed, among in kind(job, choices):
+            way = _first((f"{what} and {more}", to, of) for more, to, of in other(changed, among))
+            if way is not None:
+                yield way
+                break
+
+
+def _first(changes: Iterator[tuple[str, Job, Choices]]) -> WayOut | None:
+    """Return the first change that makes it fit, with the fastest run then of the first plan that does."""
+    for what, job, choices in changes:
+        try:
+            fit = first_fit(job, choices)
+        except ConfigError:  # the engine refuses it, or so many ranks have no tokens
+            continue
+        if fit is not None:
+            best = search(job, choices).fitting[0]
+            return WayOut(what.format(plan=best.run.plan.name), best)
+    return None
+
+
+def _smaller(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield what keeps fewer activations, as far as the choices rule it out."""
+    if True not in choices.recompute:
+        yield "recomputation", job, replace(choices, recompute=(True,))
+    if choices.micro_batches is not None and min(choices.micro_batches) > 1:
+        sizes = tuple(range(1, min(choices.micro_batches)))
+        yield "a smaller micro-batch", job, replace(choices, micro_batches=sizes)
+    if job.attention != "flash":
+        yield "flash attention", replace(job, attention="flash"), choices
+
+
+def _more_devices(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield clusters of the same kind with more devices."""
+    cluster = job.cluster
+    local = Cluster.named(cluster.name).local if cluster.name in Cluster.names() else cluster.local
+    for doubling in range(1, _DOUBLINGS + 1):
+        ranks = cluster.ranks * 2**doubling
+        try:
+            larger = cluster.with_ranks(ranks, min(ranks, max(local, cluster.local)))
+        except ConfigError:  # nodes would not be whole, or nothing is known of what lies between them
+            return
+        yield f"{ranks:,} devices with {{plan}}", replace(job, cluster=larger), choices
+
+
+def _fewer_bits(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield precisions that keep a state in fewer bytes than the one that is asked for, the most of them first."""
+    own = parse_precision(choices.precisions[0])
+    most = element_bytes(own)
+    fewer = {name: element_bytes(each) for name, each in PRECISIONS.items() if element_bytes(each) < most}
+    for name in sorted(fewer, key=lambda name: -fewer[name]):
+        yield name, job, replace(choices, precisions=(name,))
+
+
+def element_bytes(precision: Precision) -> float:
+    """Return the bytes of a training state for each parameter: itself, its gradient, its master and two moments."""
+    dtype = precision.parameter_of(torch.float32)
+    block = 1024
+    moments = 2 * precision.moment_bytes(block) / block
+    return dtype.itemsize + precision.accumulation.itemsize + precision.master_bytes(dtype) + moments
+
+
+def _off_the_device(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield what may rest off the device, as far as the cluster has links to there."""
+    words = {Memory.HOST: "on the host", Memory.NVME: "on NVMe"}
+    links = {Memory.HOST: "host", Memory.NVME: "disk_read"}
+    for offload, parts in OFFLOADS.items():
+        if all(links[memory] in job.cluster.links for memory in parts.values()):
+            what = " and ".join(sorted(parts, reverse=True))
+            yield f"{what} {words[parts['states']]}", job, replace(choices, offloads=(offload,))
