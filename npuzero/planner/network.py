@@ -26,8 +26,8 @@ from npuzero.planner.cluster import Cluster
 
 #: How often a verb's ring goes around, less one step.
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "barrier": 2}
-#: Verbs of which every rank has all of the result: a tree sends it in as many messages as it is deep.
-_TREES = {"all_reduce": 2, "broadcast": 1, "barrier": 2}
+#: Verbs that a tree may carry, in as many messages as it is deep. (NCCL's broadcast is a ring alone.)
+_TREES = {"all_reduce": 2, "barrier": 2}
 VERBS = (*_ROUNDS, "all_to_all", "send")
 
 
@@ -179,6 +179,8 @@ def _latency_s(cluster: Cluster, verb: str, group: Group) -> float:
     local, node = (cluster.links[level].latency_s if level in cluster.links else 0.0 for level in ("local", "node"))
     if verb == "send":
         return node if group.nodes > 1 else local
+    if verb == "broadcast":  # a chunk from rank to rank; as NCCL counts it (2.27, src/graph/tuning.cc), none is nearer
+        return (group.size - 1) * (node if group.nodes > 1 else local)
     if verb == "all_to_all":  # each rank sends to each, one after another
         return (group.within - 1) * local + (group.size - group.within) * node
     return _ROUNDS[verb] * ((group.size - group.nodes) * local + (group.nodes - 1) * node)
