@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from npuzero.parallel.heads import HEAD_SIZE
 
+#: What heads are as wide as in most models, and what is wider than those of any.
+_HEAD, _TOO_WIDE = 128, 512
+
 
 class Decoder(nn.Module):
     """Run a decoder of Llama's plan on the modules of :func:`npuzero.planner.models.modules.decoder`: int64[B, T] ->
@@ -22,7 +25,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.get_submodule("embed_tokens")(tokens)
-        head = vars(self.layers[0].self_attn)[HEAD_SIZE[0]]
+        head = _head_size(self.layers[0].get_submodule("self_attn"))
         angles = torch.empty(*tokens.shape, head, device=tokens.device)
         rotary = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.layers:
@@ -49,7 +52,7 @@ class _Block(nn.Module):
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         own = self.get_submodule("self_attn")
         parts = [own.get_submodule(f"{name}_proj")(x) for name in "qkv"]
-        head = vars(own)[HEAD_SIZE[0]]
+        head = _head_size(own)
         query, key, value = (part.unflatten(-1, (-1, head)) for part in parts)
         if hasattr(own, "q_norm"):
             query, key = _normed(query, own.get_submodule("q_norm")), _normed(key, own.get_submodule("k_norm"))
@@ -59,6 +62,12 @@ class _Block(nn.Module):
         y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         out: Tensor = own.get_submodule("o_proj")(y.transpose(1, 2).flatten(-2))
         return out
+
+
+def _head_size(attention: nn.Module) -> int:
+    """Return the width of a head; a model that is given by its size alone has a head for each tensor rank, no more."""
+    head = int(vars(attention)[HEAD_SIZE[0]])
+    return _HEAD if head > _TOO_WIDE and head % _HEAD == 0 else head
 
 
 def _normed(x: Tensor, norm: nn.Module) -> Tensor:

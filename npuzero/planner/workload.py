@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from npuzero.config import describe
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.planner.decoder import Decoder
+from npuzero.planner.kernels import Kernels
 from npuzero.planner.meter import Meter, Span
 from npuzero.planner.models import ModelShape
 from npuzero.shard.discover import UnitSpec, discover
@@ -92,6 +93,7 @@ def workload(
     micro_batch: int = 1,
     attention: str = "flash",
     dtype: torch.dtype = torch.bfloat16,
+    cpu: bool = False,
 ) -> Workload:
     """Return what one pass of a model on tokens computes and keeps.
 
@@ -103,6 +105,8 @@ def workload(
         micro_batch: sequences.
         attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
         dtype: of parameters, and so of activations where the model does not choose another.
+        cpu: count what the CPU's kernels keep: they know no flash attention with dropout, keep dropout's masks in the
+            dtype of values where those of accelerators take a byte, and have no fused norm.
 
     Raises:
         ConfigError: sizes that are not positive, an unknown attention, or a model that does not run on tokens.
@@ -121,7 +125,7 @@ def workload(
     if attention not in ATTENTIONS:
         do = did_you_mean(attention, ATTENTIONS, "Choose among these.")
         raise ConfigError("attention", expected=f"one of {', '.join(ATTENTIONS)}", got=repr(attention), do=do)
-    return _workload(_Model(model), sequence, micro_batch, dtype, attention)
+    return _counted(_Model(model), _Pass(sequence, micro_batch, dtype, attention, cpu))
 
 
 class _Model:
@@ -137,13 +141,23 @@ class _Model:
         return id(self.shape)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """Say what :func:`workload` is asked for."""
+
+    sequence: int
+    micro_batch: int
+    dtype: torch.dtype
+    attention: str
+    cpu: bool
+
+
 @lru_cache(maxsize=256)
-def _workload(model: _Model, sequence: int, micro_batch: int, dtype: torch.dtype, attention: str) -> Workload:
+def _counted(model: _Model, asked: _Pass) -> Workload:
     shape = model.shape
-    kept = _unfolded(*_passed(shape, sequence, micro_batch, dtype, attention, False))
-    recomputed = _unfolded(*_passed(shape, sequence, micro_batch, dtype, attention, True))
+    kept, recomputed = (_unfolded(*_run(shape, asked, recompute)) for recompute in (False, True))
     units = tuple(_unit_work(i, kept, recomputed) for i in range(len(shape.units)))
-    return Workload(units, micro_batch, sequence, _stretches(kept), _stretches(recomputed))
+    return Workload(units, asked.micro_batch, asked.sequence, _stretches(kept), _stretches(recomputed))
 
 
 def _unit_work(unit: int, kept: Sequence[Span], recomputed: Sequence[Span]) -> UnitWork:
@@ -167,12 +181,8 @@ def _stretches(spans: Sequence[Span]) -> tuple[Stretch, ...]:
     )
 
 
-def _passed(
-    shape: ModelShape, sequence: int, micro_batch: int, dtype: torch.dtype, attention: str, recompute: bool
-) -> tuple[list[Span], list[int], int]:
-    """Run a pass of the model with few of its equal blocks; return its spans, whose each block of the whole is, by
-    numbers of the few, and the number of units.
-    """
+def _run(shape: ModelShape, asked: _Pass, recompute: bool) -> tuple[list[Span], list[int]]:
+    """Run a pass of the model with few of its equal blocks; return its spans, and which unit is run for each."""
     if shape.module is None:
         raise ConfigError(
             f"{shape.name}: activations",
@@ -183,16 +193,16 @@ def _passed(
     model = shape.module()
     specs = discover(model)
     like = _like([_signature(spec) for spec in specs])
-    few = _few(model, specs, like, dtype, attention)
-    ids = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
+    few = _few(model, specs, like, asked)
+    ids = torch.zeros(asked.micro_batch, asked.sequence, dtype=torch.long, device="meta")
     own = discover(few) if len(specs) > 1 else [UnitSpec("root", few, tuple(few.named_parameters()))]
-    around = partial(_Attention, attention)
+    around = partial(Kernels, asked.attention == "plain", asked.cpu)
     wraps = recompute and not _recomputes(few, around)
     meter = Meter([spec.module for spec in own], wraps, around)
     meter.live.pass_over([ids])
     parameters = {p: i for i, spec in enumerate(own) for _, p in spec.parameters if p.requires_grad}
     try:
-        with meter, _Attention(attention):
+        with meter, around():
             loss = _loss(few, ids)
             meter.backward(loss, parameters)
             del loss
@@ -203,7 +213,7 @@ def _passed(
             got=" ".join(f"{type(error).__name__}: {error}".split())[:300],
             do="Give a language model, or --parameters for one of its size.",
         ) from error
-    return meter.finish(), like, len(specs)
+    return meter.finish(), like
 
 
 def _signature(spec: UnitSpec) -> tuple[object, ...]:
@@ -223,10 +233,8 @@ def _like(signatures: Sequence[tuple[object, ...]]) -> list[int]:
     return like
 
 
-def _few(
-    model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], dtype: torch.dtype, attention: str
-) -> nn.Module:
-    """Return a copy of the model with the blocks that are run, its parameters of ``dtype``, in training."""
+def _few(model: nn.Module, specs: Sequence[UnitSpec], like: Sequence[int], asked: _Pass) -> nn.Module:
+    """Return a copy of the model with the blocks that are run, its parameters of the dtype asked for, in training."""
     dropped = [spec.name for i, spec in enumerate(specs) if like[i] != i]
     memo: dict[int, Any] = {id(model.get_submodule(name)): None for name in dropped}
     few: nn.Module = copy.deepcopy(model, memo)
@@ -237,13 +245,13 @@ def _few(
         blocks._modules.update({str(i): block for i, block in enumerate(kept)})
     for parameter in few.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype=dtype, device="meta")
+            parameter.data = parameter.data.to(dtype=asked.dtype, device="meta")
     for module in few.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("meta")
     choose: Any = getattr(few, "set_attn_implementation", None)
-    if choose is not None and attention == "plain":
+    if choose is not None and asked.attention == "plain":
         choose("eager")
     return (Decoder(few) if getattr(few, "counted", False) else few).train()
 
@@ -261,7 +269,9 @@ def _recomputes(model: nn.Module, around: Callable[[], AbstractContextManager[ob
         return checkpoint(run, *args, use_reentrant=False)
 
     enable: Any = model.gradient_checkpointing_enable
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # newer releases know it by another name, too
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
             vars(module)["_gradient_checkpointing_func"] = run_again
@@ -284,43 +294,7 @@ def _loss(model: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
-class _Attention(TorchFunctionMode):
-    """Have F.scaled_dot_product_attention keep scores or not, whatever meta would choose."""
-
-    def __init__(self, attention: str) -> None:
-        super().__init__()
-        self._plain = attention == "plain"
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return self._attend(*args, **(kwargs or {}))
-
-    def _attend(  # noqa: PLR0917 - torch's own arguments
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if self._plain or (attn_mask is not None and attn_mask.requires_grad):
-            call = torch.ops.aten._scaled_dot_product_attention_math
-            out, _ = call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-            return out  # type: ignore[no-any-return]
-        # Flash attention keeps its output and a number a row, with dropout a seed: as the CPU's does without.
-        out, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )
-        return out  # type: ignore[no-any-return]
-
-
-def _unfolded(spans: Sequence[Span], like: Sequence[int], count: int) -> list[Span]:
+def _unfolded(spans: Sequence[Span], like: Sequence[int]) -> list[Span]:
     """Return the spans of the whole model: those of a block that stands for others as often as it does."""
     chosen = sorted(set(like))  # the few units' numbers in the whole
     forward = list(_groups([s for s in spans if not s.backward], chosen, like))

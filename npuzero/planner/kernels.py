@@ -1,0 +1,69 @@
+"""Have meta keep what a device's kernels keep for backward, where it would decompose what they fuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_ATEN = torch.ops.aten
+
+
+class Kernels(TorchFunctionMode):
+    """Choose the kernels of attention, dropout and norms as a device does.
+
+    Args:
+        plain: attention keeps its scores.
+        cpu: as the CPU, whose kernels are fused less.
+    """
+
+    def __init__(self, plain: bool, cpu: bool) -> None:
+        super().__init__()
+        self._plain, self._cpu = plain, cpu
+        self._own: dict[Callable[..., Any], Callable[..., Tensor]] = {F.scaled_dot_product_attention: self._attend}
+        if not cpu:
+            self._own |= {F.dropout: _dropped, F.rms_norm: _normed}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._own.get(func, func)(*args, **(kwargs or {}))
+
+    def _attend(  # noqa: PLR0917 - torch's own arguments
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if self._plain or (attn_mask is not None and attn_mask.requires_grad) or (dropout_p and self._cpu):
+            out, _ = _ATEN._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        else:  # beside its inputs it keeps its output and a number a row; for dropout, a seed
+            out, _ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+            )
+        return out  # type: ignore[no-any-return]
+
+
+def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keep a mask of a byte an element."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+def _normed(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Keep its input and a number a row."""
+    least = torch.finfo(input.dtype).eps if eps is None else eps
+    out: Tensor = _ATEN._fused_rms_norm(input, list(normalized_shape), weight, least)[0]
+    return out

@@ -1,0 +1,81 @@
+"""Activations as they are predicted on meta, against those of a real step on the CPU.
+
+Measured are the storages of the tensors that ops make and that live, at their most (:mod:`planner.storages`); a unit's
+gradients are dropped once the last of them is there, as the engine packs them. The system's own count of the
+process's memory is held against the prediction in :mod:`planner.test_peak`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from npuzero.planner.memory import activation_bytes
+from npuzero.planner.workload import workload
+from npuzero.shard.discover import discover
+from planner.activating import ALL, CONFIGS, Case, tokens
+from planner.storages import dropping, peak_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad"),
+]
+
+MICRO_BATCH, SEQUENCE = 2, 192
+
+
+def measured(case: Case, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENCE) -> int:
+    for spec in discover(case.model):
+        dropping(parameter for _, parameter in spec.parameters)
+    ids = tokens(micro_batch, sequence)
+    case.loss(ids).backward()  # what libraries keep from their first call is not this step's
+    return peak_of(lambda: case.loss(ids).backward())
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    # Those in plain torch ask for F.scaled_dot_product_attention, with which the CPU keeps no scores.
+    [*((name, "flash") for name in ALL), *((name, "plain") for name in CONFIGS)],
+)
+def test_the_peak_of_a_step_is_predicted(name, attention, recompute):
+    case = Case.of(name, attention=attention, recompute=recompute)
+    work = workload(case.shape, SEQUENCE, MICRO_BATCH, attention, torch.float32, cpu=True)
+    assert activation_bytes(work, recompute) == pytest.approx(measured(case), rel=0.001)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt2"])
+def test_it_is_in_16_bits(name, recompute):
+    case = Case.of(name, torch.bfloat16, recompute=recompute)
+    work = workload(case.shape, SEQUENCE, MICRO_BATCH, dtype=torch.bfloat16, cpu=True)
+    # The CPU keeps the statistics of a LayerNorm in bfloat16, accelerators and meta in float32.
+    assert activation_bytes(work, recompute) == pytest.approx(measured(case), rel=0.01)
+
+
+@pytest.mark.parametrize(("micro_batch", "sequence"), [(1, 64), (3, 160)])
+def test_it_follows_the_tokens(micro_batch, sequence):
+    case = Case.of("llama")
+    work = workload(case.shape, sequence, micro_batch, dtype=torch.float32, cpu=True)
+    assert activation_bytes(work) == pytest.approx(measured(case, micro_batch, sequence), rel=0.001)
+
+
+def test_recomputation_takes_less_and_flash_attention_too():
+    shape = Case.of("llama").shape
+    peak = {
+        (attention, recompute): activation_bytes(workload(shape, 512, 2, attention), recompute)
+        for attention in ("flash", "plain")
+        for recompute in (False, True)
+    }
+    assert peak["flash", True] < peak["flash", False] < peak["plain", False]
+    assert peak["flash", True] < peak["plain", True] < peak["plain", False]
+
+
+def test_more_sequences_take_more():
+    shape = Case.of("gpt2").shape
+    sizes = [partial(activation_bytes, workload(shape, 64, count)) for count in (1, 2, 3, 4)]
+    for recompute in (False, True):
+        found = [size(recompute) for size in sizes]
+        assert found == sorted(found) and found[0] < found[-1]
