@@ -5,22 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from npuzero.cli import pipes
 from npuzero.cli.arguments import number
 from npuzero.comm.mesh import groups_of
 from npuzero.errors import ConfigError
-from npuzero.parallel.division import Division, divide, linear_of
-from npuzero.parallel.heads import head_counts, head_size
-from npuzero.parallel.sequences import check_heads
-from npuzero.parallel.tensor import MODES, Mode, note
-from npuzero.parallel.words import Kind
+from npuzero.parallel.division import divide
+from npuzero.parallel.tensor import MODES, note
 from npuzero.plan import PIPE, POD, PRECISIONS, SEQUENCE, TENSOR, MeshShape, Plan, ring_bytes
+from npuzero.planner.axes import around_attention, around_layers
 from npuzero.planner.models import ModelShape
 from npuzero.shard.build import units_of
 
@@ -112,9 +109,9 @@ def divided(model: ModelShape, options: argparse.Namespace) -> tuple[ModelShape,
         division = divide(module, None, options.tensor, mode.sliced)
         note(module, division)
         model = replace(model, units=units_of(module), module=lambda: module)
-        sent[TENSOR] = _sent(_around_layers(module, division, mode), options.tensor, options)
+        sent[TENSOR] = _sent(around_layers(module, division, mode), options.tensor, options)
     if options.sequence > 1:
-        swaps = list(_around_attention(module, options.tensor, options.sequence))
+        swaps = list(around_attention(module, options.tensor, options.sequence))
         sent[SEQUENCE] = _sent(swaps, options.sequence, options)
     return model, sent if options.tokens else {}
 
@@ -125,45 +122,11 @@ def _unknown(name: str, options: argparse.Namespace, got: str, do: str) -> Confi
     return ConfigError(f"{name}: --{option} {getattr(options, option)}", expected=expected, got=got, do=do)
 
 
-def _sent(collectives: Iterable[tuple[str, int]], ranks: int, options: argparse.Namespace) -> dict[str, int]:
-    """Return the bytes by collective of a step; ``collectives``: with the features of each token that goes."""
+def _sent(collectives: Iterable[tuple[str, str, int]], ranks: int, options: argparse.Namespace) -> dict[str, int]:
+    """Return the bytes by collective of a step; ``collectives``: whose, which, and the features of each token."""
     itemsize = PRECISIONS[options.precision].parameter_of(torch.float32).itemsize
     sent: Counter[str] = Counter()
-    for verb, features in collectives:
+    for _, verb, features in collectives:
         nbytes = ring_bytes(verb, (options.tokens or 0) * features * itemsize, ranks)
         sent[verb] += options.micro_batches * nbytes
     return dict(sent)
-
-
-def _around_layers(module: nn.Module, division: Division, mode: Mode) -> Iterator[tuple[str, int]]:
-    """Yield the collectives of :mod:`npuzero.parallel.regions` in one forward and backward."""
-    for paths in division.regions.values():
-        for sliced, features in {(division.in_stack(path), linear_of(module, path).in_features) for path in paths}:
-            verbs = ("all_gather", "reduce_scatter") if sliced else ("all_reduce",)
-            yield from ((verb, features) for verb in (*verbs, *["all_gather"] * (sliced and mode.thrifty)))
-        yield from (
-            ("all_gather", linear_of(module, path).out_features) for path in paths if division.words[path].whole
-        )
-    for path in division.of(Kind.ROWS):
-        linear = linear_of(module, path)
-        verbs = ("reduce_scatter", "all_gather") if division.in_stack(path) else ("all_reduce",)
-        yield from ((verb, linear.out_features) for verb in verbs)
-        if division.words[path].whole:
-            yield "all_gather", linear.in_features
-    for path in division.of(Kind.VOCABULARY):
-        yield "all_reduce", module.get_parameter(f"{path}.weight").shape[1]
-    if division.stack is not None:  # into slices before the first block, whole again behind the last
-        width = next(
-            linear_of(module, path).in_features for path in division.of(Kind.COLUMNS) if division.in_stack(path)
-        )
-        yield from [("all_gather", width)] * 2
-
-
-def _around_attention(module: nn.Module, tensor: int, ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield the swaps of :mod:`npuzero.parallel.sequences` in one forward and backward."""
-    for path, each in module.named_modules():
-        queries, keys = (count // tensor for count in head_counts(each))
-        if queries and head_size(each):
-            check_heads(f"--sequence {ranks}: {path}", queries, ranks)
-            repeated = keys * (ranks // math.gcd(keys, ranks))
-            yield from [("all_to_all", heads * head_size(each)) for heads in (queries, repeated, repeated, queries)] * 2

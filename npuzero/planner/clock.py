@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from npuzero.errors import ConfigError
 from npuzero.observe import ChromeTrace, Span
+from npuzero.plan import PIPE, SEQUENCE, TENSOR, MeshShape
 from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
 from npuzero.planner import lanes
+from npuzero.planner.axes import Layers, exchange_s, stage_of, work_here
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.program import Program, Totals, unit_name
-from npuzero.planner.rates import dtype_of, elementwise_s, products_s
+from npuzero.planner.rates import dtype_of, elementwise_s, link_of, products_s
 from npuzero.planner.run import Job, Run
 from npuzero.planner.workload import UnitWork, Workload
 from npuzero.shard.build import steady_of
@@ -42,8 +44,9 @@ class Timeline:
     Attributes:
         step_s: seconds of a step.
         parts: of these, seconds by what compute does: ``products``, ``recomputation``, ``element-wise``, ``update``,
-            ``contention``, and ``wait for ...``; their sum is the step.
-        busy: seconds that each lane is busy: ``compute``, collectives by channel, copies by link, the host's update.
+            ``contention``, ``wait for ...``, and in a pipeline ``bubble``; their sum is the step.
+        busy: seconds that each lane is busy: ``compute``, collectives by channel, what ``layers`` and ``stages`` send,
+            copies by link, the host's update.
         bound: what is busy longest: ``compute``, ``memory``, ``local link``, ``node link``, ``host link``, ``disk`` or
             ``optimizer``.
         tokens: of a step, per device.
@@ -63,7 +66,9 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Return what runs when, from the begin of the step; what it started for the next one runs past its end."""
+        """Return what runs when, from the begin of the step; what it started for the next one runs past its end. Of a
+        pipeline this is the slowest stage, without what it waits for others.
+        """
         return self._play.spans()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
@@ -97,6 +102,7 @@ class Clock:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._programs: dict[object, Program] = {}
+        self._layers: dict[tuple[int, int], Layers] = {}
 
     def time(self, run: Run, work: Workload) -> Timeline:
         """Return how long a step takes, as :func:`step_time`."""
@@ -109,17 +115,49 @@ class Clock:
                 do="Count it for the same model.",
             )
         mesh = run.plan.mesh_shape(run.mesh)
+        stage, own = stage_of(job.model, work_here(work, job.model, mesh), mesh.pipe)
         passes = min(run.micro_batches, 3)
         key = run.plan, mesh, run.settings, passes
         if key not in self._programs:
+            alone = replace(mesh, pipe=1)  # the ranks of a stage
             flats, step = steady_of(
-                units, run.plan, mesh, run.settings, spans=job.model.spans, micro_batches=passes, clip=job.clip
+                stage.units, run.plan, alone, run.settings, spans=stage.spans, micro_batches=passes, clip=job.clip
             )
-            self._programs[key] = Program.of(flats, run.plan, mesh, step, job.cluster)
-        data = mesh.data / mesh.sequence
-        tokens = data * run.micro_batch * run.micro_batches * work.sequence / mesh.world
-        played = _Played(self._programs[key], job.cluster, work, run.recompute, dtype_of(run.plan), run.micro_batches)
-        return played.timeline(tokens)
+            self._programs[key] = Program.of(flats, run.plan, alone, step, job.cluster)
+        sequences = mesh.data / mesh.sequence * run.micro_batch * run.micro_batches
+        played = _Played(self._programs[key], job.cluster, own, run, self._waits(run, mesh, own))
+        return played.timeline(sequences * work.sequence / mesh.world)
+
+    def _waits(self, run: Run, mesh: MeshShape, work: Workload) -> _Waits:
+        """Return what compute waits for within a micro-batch."""
+        cluster, model = self._job.cluster, self._job.model
+        axes = mesh.tensor, mesh.sequence
+        if axes not in self._layers:
+            self._layers[axes] = Layers.of(model, mesh)
+        tokens = work.micro_batch * work.sequence // mesh.sequence
+        layers = self._layers[axes].seconds(cluster, mesh, run.plan, tokens)
+        width = next((p.shape[-1] for p in model.units[0] if len(p.shape) > 1), 1)
+        exchange = exchange_s(cluster, mesh, run.plan, tokens, width)
+        links = link_of(cluster, mesh, (TENSOR, SEQUENCE)), link_of(cluster, mesh, (PIPE,))
+        return _Waits(layers[: len(work.units)], exchange, mesh.pipe, *links)
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """Hold what compute waits for within a micro-batch, along axes beside ZeRO's own.
+
+    Attributes:
+        layers: by unit, seconds of what its layers send, forward and backward together.
+        exchange_s: in which activations go to the next stage, or their gradients to the one before.
+        stages: of a pipeline.
+        layers_link, stages_link: over which they go.
+    """
+
+    layers: tuple[float, ...]
+    exchange_s: float
+    stages: int
+    layers_link: str
+    stages_link: str
 
 
 @dataclass(frozen=True)
@@ -129,14 +167,22 @@ class _Played:
     program: Program
     cluster: Cluster
     work: Workload
-    recompute: bool
-    dtype: str
-    micro_batches: int
+    run: Run
+    waits: _Waits
+
+    @property
+    def micro_batches(self) -> int:
+        return self.run.micro_batches
+
+    @property
+    def recompute(self) -> bool:
+        return self.run.recompute
 
     def timeline(self, tokens: float) -> Timeline:
         """Run two steps, of which the second begins as the first left it."""
         steps = self.program.steps(self.micro_batches)
-        player = lanes.Player(self._acts(), self.cluster.contention)
+        acts = self._acts()
+        player = lanes.Player(acts, self.cluster.contention)
         player.play(steps)
         begin = 0.0
         if not player.quiet:
@@ -144,13 +190,41 @@ class _Played:
             player.waited.clear()
             player.contended_s = 0.0
             player.play(steps)
-        totals = self.program.totals(self.micro_batches)
+        totals = self._totals()
         parts = self._parts(totals)
         busy = {"compute": sum(parts.values())} | {lane: s for (kind, lane), s in totals.items() if kind == "lane"}
         parts |= {"contention": player.contended_s}
         parts |= {f"wait for {kind}": seconds for kind, seconds in player.waited.items()}
-        step_s = max(player.now - begin, *busy.values())
-        return Timeline(step_s, parts, busy, _bound(parts, totals), tokens, self)
+        stages = self._stages(acts)
+        step_s = max(player.now - begin + sum(stages.values()), *busy.values())
+        return Timeline(step_s, parts | stages, busy, _bound(parts, totals), tokens, self)
+
+    def _stages(self, acts: lanes.Acts) -> dict[str, float]:
+        """Return what a stage waits for the others: where a pipeline fills and drains, a micro-batch of each other
+        stage and its way there and back; and each micro-batch's way, where that is not hidden beside others.
+
+        As in 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2), whose bubble is (p - 1) / m of the rest.
+        """
+        others = self.waits.stages - 1
+        if not others:
+            return {}
+        pass_s = sum(compute + blocked for unit in acts for compute, blocked in unit)
+        ways = 2 * self.waits.exchange_s
+        exposed = 0 if self.run.settings.overlaps_activations else self.micro_batches
+        return {"bubble": others * (pass_s + ways), "wait for stages": exposed * ways}
+
+    def _totals(self) -> Totals:
+        """Return what a step keeps busy, that of layers and stages among it."""
+        totals = self.program.totals(self.micro_batches)
+        waits, times = self.waits, self.micro_batches
+        for lane, link, seconds in (
+            ("layers", waits.layers_link, times * sum(waits.layers) * (1.5 if self.recompute else 1.0)),
+            ("stages", waits.stages_link, times * 2 * waits.exchange_s),
+        ):
+            if seconds:
+                totals["lane", lane] = seconds
+                totals["link", link] = totals.get(("link", link), 0.0) + seconds
+        return totals
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans of a steady step."""
@@ -172,7 +246,11 @@ class _Played:
         for i, (unit, added) in enumerate(zip(self.work.units, self.program.added, strict=True)):
             forward, backward = self._products_s(unit, 1) + self._own_s(unit.forward_bytes), self._backward_s(unit, i)
             backward += elementwise_s(self.cluster.device, added)
-            acts.append(((0.0, 0.0), (forward + backward, 0.0)) if i == 0 else ((forward, 0.0), (backward, 0.0)))
+            half = self.waits.layers[i] / 2
+            if i:
+                acts.append(((forward, half), (backward, half * (1 + self.recompute))))
+            else:
+                acts.append(((0.0, 0.0), (forward + backward, 2 * half)))
         return acts
 
     def _backward_s(self, unit: UnitWork, index: int) -> float:
@@ -180,11 +258,19 @@ class _Played:
         return self._products_s(unit, 2 + again) + self._own_s(unit.backward_bytes + again * unit.forward_bytes)
 
     def _products_s(self, unit: UnitWork, times: int) -> float:
-        tokens = self.work.micro_batch * self.work.sequence
-        return products_s(self.cluster.device, times * unit.flops, self.dtype, tokens)
+        return times * unit.flops * self._flop_s
 
     def _own_s(self, nbytes: float) -> float:
-        return elementwise_s(self.cluster.device, nbytes, self.dtype)
+        return nbytes * self._byte_s
+
+    @cached_property
+    def _flop_s(self) -> float:
+        tokens = self.work.micro_batch * self.work.sequence / self.run.mesh.sequence
+        return products_s(self.cluster.device, 1.0, dtype_of(self.run.plan), tokens)
+
+    @cached_property
+    def _byte_s(self) -> float:
+        return elementwise_s(self.cluster.device, 1.0, dtype_of(self.run.plan))
 
     def _parts(self, totals: Totals) -> dict[str, float]:
         """Return the seconds of compute by what it does."""

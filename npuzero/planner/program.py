@@ -52,7 +52,7 @@ class Program:
         moves = steady_step(flats, plan, mesh, step)
         writer = _Writer(cluster, mesh, plan, units, step)
         at = next((i for i, move in enumerate(moves) if isinstance(move, Repeat) and _computes(move)), -1)
-        last = max((i for i, move in enumerate(moves) if _before_update(move)), default=-1) + 1
+        last = next((i for i in range(len(moves), 0, -1) if _before_update(moves[i - 1])), 0)
         done = (*writer.steps(moves[max(at + 1, 0) : last]), *writer.update(), *writer.steps(moves[last:]))
         alike = moves[at] if at >= 0 else None
         if not isinstance(alike, Repeat):
@@ -239,10 +239,11 @@ class _Writer:
 
 def _key(purpose: Purpose, unit: int) -> int:
     """Return a number by which collectives of a unit and purpose are awaited."""
-    return len(Purpose) * unit + _PURPOSES[purpose]
+    return _COUNT * unit + _PURPOSES[purpose]
 
 
 _PURPOSES = {purpose: i for i, purpose in enumerate(Purpose)}
+_COUNT = len(_PURPOSES)
 
 
 def unit_name(index: int) -> str:

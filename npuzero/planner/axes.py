@@ -1,0 +1,177 @@
+"""Axes beside ZeRO's own: what a rank's units compute along them, what their layers send, and a pipeline's stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from npuzero.errors import ConfigError
+from npuzero.parallel.division import Division, divide, linear_of
+from npuzero.parallel.heads import head_counts, head_size
+from npuzero.parallel.sequences import check_heads
+from npuzero.parallel.tensor import MODES, Mode
+from npuzero.parallel.words import Kind
+from npuzero.plan import PIPE, SEQUENCE, TENSOR, Axes, MeshShape, Plan
+from npuzero.planner.cluster import Cluster
+from npuzero.planner.models import ModelShape
+from npuzero.planner.network import collective_s
+from npuzero.planner.workload import UnitWork, Workload
+from npuzero.shard.discover import discover
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Hold what the layers of a model send for each token of a rank's micro-batch, forward and backward together.
+
+    Attributes:
+        sent: by unit, of each collective its verb, its axes, and the features of a token.
+    """
+
+    sent: tuple[tuple[tuple[str, Axes, int], ...], ...]
+
+    @staticmethod
+    def of(model: ModelShape, mesh: MeshShape) -> Layers:
+        """Return what layers of ``model`` send along ``mesh``.
+
+        Raises:
+            ConfigError: a model that is not divided over the tensor ranks, or whose modules are not known.
+        """
+        if mesh.tensor == mesh.sequence == 1:
+            return Layers(((),) * len(model.units))
+        cut = any(parameter.cut is not None for unit in model.units for parameter in unit)
+        if model.module is None or (mesh.tensor > 1 and not cut):
+            raise ConfigError(
+                f"{model.name} over {mesh.tensor} tensor and {mesh.sequence} sequence ranks",
+                expected="a model whose modules are known, and are divided over the tensor ranks",
+                got="another",
+                do="Give --config of a kind of model whose division is known, with --tensor or --sequence.",
+            )
+        module = model.module()
+        names = [spec.name for spec in discover(module)]
+        sent: list[list[tuple[str, Axes, int]]] = [[] for _ in model.units]
+        for path, verb, axes, features in _sends(module, mesh, _mode(model)):
+            sent[_unit_of(path, names)].append((verb, axes, features))
+        return Layers(tuple(map(tuple, sent)))
+
+    def seconds(self, cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int) -> tuple[float, ...]:
+        """Return by unit how long they take for so many tokens of a rank, forward and backward together; compute waits
+        for all of it.
+        """
+        itemsize = plan.precision.parameter_of(torch.float32).itemsize
+        known: dict[tuple[str, Axes, int], float] = {}
+        for each in {each for unit in self.sent for each in unit}:
+            verb, axes, features = each
+            known[each] = collective_s(cluster, mesh, verb, axes, tokens * features * itemsize)
+        return tuple(sum(known[each] for each in unit) for unit in self.sent)
+
+
+def _mode(model: ModelShape) -> Mode:
+    """Return the mode in which a model was divided: where norms' gradients are summed sequences are sliced."""
+    sliced = any(TENSOR in dict(p.relations) and p.cut is None for unit in model.units for p in unit)
+    return MODES["msp" if sliced else "mtp"]
+
+
+def _sends(module: nn.Module, mesh: MeshShape, mode: Mode) -> Iterator[tuple[str, str, Axes, int]]:
+    if mesh.tensor > 1:
+        division = divide(module, None, mesh.tensor, mode.sliced)
+        yield from ((path, verb, (TENSOR,), n) for path, verb, n in around_layers(module, division, mode))
+    if mesh.sequence > 1:
+        swaps = around_attention(module, mesh.tensor, mesh.sequence)
+        yield from ((path, verb, (SEQUENCE,), n) for path, verb, n in swaps)
+
+
+def _unit_of(path: str, names: Sequence[str]) -> int:
+    """Return the index of the innermost unit that the module at ``path`` is of: the root's is 0."""
+    inside = [i for i, name in enumerate(names) if i and f"{path}.".startswith(f"{name}.")]
+    return max(inside, key=lambda i: len(names[i]), default=0)
+
+
+def around_layers(module: nn.Module, division: Division, mode: Mode) -> Iterator[tuple[str, str, int]]:
+    """Yield the collectives of :mod:`npuzero.parallel.regions` in one forward and backward: the module that has them,
+    the verb, and the features of each token.
+    """
+    for around, paths in division.regions.items():
+        for sliced, features in {(division.in_stack(path), linear_of(module, path).in_features) for path in paths}:
+            verbs = ("all_gather", "reduce_scatter") if sliced else ("all_reduce",)
+            for verb in (*verbs, *["all_gather"] * (sliced and mode.thrifty)):
+                yield around, verb, features
+        for path in paths:
+            if division.words[path].whole:
+                yield path, "all_gather", linear_of(module, path).out_features
+    for path in division.of(Kind.ROWS):
+        linear = linear_of(module, path)
+        verbs = ("reduce_scatter", "all_gather") if division.in_stack(path) else ("all_reduce",)
+        yield from ((path, verb, linear.out_features) for verb in verbs)
+        if division.words[path].whole:
+            yield path, "all_gather", linear.in_features
+    for path in division.of(Kind.VOCABULARY):
+        yield path, "all_reduce", module.get_parameter(f"{path}.weight").shape[1]
+    if division.stack is not None:  # into slices before the first block, whole again behind the last
+        width = next(
+            linear_of(module, path).in_features for path in division.of(Kind.COLUMNS) if division.in_stack(path)
+        )
+        yield from (("", "all_gather", width) for _ in range(2))
+
+
+def around_attention(module: nn.Module, tensor: int, ranks: int) -> Iterator[tuple[str, str, int]]:
+    """Yield the swaps of :mod:`npuzero.parallel.sequences` in one forward and backward, as :func:`around_layers`."""
+    for path, each in module.named_modules():
+        queries, keys = (count // tensor for count in head_counts(each))
+        if queries and head_size(each):
+            check_heads(f"--sequence {ranks}: {path}", queries, ranks)
+            repeated = keys * (ranks // math.gcd(keys, ranks))
+            for heads in (queries, repeated, repeated, queries) * 2:
+                yield path, "all_to_all", heads * head_size(each)
+
+
+def work_here(work: Workload, model: ModelShape, mesh: MeshShape) -> Workload:
+    """Return the work as one of the tensor and sequence ranks has it.
+
+    Products are divided by both; of element-wise work tensor ranks divide what lies between their layers, as of
+    activations (Korthikanti et al., arXiv:2205.05198, equation 2: 24 of 34 bytes), sequence ranks all.
+    """
+    t, q = mesh.tensor, mesh.sequence
+    if t == q == 1:
+        return work
+
+    def here(index: int, unit: UnitWork) -> UnitWork:
+        cut = any(parameter.cut is not None for parameter in model.units[index])
+        parts, share = (t if cut else 1) * q, ((10 + 24 / t) / 34 if cut and index else 1.0) / q
+        return replace(
+            unit,
+            flops=unit.flops / parts,
+            forward_bytes=int(unit.forward_bytes * share),
+            backward_bytes=int(unit.backward_bytes * share),
+        )
+
+    return replace(work, units=tuple(here(i, unit) for i, unit in enumerate(work.units)))
+
+
+def stage_of(model: ModelShape, work: Workload, ranks: int) -> tuple[ModelShape, Workload]:
+    """Return the slowest stage of a pipeline: as many blocks as any has, and beside them all that is around the blocks.
+
+    Raises:
+        ConfigError: fewer blocks than stages, or tiles.
+    """
+    blocks = len(model.units) - 1
+    if ranks == 1:
+        return model, work
+    if blocks < ranks or model.spans:
+        raise ConfigError(
+            f"{model.name} over {ranks} stages",
+            expected="a block for each stage, in one piece",
+            got=f"{blocks} blocks" + (", tiles" if model.spans else ""),
+            do="Take fewer stages.",
+        )
+    kept = 1 + -(-blocks // ranks)
+    return replace(model, units=model.units[:kept]), replace(work, units=work.units[:kept])
+
+
+def exchange_s(cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int, width: int) -> float:
+    """Return the seconds in which a micro-batch's activations go from one stage to the next."""
+    itemsize = plan.precision.parameter_of(torch.float32).itemsize
+    return collective_s(cluster, mesh, "send", (PIPE,), tokens * width * itemsize) if mesh.pipe > 1 else 0.0
