@@ -250,7 +250,7 @@ def _check(cluster: Cluster, mesh: MeshShape, disturbance: SlowLink | Late) -> N
 
 
 class _Replay:
-    """Play steps for all ranks side by side.
+    """Run steps for all ranks side by side.
 
     Attributes:
         now: when each rank's compute is free, by its place along the axes.
@@ -272,7 +272,7 @@ class _Replay:
         self._lasts: dict[tuple[str, Axes, int], tuple[float, float]] = {}
 
     def play(self, moves: Sequence[Move]) -> float:
-        """Play a step, and return when the last rank's compute is done with it."""
+        """Run a step, and return when the last rank's compute is done with it."""
         last = max((i for i, move in enumerate(moves) if _before_update(move)), default=-1) + 1
         self._moves(moves[:last])
         self.now = self.now + self._update_s
