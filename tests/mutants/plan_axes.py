@@ -17,23 +17,23 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "fsp is taken for msp",
-        "cli/axes.py",
+        "planner/axes.py",
         '*["all_gather"] * (sliced and mode.thrifty)',
         '*["all_gather"] * False',
         (f"{SENT}[tied-fsp-zero2]",),
     ),
     Mutant(
         "what the blocks get and give as slices is taken to be free",
-        "cli/axes.py",
-        'yield from [("all_gather", width)] * 2',
+        "planner/axes.py",
+        'yield from (("", "all_gather", width) for _ in range(2))',
         "yield from ()",
         (f"{SENT}[qwen3-msp-zero3]",),
     ),
     Mutant(
         "logits that are gathered are forgotten",
-        "cli/axes.py",
-        "for path in paths if division.words[path].whole",
-        "for path in paths if False",
+        "planner/axes.py",
+        '            if division.words[path].whole:\n                yield path, "all_gather"',
+        '            if False:\n                yield path, "all_gather"',
         (f"{SENT}[llama-mtp-zero1]",),
     ),
     Mutant(
@@ -45,7 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "key heads go once, however often ranks repeat them",
-        "cli/axes.py",
+        "planner/axes.py",
         "repeated = keys * (ranks // math.gcd(keys, ranks))",
         "repeated = keys",
         (f"{FILE}::test_key_heads_are_repeated_where_more_ranks_share_sequences",),
