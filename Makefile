@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-disk bench-quick figures lint format build clean
+.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-planner bench-disk bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -143,6 +143,10 @@ bench-wires: $(VENV)/.installed-bench  ## measure a step between nodes over a sl
 	$(PY) -m benchmarks.wires --links shared --out $(RESULTS)/wires-shared.json
 	$(PY) -m benchmarks.figures $(RESULTS)
 
+bench-planner: $(VENV)/.installed-bench  ## measure steps beside what the planner says of them; into RESULTS; 5 minutes
+	$(PY) -m benchmarks.planned --out $(RESULTS)/planned-cpu.json
+	$(PY) -m benchmarks.figures $(RESULTS)
+
 bench-disk: $(VENV)/.installed-bench  ## measure what rests on DISK (this one): beside its peers, memory, steps; into RESULTS
 	$(PY) -m benchmarks.disk $(DISK_BENCH) --out $(RESULTS)/disk.json
 	$(PY) -m benchmarks.activations --nvme $(or $(DISK),.) --out $(RESULTS)/activations.json
@@ -164,6 +168,9 @@ figures: $(VENV)/.installed-bench  ## the tables in README and docs and every pi
 	$(PY) -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
 	$(PY) -m benchmarks.wires.picture benchmarks/results/wires-*.json --out docs/wires.png
 	$(PY) -m npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB --plot docs/plan.png
+	for picture in efficiency scaling fits skew; do $(PY) -m benchmarks.planner_pictures $$picture --out docs/planner-$$picture.png || exit; done
+	$(PY) -m benchmarks.planner_pictures step benchmarks/results/planned-cpu.json --out docs/planner-step.png
+	$(PY) -m benchmarks.shown docs/parallelism.md docs/planner.md
 
 lint: $(VENV)/.installed-dev  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

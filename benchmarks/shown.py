@@ -1,0 +1,82 @@
+"""What pages show of commands and programs, beside what these print. From the repository's root:
+
+    python -m benchmarks.shown docs/parallelism.md docs/planner.md      # writes the pages anew
+
+A block of ``sh`` or ``python`` that a block of ``text`` follows says there what it prints. Commands are npuzero's, a
+line each, and may be followed by ``| grep -E 'PATTERN'``, which leaves the lines that have it; Python is a program of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from npuzero.cli import main as npuzero
+
+_SHOWN = re.compile(r"^```(sh|python)\n((?:(?!```).)*)^```\n\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_PIPE = re.compile(r"(?P<command>npuzero .*?)(?: \| grep -E '(?P<pattern>[^']*)')?")
+
+
+def written(page: str) -> str:
+    """Return a page with what its commands and programs print now.
+
+    Raises:
+        ValueError: a line that is no such command, or a command that failed.
+    """
+
+    def put(found: re.Match[str]) -> str:
+        kind, code = found[1], found[2]
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        printed = _printed(lambda: exec(code, namespace)) if kind == "python" else "".join(map(_run, _lines(code)))
+        return f"```{kind}\n{code}```\n\n```text\n{printed}```"
+
+    return _SHOWN.sub(put, page)
+
+
+def outputs(page: str) -> str:
+    """Return all that a page shows as printed."""
+    return "".join(found[3] for found in _SHOWN.finditer(page))
+
+
+def _lines(code: str) -> list[str]:
+    """Return the commands of a block, each on a line of its own after a backslash at its end."""
+    return [line for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def _run(line: str) -> str:
+    """Return what a command prints, with the lines that a pattern leaves."""
+    found = _PIPE.fullmatch(re.sub(r"\s+", " ", line.strip()))
+    if found is None:
+        raise ValueError(f"no command of npuzero's: {line}")
+
+    def call() -> None:
+        if npuzero(shlex.split(found["command"])[1:]):
+            raise ValueError(f"it failed: {line}")
+
+    lines = _printed(call).splitlines(keepends=True)
+    return "".join(each for each in lines if found["pattern"] is None or re.search(found["pattern"], each))
+
+
+def _printed(call: Callable[[], object]) -> str:
+    told = io.StringIO()
+    with redirect_stdout(told):
+        call()
+    return "\n".join(line.rstrip() for line in told.getvalue().strip("\n").splitlines()) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", type=Path, nargs="+")
+    for path in parser.parse_args(arguments).pages:
+        path.write_text(written(path.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
