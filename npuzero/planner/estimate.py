@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.plan import OFFLOADS, PRECISIONS, Memory, MeshShape, Plan, Report
+from npuzero.plan import MOMENT_BLOCK, OFFLOADS, PRECISIONS, Memory, MeshShape, Plan, Report
 from npuzero.planner.clock import Clock, Timeline
 from npuzero.planner.cluster import Cluster
-from npuzero.planner.memory import activation_bytes, memory_of
+from npuzero.planner.memory import activation_bytes, is_cpu, memory_of
 from npuzero.planner.rates import dtype_of, elementwise_s, products_s
 from npuzero.planner.run import Job, Run
 from npuzero.planner.workload import Workload, workload
@@ -123,6 +124,9 @@ class Estimator:
         self._reports: dict[tuple[Plan, MeshShape, Settings, int], Report] = {}
         self._works: dict[tuple[int, torch.dtype], Workload] = {}
         self._clock = Clock(job)
+        self._numels: Counter[tuple[torch.dtype, bool]] = Counter()
+        for parameter in (each for unit in job.model.units for each in unit):
+            self._numels[parameter.dtype, parameter.trainable] += parameter.shape.numel()
 
     def estimate(self, run: Run) -> Estimate:
         """Return a run, not timed."""
@@ -135,6 +139,8 @@ class Estimator:
         rests, and activations at their highest, the least. Where the limit is between them, the step is walked through.
         """
         run, limit = estimate.run, limits(self.job.cluster, spare)
+        if self._resting_bytes(run) > limit[Memory.DEVICE.value]:
+            return False
         report = self._report(run)
         if report.memory[Memory.HOST.value] > limit[Memory.HOST.value]:
             return False
@@ -150,6 +156,19 @@ class Estimator:
         """Return the run with its timeline."""
         self.timed += 1
         return replace(estimate, timeline=self._clock.time(estimate.run, estimate.work))
+
+    def _resting_bytes(self, run: Run) -> float:
+        """Return what parameters and states take at least where they rest on the device: without any padding."""
+        plan, precision = run.plan, run.plan.precision
+        total = 0.0
+        for (dtype, trainable), numel in self._numels.items():
+            own = precision.parameter_of(dtype)
+            total += 0 if plan.parameters.far else numel * own.itemsize / run.mesh.size(plan.parameters.axes)
+            if trainable:
+                near = (1 - plan.states.share) if plan.states.far else 1.0
+                states = precision.master_bytes(own) + 2 * precision.moment_bytes(MOMENT_BLOCK) / MOMENT_BLOCK
+                total += near * numel * states / run.mesh.size(plan.states.axes)
+        return total
 
     def least_bytes(self, estimate: Estimate) -> int:
         """Return bytes that the device holds at least: what rests there, and activations at their highest."""
@@ -182,7 +201,8 @@ class Estimator:
         if key not in self._works:
             job = self.job
             if sequences <= 2:
-                work = workload(job.model, job.sequence, sequences, dtype=dtype, attention=job.attention)
+                cpu = is_cpu(job.cluster)
+                work = workload(job.model, job.sequence, sequences, job.attention, dtype, cpu)
             else:
                 work = _extended(self._work(1, dtype), self._work(2, dtype), sequences)
             self._works[key] = work

@@ -15,6 +15,7 @@ from dataclasses import replace
 from npuzero.plan import Memory, Report
 from npuzero.plan.moves import Buffer, Compute, Give, Launch, Move, Take, flattened
 from npuzero.plan.schedule import steady_step
+from npuzero.planner.cluster import Cluster
 from npuzero.planner.run import Job, Run
 from npuzero.planner.workload import Stretch, Workload
 from npuzero.shard.build import steady_of
@@ -45,6 +46,11 @@ def activation_bytes(work: Workload, recompute: bool = False) -> int:
     return peak
 
 
+def is_cpu(cluster: Cluster) -> bool:
+    """Return whether a cluster's devices are the processors of its hosts, as its name says."""
+    return cluster.name.split()[0] == "cpu"
+
+
 def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, int]:
     """Return the bytes that a rank holds at most in a steady step, by memory (:class:`~npuzero.plan.Memory`'s values).
 
@@ -72,7 +78,7 @@ def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, i
     flats, step = steady_of(
         job.model.units, run.plan, run.mesh, run.settings, spans=job.model.spans, micro_batches=few, clip=job.clip
     )
-    tide = _Tide(stretches, on_cpu=job.cluster.name.startswith("cpu"))
+    tide = _Tide(stretches, on_cpu=is_cpu(job.cluster))
     tide.walk(flattened(steady_step(flats, run.plan, run.mesh, step)))
     labels = report.held[Memory.DEVICE]
     # What never comes and goes: all of a label but the highest of what did.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,9 @@ class Case:
 def recomputing(model: nn.Module) -> None:
     """Have each block keep its inputs alone, as users have it: the model's own way, or torch's."""
     if hasattr(model, "gradient_checkpointing_enable"):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # newer releases know it by another name, too
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for spec in discover(model)[1:]:
         spec.module.forward = checkpointed(spec.module.forward)  # type: ignore[method-assign]
