@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import published
 from npuzero.errors import ConfigError
 from npuzero.planner.published import Row, Table, flops, ordered
 
@@ -144,3 +145,13 @@ def test_a_pipelines_bubble_is_the_published_one():
     alone = ideal.step_s(replace(row, pipe=1, layers=8, ranks=8))
     assert ideal.step_s(row) / alone - 1 == pytest.approx(7 / 16, rel=1e-3)
     assert ideal.step_s(replace(row, chunks=4)) / alone - 1 == pytest.approx(7 / 64, rel=1e-3)
+
+
+def test_the_command_lists_every_row(capsys: pytest.CaptureFixture[str]):
+    published.main([])
+    told = capsys.readouterr().out
+    for name in Table.names():
+        for row in Table.named(name).rows:
+            assert f"  {row.name} " in told
+    assert told.count("not judged:") == 5
+    assert published.CALIBRATION == CALIBRATION
