@@ -97,8 +97,11 @@ def reports(advice: Advice) -> dict[str, Report]:
     for each in (*advice.found.fitting, *advice.found.slower, *advice.found.misfits):
         if plan_name(each) not in found:
             parts = dict(each.report.held[Memory.DEVICE])
-            # Buffers and activations are not at their highest at once: of both there is what the step has at its.
-            parts["activations"] = each.memory[Memory.DEVICE.value] - sum(parts.values())
+            left = each.memory[Memory.DEVICE.value] - sum(parts.values())
+            for part in ("buffers", "gradients"):  # not at their highest where the step is: then there is less of them
+                less = min(parts[part], max(0, -left))
+                parts[part], left = parts[part] - less, left + less
+            parts["activations"] = left
             found[plan_name(each)] = replace(each.report, held={**each.report.held, Memory.DEVICE: parts})
     return found
 

@@ -14,8 +14,9 @@ from npuzero.planner.estimate import Estimate
 from npuzero.planner.run import Job
 from npuzero.planner.search import Choices, first_fit, search
 
-#: How often the devices are doubled before they are too many to ask for.
-_DOUBLINGS = 10
+#: How often the devices are doubled before they are too many to ask for; and from where on their memory would have
+#: room for a state, which more of them would not help any further.
+_DOUBLINGS, _ROOMY = 12, 3
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,16 @@ Changes = Callable[[Job, Choices], Iterator[Change]]
 
 def ways_out(job: Job, choices: Choices) -> Iterator[WayOut]:
     """Yield changes that make a job fit: of each kind the smallest; and where no single one does, of two kinds."""
-    kinds: tuple[Changes, ...] = (_smaller, _more_devices, _fewer_bits, _off_the_device)
+    kinds: tuple[Changes, ...] = (_recomputation, _smaller, _flash, _more_devices, _fewer_bits, _off_the_device)
     singles = [way for kind in kinds if (way := _first(kind(job, choices)))]
     yield from singles
     if singles:
         return
-    for kind, other in ((_fewer_bits, _off_the_device), (_more_devices, _off_the_device)):
-        for what, changed, among in kind(job, choices):
-            way = _first((f"{what} and {more}", to, of) for more, to, of in other(changed, among))
+    for what, changed, among in list(_fewer_bits(job, choices))[-1:]:
+        for kind in (_more_devices, _off_the_device):
+            way = _first((f"{what} and {more}", to, of) for more, to, of in kind(changed, among))
             if way is not None:
                 yield way
-                break
 
 
 def _first(changes: Iterator[tuple[str, Job, Choices]]) -> WayOut | None:
@@ -64,13 +64,21 @@ def _first(changes: Iterator[tuple[str, Job, Choices]]) -> WayOut | None:
     return None
 
 
-def _smaller(job: Job, choices: Choices) -> Iterator[Change]:
-    """Yield what keeps fewer activations, as far as the choices rule it out."""
+def _recomputation(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield recomputation, where the choices rule it out."""
     if True not in choices.recompute:
         yield "recomputation", job, replace(choices, recompute=(True,))
+
+
+def _smaller(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield smaller micro-batches, where the choices rule them out."""
     if choices.micro_batches is not None and min(choices.micro_batches) > 1:
         sizes = tuple(range(1, min(choices.micro_batches)))
         yield "a smaller micro-batch", job, replace(choices, micro_batches=sizes)
+
+
+def _flash(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield attention that keeps no scores, where it is another."""
     if job.attention != "flash":
         yield "flash attention", replace(job, attention="flash"), choices
 
@@ -79,8 +87,15 @@ def _more_devices(job: Job, choices: Choices) -> Iterator[Change]:
     """Yield clusters of the same kind with more devices."""
     cluster = job.cluster
     local = Cluster.named(cluster.name).local if cluster.name in Cluster.names() else cluster.local
+    state = job.model.parameters * element_bytes(parse_precision(choices.precisions[0]))
+    roomy = 0
     for doubling in range(1, _DOUBLINGS + 1):
         ranks = cluster.ranks * 2**doubling
+        if state / ranks > cluster.device.memory_bytes:
+            continue
+        roomy += 1
+        if roomy > _ROOMY:
+            return
         try:
             larger = cluster.with_ranks(ranks, min(ranks, max(local, cluster.local)))
         except ConfigError:  # nodes would not be whole, or nothing is known of what lies between them
@@ -91,8 +106,12 @@ def _more_devices(job: Job, choices: Choices) -> Iterator[Change]:
 def _fewer_bits(job: Job, choices: Choices) -> Iterator[Change]:
     """Yield precisions that keep a state in fewer bytes than the one that is asked for, the most of them first."""
     own = parse_precision(choices.precisions[0])
-    most = element_bytes(own)
-    fewer = {name: element_bytes(each) for name, each in PRECISIONS.items() if element_bytes(each) < most}
+    wide = own.parameter_of(torch.float32).itemsize  # parameters in float32 may take less in all, and compute slower
+    fewer = {
+        name: element_bytes(each)
+        for name, each in PRECISIONS.items()
+        if element_bytes(each) < element_bytes(own) and each.parameter_of(torch.float32).itemsize <= wide
+    }
     for name in sorted(fewer, key=lambda name: -fewer[name]):
         yield name, job, replace(choices, precisions=(name,))
 
