@@ -67,10 +67,12 @@ def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, i
     held = dict(report.memory)
     stretches = _here(work.recomputed if run.recompute else work.kept, run)
     inputs = sum(s.left_bytes for s in stretches if s.unit and not s.backward) if run.recompute else 0
-    far = run.plan.activations.memory
-    if inputs and far is not Memory.DEVICE:
-        held[far.value] += inputs
-        stretches = _moved(stretches)
+    where = run.plan.activations
+    parts = run.mesh.size(where.axes)
+    if inputs and (where.far or parts > 1):
+        stretches = _moved(stretches, 0 if where.far else 1 / parts)
+        if where.far:
+            held[where.memory.value] += inputs // parts
     if run.mesh.pipe > 1:
         held[Memory.DEVICE.value] += _staged(stretches, run)
         return held
@@ -78,8 +80,11 @@ def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, i
     flats, step = steady_of(
         job.model.units, run.plan, run.mesh, run.settings, spans=job.model.spans, micro_batches=few, clip=job.clip
     )
+    moves = steady_step(flats, run.plan, run.mesh, step)
     tide = _Tide(stretches, on_cpu=is_cpu(job.cluster))
-    tide.walk(flattened(steady_step(flats, run.plan, run.mesh, step)))
+    tide.walk(flattened(moves))
+    if tide.stays:
+        tide.walk(flattened(moves))  # as one who has been there: what stays was taken by the step before
     labels = report.held[Memory.DEVICE]
     # What never comes and goes: all of a label but the highest of what did.
     resting = sum(labels.values()) - sum(tide.highest.values())
@@ -93,6 +98,7 @@ class _Tide:
     Attributes:
         peak: that sum.
         highest: of what moves take, by label.
+        stays: the labels of what is not given back.
     """
 
     def __init__(self, stretches: Sequence[Stretch], on_cpu: bool) -> None:
@@ -101,7 +107,7 @@ class _Tide:
         self._now: Counter[str] = Counter()
         self._stretches = stretches
         self._ahead: deque[Stretch] = deque()
-        self._stays = ("gradients",) if on_cpu else ()
+        self.stays = ("gradients",) if on_cpu else ()
         self._live = self._unpacked = 0
         self._begun: Compute | None = None
 
@@ -154,7 +160,7 @@ class _Tide:
             self._now[buffer.label] -= count * buffer.nbytes
 
     def _reach(self, more: int) -> None:
-        taken = sum(self.highest[label] if label in self._stays else nbytes for label, nbytes in self._now.items())
+        taken = sum(self.highest[label] if label in self.stays else nbytes for label, nbytes in self._now.items())
         self.peak = max(self.peak, taken + self._live + self._unpacked + more)
 
 
@@ -177,17 +183,18 @@ def _here(stretches: Sequence[Stretch], run: Run) -> tuple[Stretch, ...]:
     return tuple(map(cut, stretches))
 
 
-def _moved(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
-    """Return the stretches where what recomputation keeps rests elsewhere."""
+def _moved(stretches: Sequence[Stretch], share: float) -> tuple[Stretch, ...]:
+    """Return the stretches where a ``share`` of what recomputation keeps stays on the device."""
     inputs: Counter[int] = Counter()
     for stretch in stretches:
         if stretch.unit and not stretch.backward:
             inputs[stretch.unit] += stretch.left_bytes
+    gone = {unit: int(nbytes * (1 - share)) for unit, nbytes in inputs.items()}
     most = _ON_THE_WAY * max(inputs.values())
     moved = []
     for stretch in stretches:
         if stretch.unit:
-            left = stretch.left_bytes + (inputs[stretch.unit] if stretch.backward else -stretch.left_bytes)
+            left = stretch.left_bytes + (gone[stretch.unit] if stretch.backward else -gone[stretch.unit])
             stretch = replace(stretch, left_bytes=left, peak_bytes=stretch.peak_bytes + most)
         moved.append(stretch)
     return tuple(moved)

@@ -84,8 +84,8 @@ def predicted(setup: Setup, ranks: int) -> tuple[int, dict[str, int]]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_processs_peak_is_predicted(name: str, preset: str, recompute: bool, tmp_path: Path) -> None:
     # As many tokens as make the process's own few megabytes small.
-    setup = Setup(name, preset, recompute, micro_batch=16 if recompute else 8)
-    outcome: Any = values(run_ranks(2, trained, setup, folder=tmp_path, limit_s=120))
+    setup = Setup(name, preset, recompute, micro_batch=24 if recompute else 12)
+    outcome: Any = values(run_ranks(2, trained, setup, folder=tmp_path, limit_s=240))
     said, reported = predicted(setup, 2)
     for found, held in outcome:
         assert held == reported
