@@ -127,7 +127,7 @@ class _Tide:
         self._play_all()
 
     def _compute(self, move: Compute) -> None:
-        """Play what of the root's runs before the unit's forward or backward, and that."""
+        """Walk through what of the root's runs before the unit's forward or backward, and that."""
         self._unpacked = 0
         if not move.unit and not move.backward:  # a pass begins
             self._play_all()
