@@ -153,6 +153,7 @@ def as_dict(advice: Advice) -> dict[str, Any]:
         "misfits": [estimate_dict(each) | {"bytes_over": each.over(advice.choices.spare)} for each in found.misfits],
         "ways_out": [{"what": way.what} | estimate_dict(way.estimate) for way in advice.ways_out],
         "spare": advice.choices.spare,
+        "looked": found.looked,
         "timed": found.timed,
         "cluster": cluster.as_dict(),
     }

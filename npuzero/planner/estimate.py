@@ -115,12 +115,12 @@ class Estimator:
     """Estimate runs of one job; what they have in common is worked out once.
 
     Attributes:
-        timed: how many have been timed.
+        looked, timed: of how many it was asked whether they fit, and how many have been timed.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.timed = 0
+        self.looked = self.timed = 0
         self._reports: dict[tuple[Plan, MeshShape, Settings, int], Report] = {}
         self._works: dict[tuple[int, torch.dtype], Workload] = {}
         self._clock = Clock(job)
@@ -138,6 +138,7 @@ class Estimator:
         What a prediction has at its highest, and activations at theirs, are together the most that there can be; what
         rests, and activations at their highest, the least. Where the limit is between them, the step is walked through.
         """
+        self.looked += 1
         run, limit = estimate.run, limits(self.job.cluster, spare)
         if self._resting_bytes(run) > limit[Memory.DEVICE.value]:
             return False

@@ -124,12 +124,13 @@ class Found:
         fitting: the fastest run of each plan that fits, with and without recomputation, the fastest first.
         slower: runs that fit and were not timed, for what they compute alone takes longer than the fastest.
         misfits: of each plan that does not fit, the run that takes least; least first.
-        timed: how many runs were timed.
+        looked, timed: of how many runs it was asked whether they fit, and how many were timed.
     """
 
     fitting: tuple[Estimate, ...]
     slower: tuple[Estimate, ...]
     misfits: tuple[Estimate, ...]
+    looked: int
     timed: int
 
 
@@ -158,7 +159,7 @@ def search(job: Job, choices: Choices | None = None, every: bool = False) -> Fou
     fitting, slower = _timed(groups, estimator, every)
     fitting.sort(key=_seconds_a_token)
     misfits.sort(key=estimator.least_bytes)
-    return Found(tuple(fitting), tuple(slower), tuple(misfits), estimator.timed)
+    return Found(tuple(fitting), tuple(slower), tuple(misfits), estimator.looked, estimator.timed)
 
 
 def _seconds_a_token(estimate: Estimate) -> float:
