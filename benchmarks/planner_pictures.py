@@ -25,7 +25,22 @@ from matplotlib.ticker import NullLocator
 from benchmarks.figures import measured_on
 from benchmarks.plot import Axes, Figure, plt  # first: it chooses matplotlib's backend
 from npuzero.bench import Record, Result
-from npuzero.cli.palette import CURVES, FAINT, GOAL, OTHER, OWN, PAPER, PARTS, STYLE, TEXT, WORK, caption, ink
+from npuzero.cli.palette import (
+    CURVES,
+    FAINT,
+    GOAL,
+    MAP,
+    MISFIT,
+    OTHER,
+    OWN,
+    PAPER,
+    PARTS,
+    STYLE,
+    TEXT,
+    WORK,
+    caption,
+    ink,
+)
 from npuzero.config import Settings
 from npuzero.plan import MeshShape, Plan, steady_step
 from npuzero.planner import Cluster, Job, Run, from_size
@@ -235,12 +250,12 @@ def fits() -> Figure:
         if held[i, j] <= limit:
             rates[i, j] = estimator.time(estimate).tokens_per_s
     figure, axes = plt.subplots(figsize=(10, 5.6), layout="constrained")
-    map_ = LinearSegmentedColormap.from_list("rates", ["#E8F1FA", PARTS["states"], PARTS["parameters"]])
+    map_ = LinearSegmentedColormap.from_list("rates", MAP)
     least, most = np.nanmin(rates), np.nanmax(rates)
     for i in range(len(FIT_ROWS)):
         for j in range(len(FIT_SIZES)):
             there = np.isfinite(rates[i, j])
-            colour = _hex(map_((rates[i, j] - least) / (most - least))) if there else "#F6E3DC"
+            colour = _hex(map_((rates[i, j] - least) / (most - least))) if there else MISFIT
             text = (
                 f"{rates[i, j]:,.0f}\n{held[i, j] / gib:.0f} GiB"
                 if there

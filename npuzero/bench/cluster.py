@@ -123,7 +123,7 @@ def crew(device: torch.device, quick: bool = False) -> Iterator[Crew]:
 def measure(
     device: torch.device, *, quick: bool = False, folders: Sequence[Path] = (), say: Say = lambda text: None
 ) -> tuple[Result, Cluster]:
-    """Measure; return what each probe took, and the cluster that follows.
+    """Return what each probe took, and the cluster that follows from it.
 
     Args:
         quick: less of everything, in seconds: that it works.

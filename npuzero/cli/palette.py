@@ -39,6 +39,8 @@ SENT = {
 }
 
 TEXT, FAINT, GRID, PAPER, SHADE = "#1F2328", "#59636E", "#DDE1E6", "#FFFFFF", "#F3F4F6"
+#: Of a map: from the least to the most, and what cannot be.
+MAP, MISFIT = ("#E8F1FA", PARTS["states"], PARTS["parameters"]), "#F6E3DC"
 #: Of a comparison: what is this project's, what it is compared with, and what it is held against.
 OWN, OTHER, GOAL = PARTS["parameters"], "#9AA1AA", PARTS["gradients"]
 
