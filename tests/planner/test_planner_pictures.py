@@ -112,7 +112,7 @@ def test_each_picture_has_its_command_in_the_makefile(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     drawn = re.search(r"for picture in ([\w ]+); do \$\(PY\) -m benchmarks.planner_pictures", makefile)
     assert drawn and set(drawn[1].split()) == set(pictures.PICTURES)
-    assert "benchmarks.planner_pictures step benchmarks/results/planned-cpu.json" in makefile
+    assert "benchmarks.planner_pictures step $(RESULTS)/planned-cpu.json" in makefile
     for name in pictures.PICTURES:
         assert (ROOT / "docs" / f"planner-{name}.png").is_file()
     with pytest.raises(SystemExit):
