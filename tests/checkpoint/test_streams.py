@@ -63,7 +63,7 @@ def test_no_more_than_a_few_pieces_are_in_memory(
     model, optimizer = trained(width, offload, tmp_path)
     states = 12 * width * width
     assert states >= 48 * MIB
-    few = 16 * MIB  # writes are collected up to 8 MiB, and read chunk by chunk
+    few = 24 * MIB  # writes are collected up to 8 MiB and read chunk by chunk; an allocator may keep as much again
     folder = tmp_path / "run"
 
     def save(step: int, asynchronous: bool) -> Callable[[], object]:
