@@ -5,9 +5,11 @@ python -m npu.binding.ranks npu.binding.hccl_cases:verbs ANSWER     what each ru
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,11 +19,15 @@ from typing import Any
 
 from npu.fake import libraries
 
+#: What ranks have to end by themselves when another has failed, and to say where they are when they are told to end.
+_GRACE_S = 5.0
+
 
 def run(case: str, size: int, folder: Path, limit_s: float = 100.0, **variables: str) -> list[Any]:
     """What `module:function` of `npu.binding` returns on each of `size` ranks, called with the world.
 
-    Fails with the first output of a rank that failed; whatever runs after `limit_s` is killed.
+    Fails with what all ranks have put out: one that waits in vain for another may well be the first to give up. What
+    still runs after `limit_s`, or once a rank has failed, says where all of its threads are, and ends.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -39,22 +45,38 @@ def run(case: str, size: int, folder: Path, limit_s: float = 100.0, **variables:
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"{rank}.txt").open("w") as output:
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    end = time.monotonic() + limit_s
     try:
-        for rank in ranks:
-            rank.wait(max(0.1, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        pass
+        _wait(ranks, limit_s, until_one_fails=True)
+        if any(rank.returncode for rank in ranks):
+            _wait(ranks, _GRACE_S)
+        late = [rank for rank in ranks if rank.poll() is None]
+        for rank in late:
+            rank.send_signal(signal.SIGABRT)
+        _wait(late, _GRACE_S)
     finally:
         for rank in ranks:
             rank.kill()
-    for number, rank in enumerate(ranks):
-        output = (folder / f"{number}.txt").read_text()
-        assert rank.wait() == 0, f"rank {number} ended with {rank.returncode}:\n{output}"
+            rank.wait()
+    texts = [
+        f"rank {number} {'ran until it was ended' if rank in late else f'ended with {rank.returncode}'}:\n"
+        + (folder / f"{number}.txt").read_text(errors="replace")
+        for number, rank in enumerate(ranks)
+    ]
+    assert not any(rank.returncode for rank in ranks), "\n".join(texts)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
+def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float, until_one_fails: bool = False) -> None:
+    """Wait until all have ended, or one has failed, if that is enough."""
+    end = time.monotonic() + limit_s
+    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < end:
+        if until_one_fails and any(codes):
+            return
+        time.sleep(0.02)
+
+
 def _main(case: str, answer: str) -> None:
+    faulthandler.enable()  # whatever ends it, a signal from outside included
     libraries.load()
     import torch
 
