@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,7 +94,7 @@ def far(world: World) -> dict[str, str]:
     compute.serve()
     rows = {name: Plan.preset("zero3").offloaded(name) for name in OFFLOADS}
     return {
-        f"{name}, {what}": digest(trained(world, scenario, plan=row, settings=_settings(world)))
+        f"{name}, {what}": digest(trained(world, scenario, plan=row, settings=_settings()))
         for name, row in rows.items()
         for what, scenario in (("plain", RECIPE), ("micro-batches", MICRO_BATCHES))
     }
@@ -101,7 +103,7 @@ def far(world: World) -> dict[str, str]:
 def by_device(world: World) -> dict[str, str]:
     """Digests where the device's kernels update what rests far, at the addresses that the device has for it."""
     compute.serve()
-    settings = _settings(world, update_on="device")
+    settings = _settings(update_on="device")
     plans = {
         "host": Plan.preset("zero3").offloaded("host"),
         "nvme": Plan.preset("zero3").offloaded("nvme"),
@@ -114,8 +116,9 @@ def by_device(world: World) -> dict[str, str]:
     return {name: digest(state) for name, state in states.items()}
 
 
-def _settings(world: World, **options: Any) -> npuzero.Settings:
-    folder = world.exchange(tempfile.mkdtemp(dir=Path.cwd()))[world.rank]
+def _settings(**options: Any) -> npuzero.Settings:
+    folder = tempfile.mkdtemp(dir=Path.cwd())  # /tmp may be memory
+    atexit.register(os.rmdir, folder)  # what is stored has no names
     return npuzero.Settings(chunk_bytes=3000, nvme_paths=(folder,), **options)
 
 
@@ -124,7 +127,7 @@ def copies(world: World) -> dict[str, list[dict[str, int]]]:
     compute.serve()
     found = {}
     for name in OFFLOADED:
-        settings = _settings(world)
+        settings = _settings()
         session = NpuSession(world, plan=name, precision="bf16", settings=settings)
         optimizer = npuzero.AdamW(session.model.parameters(), lr=1e-2)
         for step in range(3):

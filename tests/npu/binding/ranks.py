@@ -21,9 +21,12 @@ from npu.fake import libraries
 
 #: What ranks have to end by themselves when another has failed, and to say where they are when they are told to end.
 _GRACE_S = 5.0
+#: Longer than any run, which ends by `run` alone: a rank that gives up knows neither what became of the others nor
+#: whether the machine has been at a standstill or busy elsewhere, which a collective's timeout takes for a dead rank.
+_TIMEOUT_S = 3600
 
 
-def run(case: str, size: int, folder: Path, limit_s: float = 100.0, **variables: str) -> list[Any]:
+def run(case: str, size: int, folder: Path, limit_s: float = 240.0, **variables: str) -> list[Any]:
     """What `module:function` of `npu.binding` returns on each of `size` ranks, called with the world.
 
     Fails with what all ranks have put out: one that waits in vain for another may well be the first to give up. What
@@ -36,7 +39,8 @@ def run(case: str, size: int, folder: Path, limit_s: float = 100.0, **variables:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
-        **{"LOCAL_WORLD_SIZE": str(size), "FAKE_HCCL_LOG": str(folder / "hccl.log"), **variables},
+        **{"LOCAL_WORLD_SIZE": str(size), "FAKE_HCCL_LOG": str(folder / "hccl.log")},
+        **{"FAKE_HCCL_TIMEOUT_MS": str(_TIMEOUT_S * 1000), **variables},
     }
     ranks = []
     for rank in range(size):
@@ -87,7 +91,7 @@ def _main(case: str, answer: str) -> None:
     torch.set_num_threads(1)
     module, _, function = case.partition(":")
     body = getattr(importlib.import_module(module), function)
-    Path(answer).write_text(json.dumps(body(npuzero.init(timeout_s=60))))
+    Path(answer).write_text(json.dumps(body(npuzero.init(timeout_s=_TIMEOUT_S))))
 
 
 if __name__ == "__main__":
