@@ -169,6 +169,7 @@ figures: $(VENV)/.installed-bench  ## the tables in README and docs and every pi
 	$(PY) -m benchmarks.precision.plot benchmarks/results/precision/curves.json --out docs/precision.png
 	$(PY) -m benchmarks.wires.picture benchmarks/results/wires-*.json --out docs/wires.png
 	$(PY) -m npuzero plan --parameters 7B --world 64 --local 8 --memory 64GiB --plot docs/plan.png
+	$(PY) -m benchmarks.planner_pictures step benchmarks/results/planned-cpu.json --out docs/planner-step.png
 	for picture in efficiency scaling fits skew; do $(PY) -m benchmarks.planner_pictures $$picture --out docs/planner-$$picture.png || exit; done
 	$(PY) -m benchmarks.shown docs/parallelism.md docs/planner.md
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,22 @@ from npuzero.cli.plot import plot
 from npuzero.cli.table import quantity, table
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.plan import LOCAL, NODE, PRESETS, Memory, Report
+from npuzero.plan import LOCAL, NODE, PIPE, PRESETS, SEQUENCE, TENSOR, Memory, Report
 from npuzero.planner.advice import Advice, advise_on, plan_name, sequence_of
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.estimate import Estimate
 from npuzero.planner.models import ModelShape
-from npuzero.planner.network import level_bytes
 from npuzero.planner.run import Job
-from npuzero.planner.search import Choices
+from npuzero.planner.search import Choices, over_axes
 from npuzero.planner.workload import ATTENTIONS
 
 #: What a search finds out by itself, and what it does not know of: options that go with the table alone.
 _TABLE_ONLY = (
-    "world", "local", "memory", "micro_batches", "between", "tiles", "tensor", "mode", "sequence", "pod", "pipe",
-    "schedule", "chunks", "states", "gradients", "lag", "link", "disk",
+    "world", "local", "memory", "micro_batches", "between", "tiles", "pod", "schedule", "chunks", "states",
+    "gradients", "lag", "link", "disk",
 )  # fmt: skip
 #: What goes with a search alone.
-_SEARCH_ONLY = ("seq", "presets", "attention", "table", "trace")
+_SEARCH_ONLY = ("seq", "presets", "attention", "axes", "table", "trace")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     answer.add_argument("--seq", type=number, metavar="N", help="tokens of a sequence")
     answer.add_argument("--presets", nargs="+", metavar="NAME", help=f"search among these ({', '.join(PRESETS)})")
     answer.add_argument("--attention", choices=ATTENTIONS, help="plain keeps scores (flash)")
+    answer.add_argument("--axes", action="store_true", help="search along tensor, sequence and pipeline ranks, too")
     answer.add_argument("--table", action="store_true", help="the alternatives, too")
     answer.add_argument("--trace", type=Path, metavar="FILE", help="write a step of the best plan for Perfetto")
 
@@ -59,17 +60,46 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(option, expected=needed, got="another", do=do)
 
 
-def run(model: ModelShape, options: argparse.Namespace) -> str:
-    """Return the command's output."""
-    cluster = Cluster.named(options.on)
-    job = Job(model, cluster, sequence_of(options.seq), options.tokens, options.attention or "flash")
+def heads_for(options: argparse.Namespace) -> int:
+    """Return by what the heads of a model that is given by its size alone are to be divided."""
+    ranks: int = options.tensor * options.sequence
+    return max(ranks, Cluster.named(options.on).local) if options.axes else ranks
+
+
+def _choices(cluster: Cluster, options: argparse.Namespace) -> Choices:
+    """Return among what is searched."""
     choices = Choices(
         presets=tuple(options.presets or PRESETS),
         precisions=(wires.precision_of(options),),
         offloads=(options.offload,),
+        mode=options.mode or "mtp",
         settings=Settings(prefetch=options.prefetch),
     )
-    advice = advise_on(job, choices, every=options.table or options.json)
+    choices = over_axes(cluster, choices) if options.axes else choices
+    given = {axis: (size,) for axis in (TENSOR, SEQUENCE, PIPE) if (size := getattr(options, axis)) > 1}
+    return replace(choices, **given)  # type: ignore[arg-type]
+
+
+def _progress(options: argparse.Namespace) -> Callable[[int, int], None] | None:
+    """Return what tells a person how far a search along all axes has come, which may take half a minute."""
+    if not (options.axes and sys.stderr.isatty()):
+        return None
+
+    def tell(done: int, ways: int) -> None:
+        end = "\n" if done + 1 == ways else ""
+        print(f"\rlooked at {done + 1:,} of {ways:,} plans", end=end, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def run(model: ModelShape, options: argparse.Namespace) -> str:
+    """Return the command's output."""
+    cluster = Cluster.named(options.on)
+    job = Job(model, cluster, sequence_of(options.seq), options.tokens, options.attention or "flash")
+    choices = _choices(cluster, options)
+    advice = advise_on(
+        job, choices, every=(options.table or options.json) and not options.axes, tell=_progress(options)
+    )
     if options.trace:
         timeline = advice.best.timeline
         assert timeline is not None
@@ -86,7 +116,7 @@ def run(model: ModelShape, options: argparse.Namespace) -> str:
 
 _LEGEND = """\
 batch: sequences of a micro-batch × micro-batches; device, host, nvme: the most that a rank holds, activations included;
-sent: by a rank in a step; tokens/s: of a device; bound: what is busy longest."""
+sent: by a rank in a step, by axis, inner ones first; tokens/s: of a device; bound: what is busy longest."""
 
 
 def reports(advice: Advice) -> dict[str, Report]:
@@ -124,7 +154,7 @@ def alternatives(advice: Advice) -> str:
 
 def _row(each: Estimate, memories: Sequence[str], nodes: bool, spare: float) -> list[str]:
     run = each.run
-    levels = level_bytes(each.report, run.mesh, each.job.cluster)
+    levels = each.sent_by_level
     sent = [levels[NODE], levels[LOCAL]]
     if each.timeline is None:
         too_much = max(each.over(spare).values())
@@ -167,6 +197,7 @@ def estimate_dict(each: Estimate) -> dict[str, Any]:
         "plan": run.plan.name,
         "arguments": named,
         "mesh": asdict(run.mesh),
+        "axes": each.axes(),
         "micro_batch": run.micro_batch,
         "micro_batches": run.micro_batches,
         "recompute": run.recompute,
@@ -176,7 +207,8 @@ def estimate_dict(each: Estimate) -> dict[str, Any]:
         "bytes_sent": report.bytes_sent,
         "bytes_sent_along": report.sent_along,
         "bytes_moved": report.bytes_moved,
-        "bytes_sent_by_level": level_bytes(report, run.mesh, each.job.cluster),
+        "layers_bytes_sent": each.layers_sent,
+        "bytes_sent_by_level": each.sent_by_level,
     }
     if timeline is not None:
         facts |= {"step_s": each.step_s, "tokens_per_s": each.tokens_per_s, "bound": each.bound}

@@ -136,11 +136,12 @@ def run(options: argparse.Namespace) -> str:
     options.config = options.config or options.file
     advise.check_options(options)
     if options.on:
-        return advise.run(_model(options), options)
+        return advise.run(_model(options, advise.heads_for(options)), options)
     options.world = options.world or _WORLD
     axes.check_options(options)
     mesh = axes.mesh_shape(options)
-    model, layers = axes.divided(_model(options).tiled(dict(options.tiles)), options)
+    model = _model(options, options.tensor * options.sequence).tiled(dict(options.tiles))
+    model, layers = axes.layers_of(model, mesh, options)
     pipe = pipes.piped(model, options)
     reports = predictions(pipe or model, mesh, options)
     title = _title(model, options)
@@ -210,7 +211,7 @@ def render(
     title: str,
     reports: dict[str, Report],
     mesh: MeshShape,
-    layers: axes.LayerBytes,
+    layers: dict[str, dict[str, int]],
     options: argparse.Namespace,
     pipe: pipes.Piped | None = None,
 ) -> str:
@@ -283,7 +284,7 @@ def _along(rows: dict[str, Report]) -> str:
     return f"of this along each of the axes\n{table(['preset', 'axis', *verbs], body)}"
 
 
-def _layers(layers: axes.LayerBytes, options: argparse.Namespace) -> list[str]:
+def _layers(layers: dict[str, dict[str, int]], options: argparse.Namespace) -> list[str]:
     """Return the table of what layers send, or why there is none."""
     if layers:
         whose = "per rank and" if options.pipe == 1 else "of all stages together per"
@@ -367,9 +368,10 @@ def _title(model: ModelShape, options: argparse.Namespace) -> str:
     return f"{model.name}: {model.parameters:,} parameters{frozen}, {told}"
 
 
-def _model(options: argparse.Namespace) -> ModelShape:
+def _model(options: argparse.Namespace, ranks: int) -> ModelShape:
+    """Return the model; one that is given by its size alone has heads that ``ranks`` divide."""
     if options.parameters is not None:
-        return from_size(options.parameters, options.units, options.vocabulary, options.tensor * options.sequence)
+        return from_size(options.parameters, options.units, options.vocabulary, ranks)
     for name in ("units", "vocabulary"):
         if getattr(options, name) is not None:
             raise ConfigError(

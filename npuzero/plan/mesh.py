@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from npuzero.plan.placement import AXES, DATA, ENDS, PIPE, SEQUENCE, Axes
 
@@ -52,10 +53,15 @@ class MeshShape:
 
     def size(self, axes: Axes) -> int:
         """Return the number of ranks that something sharded over ``axes`` is divided among."""
-        size = 1
-        for axis in axes:
-            size *= getattr(self, axis)
-        return size
+        known = self._known_sizes
+        if axes not in known:
+            known[axes] = math.prod(getattr(self, axis) for axis in axes)
+        return known[axes]
+
+    @cached_property
+    def _known_sizes(self) -> dict[Axes, int]:
+        """Hold what :meth:`size` has worked out: a prediction asks some hundred thousand times."""
+        return {}
 
     def sizes(self, axes: Axes) -> dict[str, int]:
         """Return the size of each of ``axes`` that has several ranks, by name and in this order."""

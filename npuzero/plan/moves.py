@@ -21,6 +21,8 @@ class Purpose(enum.Enum):
     VOTE = "vote"  # which parameters took part
     NORM = "norm"  # of the gradients
 
+    __hash__ = object.__hash__  # as Memory's
+
     @property
     def channel(self) -> str:
         """Return the channel it travels on: collectives of one channel and group run in the order in which they

@@ -36,6 +36,8 @@ class Memory(enum.Enum):
     HOST = "host"
     NVME = "nvme"
 
+    __hash__ = object.__hash__  # Enum's own is Python's, and predictions ask it a million times
+
 
 @keywords()
 @dataclass(frozen=True)

@@ -27,9 +27,13 @@ def predict_bytes(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, step: 
         plan, flats, mesh: the row, the model (flats in order of their units), the ranks.
         step: how the step is run.
     """
-    moves = steady_step(flats, plan, mesh, step)
+    return report_of(plan, flats, mesh, step.moments, steady_step(flats, plan, mesh, step))
+
+
+def report_of(plan: Plan, flats: Sequence[FlatSize], mesh: MeshShape, moments: int, moves: Sequence[Move]) -> Report:
+    """Return what :func:`predict_bytes` does, of a step whose ``moves`` are known."""
     held: dict[Memory, dict[str, int]] = {Memory.DEVICE: dict.fromkeys(LABELS, 0)}
-    for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, step.moments) + peak_bytes(moves)).items():
+    for (memory, label), nbytes in (resting_bytes(flats, plan, mesh, moments) + peak_bytes(moves)).items():
         held.setdefault(memory, dict.fromkeys(LABELS, 0))[label] += nbytes
     sent, control = Sent(), Sent()
     for collective, times in collectives(moves):

@@ -220,12 +220,12 @@ class Plan:
         said = {} if self.between is None else {"between": self.between}
         return {part: getattr(self, part) for part in names} | said
 
-    @property
+    @functools.cached_property
     def held_between(self) -> Placement:
         """Return where parameters rest between the micro-batches of a step."""
         return self.parameters if self.between is None else self.between
 
-    @property
+    @functools.cached_property
     def held_after_forward(self) -> Placement:
         """Return where parameters rest between a unit's forward and its backward.
 
@@ -242,47 +242,47 @@ class Plan:
         """
         return _related(self, relations) if relations else self
 
-    @property
+    @functools.cached_property
     def averaged(self) -> Axes:
         """Return the axes whose ranks see different data, so that gradients are the mean over them."""
         return axes_with(self.relations, Relation.AVERAGED)
 
-    @property
+    @functools.cached_property
     def reduced(self) -> Axes:
         """Return D: the axes over which gradients are summed, those of the mean among them."""
         return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED)
 
-    @property
+    @functools.cached_property
     def divided(self) -> Axes:
         """Return the axes along which ranks that train the same modules have different elements of the parameters."""
         return tuple(axis for axis in axes_with(self.relations, Relation.CUT) if axis in STAGE)
 
-    @property
+    @functools.cached_property
     def alike(self) -> Axes:
         """Return the axes along which ranks have the same elements, ``ends`` among them where two stages have."""
         return axes_with(self.relations, Relation.AVERAGED, Relation.SUMMED, Relation.REPEATED)
 
-    @property
+    @functools.cached_property
     def tied(self) -> bool:
         """Tell whether the first and the last stage of a pipeline have the parameters in common."""
         return ENDS in self.alike
 
-    @property
+    @functools.cached_property
     def owners(self) -> Axes:
         """Return the axes whose ranks have different elements of the states: shards, and what is cut."""
         return self.states.axes + axes_with(self.relations, Relation.CUT)
 
-    @property
+    @functools.cached_property
     def deeper(self) -> Axes:
         """Return states - gradients: the axes that shard states but not gradients, over which R3 scatters."""
         return axes_between(self.states.axes, self.gradients.axes)
 
-    @property
+    @functools.cached_property
     def beyond(self) -> Axes:
         """Return D - states: the axes of D that do not shard states, over which R3 sums."""
         return axes_beyond(self.states.axes, self.reduced)
 
-    @property
+    @functools.cached_property
     def restored(self) -> Axes:
         """Return states - parameters: the axes that shard states but not parameters, over which R4 gathers."""
         return axes_between(self.states.axes, self.parameters.axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import nn
 
 from npuzero.config import describe, read_json
 from npuzero.errors import ConfigError, StateError, keywords
-from npuzero.plan import NODE, PRECISIONS, Memory
+from npuzero.plan import NODE, PIPE, PRECISIONS, SEQUENCE, TENSOR, Memory
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.estimate import Estimate, Estimator
 from npuzero.planner.models import ModelShape, from_config
-from npuzero.planner.network import level_bytes
 from npuzero.planner.run import Job
-from npuzero.planner.search import Choices, Found, search, state_bytes
+from npuzero.planner.search import Choices, Found, over_axes, search, state_bytes
 from npuzero.planner.ways import WayOut, ways_out
 from npuzero.shard.build import spans_of, units_of
 from npuzero.shard.discover import discover
@@ -111,6 +110,7 @@ def advise(
     precision: Any = None,
     attention: str = "flash",
     clip: bool = True,
+    axes: bool = False,
     choices: Choices | None = None,
 ) -> Advice:
     """Tell how to train ``model`` on ``cluster``: whether it fits, the fastest plan and batch, and what bounds it.
@@ -129,8 +129,10 @@ def advise(
         precision: as for :func:`npuzero.zero`; None: ``"bf16"``.
         attention: ``"flash"`` keeps no scores, ``"plain"`` keeps them.
         clip: whether the gradient norm is taken.
-        choices: among which presets, groups of ranks, offloads and so on; None: all that keep the whole state on the
-            devices and round nothing.
+        axes: whether to look along tensor, sequence and pipeline ranks, too; the model then takes more than
+            :func:`npuzero.zero`: see :meth:`npuzero.planner.estimate.Estimate.axes`.
+        choices: among which presets, groups of ranks, offloads, sizes of axes and so on; None: all that keep the whole
+            state on the devices and round nothing.
 
     Raises:
         ConfigError: a model, cluster, precision or size that there is not, or that do not go together.
@@ -145,13 +147,18 @@ def advise(
         net = npuzero.zero(net, **advice.best.arguments())
     """
     job = Job(_shape(model), _cluster(cluster), sequence_of(seq), tokens_per_step, attention, clip)
-    return advise_on(job, _choices(choices, precision))
+    chosen = _choices(choices, precision)
+    return advise_on(job, over_axes(job.cluster, chosen) if axes else chosen)
 
 
-def advise_on(job: Job, choices: Choices | None = None, every: bool = False) -> Advice:
-    """Answer as :func:`advise` does, of a job that is made already; ``every``: also time what is slower anyhow."""
+def advise_on(
+    job: Job, choices: Choices | None = None, every: bool = False, tell: Callable[[int, int], None] | None = None
+) -> Advice:
+    """Answer as :func:`advise` does, of a job that is made already; ``every``, ``tell``: as for
+    :func:`npuzero.planner.search.search`.
+    """
     choices = Choices() if choices is None else choices
-    found = search(job, choices, every)
+    found = search(job, choices, every, tell)
     advice = Advice(job, choices, found)
     if advice.fits:
         return replace(advice, reasons=tuple(_why(advice)))
@@ -266,13 +273,31 @@ def _why(advice: Advice) -> Iterator[str]:
         yield f"Not{without}: {', '.join(map(plan_name, misfits[:_NAMED]))}{_and_more(len(misfits))}: too much memory."
     if advice.job.cluster.nodes > 1:
         yield _between_nodes(found)
+    if best.axes():
+        yield f"In a program: {program_of(best)}."
+
+
+def program_of(estimate: Estimate) -> str:
+    """Return the calls that train as a run with axes beside ZeRO's own does."""
+    axes, run = estimate.axes(), estimate.run
+    named = [f"{key}={value!r}" for key, value in estimate.arguments().items() if isinstance(value, (str, int))]
+    mode = "" if estimate.job.model.mode in ("", "mtp") else f", {estimate.job.model.mode!r}"
+    calls = [f"mesh = npuzero.mesh({', '.join(f'{axis}={ranks}' for axis, ranks in axes.items())})"]
+    calls += [f"npuzero.parallel.tensor(model, mesh{mode})"] * (TENSOR in axes)
+    calls += ["npuzero.parallel.sequence(model, mesh)"] * (SEQUENCE in axes)
+    if PIPE in axes:
+        calls.append(f"npuzero.pipeline(model, mesh, micro_batches={run.micro_batches}, {', '.join(named)})")
+    else:
+        calls.append(f"npuzero.zero(model, mesh=mesh, {', '.join(named)})")
+    calls += ["npuzero.parallel.slice(batch, mesh) of each batch"] * (SEQUENCE in axes)
+    return "; ".join(calls)
 
 
 def _recomputed(advice: Advice, best: Estimate) -> Iterator[str]:
     """Yield what the best run would be with recomputation."""
     twin = next((e for e in (*advice.found.fitting, *advice.found.slower) if _differ_by_recompute(e, best)), None)
     if twin is not None:
-        timed = twin if twin.timeline else Estimator(advice.job).time(twin)
+        timed = twin if twin.timeline else Estimator(twin.job).time(twin)
         batch = f"micro-batch {twin.run.micro_batch} × {twin.run.micro_batches}"
         held = _gib(twin.memory[Memory.DEVICE.value])
         yield f"Recomputation would take {held} GiB at {batch}, {_slower(timed, best)}."
@@ -334,16 +359,19 @@ def _between_nodes(found: Found) -> str:
 
 def between_nodes(estimate: Estimate) -> int:
     """Return the bytes that a rank sends to other nodes in a step."""
-    return level_bytes(estimate.report, estimate.run.mesh, estimate.job.cluster)[NODE]
+    return estimate.sent_by_level[NODE]
 
 
 def plan_name(estimate: Estimate) -> str:
-    """Return what a run's plan is called, with its groups and its precision where these are not the usual ones."""
+    """Return what a run's plan is called, with its groups and its precision where these are not the usual ones, and the
+    axes beside ZeRO's own.
+    """
     plan, default = estimate.run.plan, Choices().precisions[0]
     size = f" of {plan.local_size}" if plan.local_size else ""
     names = [name for name, precision in PRECISIONS.items() if precision == plan.precision]
     precision = f" in {names[0]}" if names and names[0] != default else ""
-    return f"{plan.name}{size}{precision}"
+    axes = " × ".join(f"{axis} {ranks}" for axis, ranks in estimate.axes().items())
+    return f"{plan.name}{size}{precision}{axes and f' ({axes})'}"
 
 
 def _slower(each: Estimate, best: Estimate) -> str:

@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import nn
 
+from npuzero.comm.mesh import groups_of
 from npuzero.errors import ConfigError
 from npuzero.parallel.division import Division, divide, linear_of
 from npuzero.parallel.heads import head_counts, head_size
 from npuzero.parallel.sequences import check_heads
-from npuzero.parallel.tensor import MODES, Mode
+from npuzero.parallel.tensor import MODES, Mode, note
 from npuzero.parallel.words import Kind
-from npuzero.plan import PIPE, SEQUENCE, TENSOR, Axes, MeshShape, Plan
+from npuzero.plan import PIPE, POD, SEQUENCE, TENSOR, Axes, MeshShape, Plan, ring_bytes
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.models import ModelShape
 from npuzero.planner.network import collective_s
 from npuzero.planner.workload import UnitWork, Workload
+from npuzero.shard.build import units_of
 from npuzero.shard.discover import discover
+
+
+def mesh_of(ranks: int, host: int, *, tensor: int = 1, sequence: int = 1, pipe: int = 1, pod: int = 1) -> MeshShape:
+    """Return the sizes of the axes as :func:`npuzero.mesh` arranges ``ranks``, of which ``host`` share a host each.
+
+    Raises:
+        ConfigError: they do not multiply to the ranks.
+    """
+    stage = groups_of(PIPE, pipe, ranks, ranks)
+    data = groups_of(TENSOR, tensor, stage, ranks)
+    rest = groups_of(POD, pod, data, ranks)
+    groups_of(SEQUENCE, sequence, data, ranks)
+    local = math.gcd(max(1, host // tensor), rest)
+    return MeshShape(rest // local, local, pipe=pipe, pod=pod, tensor=tensor, sequence=sequence)
+
+
+@lru_cache(maxsize=16)
+def divided(model: ModelShape, ranks: int, mode: str = "mtp") -> ModelShape:
+    """Return the model with its parameters cut over tensor ranks, as :func:`npuzero.parallel.tensor` cuts them.
+
+    Raises:
+        ConfigError: its layers or heads cannot be divided, or how that is done is not known.
+    """
+    if ranks == 1:
+        return model
+    module = _modules(model, "tensor", ranks)
+    if not getattr(module, "tp_plan", None):
+        do = "In a program give parallel.tensor(plan=...) the words, and npuzero.predict the model."
+        raise _unknown(model, "tensor", ranks, f"none in {type(module).__name__}", do)
+    note(module, divide(module, None, ranks, MODES[mode].sliced))
+    return replace(model, units=units_of(module), module=lambda: module, mode=mode, undivided=model)
+
+
+def _modules(model: ModelShape, axis: str, ranks: int) -> nn.Module:
+    if model.module is None:
+        raise _unknown(model, axis, ranks, "none that is known without transformers", "Run: pip install transformers.")
+    return model.module()
+
+
+def _unknown(model: ModelShape, axis: str, ranks: int, got: str, do: str) -> ConfigError:
+    expected = "a kind of model whose division is known: base_model_tp_plan of transformers"
+    return ConfigError(f"{model.name}: --{axis} {ranks}", expected=expected, got=got, do=do)
 
 
 @dataclass(frozen=True)
@@ -37,25 +83,21 @@ class Layers:
     def of(model: ModelShape, mesh: MeshShape) -> Layers:
         """Return what layers of ``model`` send along ``mesh``.
 
+        Args:
+            model: :func:`divided` over the tensor ranks.
+
         Raises:
-            ConfigError: a model that is not divided over the tensor ranks, or whose modules are not known.
+            ConfigError: a model that is not, or whose heads sequence ranks do not divide.
         """
-        if mesh.tensor == mesh.sequence == 1:
-            return Layers(((),) * len(model.units))
-        cut = any(parameter.cut is not None for unit in model.units for parameter in unit)
-        if model.module is None or (mesh.tensor > 1 and not cut):
-            raise ConfigError(
-                f"{model.name} over {mesh.tensor} tensor and {mesh.sequence} sequence ranks",
-                expected="a model whose modules are known, and are divided over the tensor ranks",
-                got="another",
-                do="Give --config of a kind of model whose division is known, with --tensor or --sequence.",
-            )
-        module = model.module()
-        names = [spec.name for spec in discover(module)]
-        sent: list[list[tuple[str, Axes, int]]] = [[] for _ in model.units]
-        for path, verb, axes, features in _sends(module, mesh, _mode(model)):
-            sent[_unit_of(path, names)].append((verb, axes, features))
-        return Layers(tuple(map(tuple, sent)))
+        return _layers(model, mesh.tensor, mesh.sequence)
+
+    def nbytes(self, mesh: MeshShape, itemsize: int, tokens: int, micro_batches: int = 1) -> dict[str, dict[str, int]]:
+        """Return by axis and collective the bytes that one rank sends for so many tokens in each micro-batch."""
+        found: dict[str, Counter[str]] = {}
+        for verb, (axis,), features in (each for unit in self.sent for each in unit):
+            sent = ring_bytes(verb, tokens * features * itemsize, mesh.size((axis,)))
+            found.setdefault(axis, Counter())[verb] += micro_batches * sent
+        return {axis: dict(verbs) for axis, verbs in found.items()}
 
     def seconds(self, cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int) -> tuple[float, ...]:
         """Return by unit how long they take for so many tokens of a rank, forward and backward together; compute waits
@@ -69,18 +111,31 @@ class Layers:
         return tuple(sum(known[each] for each in unit) for unit in self.sent)
 
 
-def _mode(model: ModelShape) -> Mode:
-    """Return the mode in which a model was divided: where norms' gradients are summed sequences are sliced."""
-    sliced = any(TENSOR in dict(p.relations) and p.cut is None for unit in model.units for p in unit)
-    return MODES["msp" if sliced else "mtp"]
+@lru_cache(maxsize=64)
+def _layers(model: ModelShape, tensor: int, sequence: int) -> Layers:
+    if tensor == sequence == 1:
+        return Layers(((),) * len(model.units))
+    if tensor > 1 and not model.mode:
+        raise ConfigError(
+            f"{model.name} over {tensor} tensor ranks",
+            expected="a model whose layers are divided over them",
+            got="one whose layers are whole",
+            do="Divide it first: npuzero.planner.axes.divided(model, ranks).",
+        )
+    module = _modules(model, SEQUENCE, sequence)
+    names = [spec.name for spec in discover(module)]
+    sent: list[list[tuple[str, Axes, int]]] = [[] for _ in model.units]
+    for path, verb, axes, features in _sends(module, tensor, sequence, MODES[model.mode or "mtp"]):
+        sent[_unit_of(path, names)].append((verb, axes, features))
+    return Layers(tuple(map(tuple, sent)))
 
 
-def _sends(module: nn.Module, mesh: MeshShape, mode: Mode) -> Iterator[tuple[str, str, Axes, int]]:
-    if mesh.tensor > 1:
-        division = divide(module, None, mesh.tensor, mode.sliced)
+def _sends(module: nn.Module, tensor: int, sequence: int, mode: Mode) -> Iterator[tuple[str, str, Axes, int]]:
+    if tensor > 1:
+        division = divide(module, None, tensor, mode.sliced)
         yield from ((path, verb, (TENSOR,), n) for path, verb, n in around_layers(module, division, mode))
-    if mesh.sequence > 1:
-        swaps = around_attention(module, mesh.tensor, mesh.sequence)
+    if sequence > 1:
+        swaps = around_attention(module, tensor, sequence)
         yield from ((path, verb, (SEQUENCE,), n) for path, verb, n in swaps)
 
 
@@ -151,7 +206,8 @@ def work_here(work: Workload, model: ModelShape, mesh: MeshShape) -> Workload:
     return replace(work, units=tuple(here(i, unit) for i, unit in enumerate(work.units)))
 
 
-def stage_of(model: ModelShape, work: Workload, ranks: int) -> tuple[ModelShape, Workload]:
+@lru_cache(maxsize=64)
+def stage_of(model: ModelShape, ranks: int) -> ModelShape:
     """Return the slowest stage of a pipeline: as many blocks as any has, and beside them all that is around the blocks.
 
     Raises:
@@ -159,7 +215,7 @@ def stage_of(model: ModelShape, work: Workload, ranks: int) -> tuple[ModelShape,
     """
     blocks = len(model.units) - 1
     if ranks == 1:
-        return model, work
+        return model
     if blocks < ranks or model.spans:
         raise ConfigError(
             f"{model.name} over {ranks} stages",
@@ -167,8 +223,7 @@ def stage_of(model: ModelShape, work: Workload, ranks: int) -> tuple[ModelShape,
             got=f"{blocks} blocks" + (", tiles" if model.spans else ""),
             do="Take fewer stages.",
         )
-    kept = 1 + -(-blocks // ranks)
-    return replace(model, units=model.units[:kept]), replace(work, units=work.units[:kept])
+    return replace(model, units=model.units[: 1 + -(-blocks // ranks)])
 
 
 def exchange_s(cluster: Cluster, mesh: MeshShape, plan: Plan, tokens: int, width: int) -> float:

@@ -29,8 +29,8 @@ from npuzero.planner.cluster import Cluster
 from npuzero.planner.program import Program, Totals, unit_name
 from npuzero.planner.rates import dtype_of, elementwise_s, link_of, products_s
 from npuzero.planner.run import Job, Run
+from npuzero.planner.steady import passes_of, steady
 from npuzero.planner.workload import UnitWork, Workload
-from npuzero.shard.build import steady_of
 
 #: What may bound a step, by what is busy: work of the device, links, and the update on the host.
 _BOUNDS = {"products": "compute", "recomputation": "compute", "element-wise": "memory", "update": "optimizer"}
@@ -102,7 +102,6 @@ class Clock:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._programs: dict[object, Program] = {}
-        self._layers: dict[tuple[int, int], Layers] = {}
 
     def time(self, run: Run, work: Workload) -> Timeline:
         """Return how long a step takes, as :func:`step_time`."""
@@ -115,15 +114,14 @@ class Clock:
                 do="Count it for the same model.",
             )
         mesh = run.plan.mesh_shape(run.mesh)
-        stage, own = stage_of(job.model, work_here(work, job.model, mesh), mesh.pipe)
-        passes = min(run.micro_batches, 3)
-        key = run.plan, mesh, run.settings, passes
+        stage = stage_of(job.model, mesh.pipe)
+        here = work_here(work, job.model, mesh)
+        own = replace(here, units=here.units[: len(stage.units)])
+        alone = replace(mesh, pipe=1)  # the ranks of a stage
+        key = run.plan, mesh, run.settings, passes_of(run.micro_batches)
         if key not in self._programs:
-            alone = replace(mesh, pipe=1)  # the ranks of a stage
-            flats, step = steady_of(
-                stage.units, run.plan, alone, run.settings, spans=stage.spans, micro_batches=passes, clip=job.clip
-            )
-            self._programs[key] = Program.of(flats, run.plan, alone, step, job.cluster)
+            own_step = steady(stage, run.plan, alone, run.settings, passes_of(run.micro_batches), job.clip)
+            self._programs[key] = Program.of(own_step, job.cluster)
         sequences = mesh.data / mesh.sequence * run.micro_batch * run.micro_batches
         played = _Played(self._programs[key], job.cluster, own, run, self._waits(run, mesh, own))
         return played.timeline(sequences * work.sequence / mesh.world)
@@ -131,11 +129,8 @@ class Clock:
     def _waits(self, run: Run, mesh: MeshShape, work: Workload) -> _Waits:
         """Return what compute waits for within a micro-batch."""
         cluster, model = self._job.cluster, self._job.model
-        axes = mesh.tensor, mesh.sequence
-        if axes not in self._layers:
-            self._layers[axes] = Layers.of(model, mesh)
         tokens = work.micro_batch * work.sequence // mesh.sequence
-        layers = self._layers[axes].seconds(cluster, mesh, run.plan, tokens)
+        layers = Layers.of(model, mesh).seconds(cluster, mesh, run.plan, tokens)
         width = next((p.shape[-1] for p in model.units[0] if len(p.shape) > 1), 1)
         exchange = exchange_s(cluster, mesh, run.plan, tokens, width)
         links = link_of(cluster, mesh, (TENSOR, SEQUENCE)), link_of(cluster, mesh, (PIPE,))

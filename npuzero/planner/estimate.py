@@ -12,12 +12,28 @@ import torch
 
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.plan import MOMENT_BLOCK, OFFLOADS, PRECISIONS, Memory, MeshShape, Plan, Report
+from npuzero.parallel.schedule import schedule
+from npuzero.plan import (
+    MOMENT_BLOCK,
+    OFFLOADS,
+    PIPE,
+    PRECISIONS,
+    SEQUENCE,
+    TENSOR,
+    Memory,
+    MeshShape,
+    Plan,
+    Report,
+)
+from npuzero.planner.axes import Layers
 from npuzero.planner.clock import Clock, Timeline
 from npuzero.planner.cluster import Cluster
-from npuzero.planner.memory import activation_bytes, is_cpu, memory_of
+from npuzero.planner.memory import activation_bytes, is_cpu, least_activations, memory_of
+from npuzero.planner.network import level_bytes
 from npuzero.planner.rates import dtype_of, elementwise_s, products_s
 from npuzero.planner.run import Job, Run
+from npuzero.planner.stages import Staged
+from npuzero.planner.steady import passes_of, steady
 from npuzero.planner.workload import Workload, workload
 
 
@@ -37,20 +53,53 @@ class Estimate:
     timeline: Timeline | None = field(default=None, repr=False)
 
     @cached_property
-    def report(self) -> Report:
-        """Return what :func:`npuzero.predict` says of the run: the bytes of a rank, activations apart."""
-        return report_of(self.job, self.run)
+    def reports(self) -> dict[int, Report]:
+        """Return what :func:`npuzero.predict` says of the run, by the rank of the pipeline: the bytes of a rank,
+        activations apart.
+        """
+        return reports_of(self.job, self.run)
 
-    @cached_property
+    @property
+    def report(self) -> Report:
+        """Return that of the rank that holds most, activations included."""
+        return self.reports[self._fullest]
+
+    @property
     def memory(self) -> dict[str, int]:
         """Return the most bytes of a rank by memory (``device``, ``host``, ``nvme``), activations included."""
-        return memory_of(self.job, self.run, self.report, self.work)
+        return self._memories[self._fullest]
+
+    @cached_property
+    def _memories(self) -> dict[int, dict[str, int]]:
+        return {rank: memory_of(self.job, self.run, each, self.work, rank) for rank, each in self.reports.items()}
+
+    @cached_property
+    def _fullest(self) -> int:
+        return max(self._memories, key=lambda rank: self._memories[rank][Memory.DEVICE.value])
+
+    @property
+    def layers_sent(self) -> dict[str, dict[str, int]]:
+        """Return by axis and collective what the layers of a rank send in a step along tensor and sequence ranks; of a
+        pipeline, those of all stages together. Recomputation, which sends that of forward again, is not counted.
+        """
+        run, mesh = self.run, self.run.mesh
+        itemsize = run.plan.precision.parameter_of(torch.float32).itemsize
+        tokens = run.micro_batch * self.job.sequence // mesh.sequence
+        return Layers.of(self.job.model, mesh).nbytes(mesh, itemsize, tokens, run.micro_batches)
+
+    @property
+    def sent_by_level(self) -> dict[str, int]:
+        """Return the bytes that a rank sends in a step within a node and between nodes, its layers' among them."""
+        along: dict[str, Counter[str]] = {}
+        for sent in (self.report.sent_along, self.layers_sent):
+            for axis, verbs in sent.items():
+                along.setdefault(axis, Counter()).update(verbs)
+        return level_bytes(along, self.run.mesh, self.job.cluster)
 
     @property
     def tokens(self) -> int:
         """Return the tokens of a step, of all ranks together."""
-        run = self.run
-        return run.mesh.data * run.micro_batch * run.micro_batches * self.job.sequence
+        return tokens_of(self.job, self.run)
 
     @property
     def step_s(self) -> float:
@@ -80,8 +129,19 @@ class Estimate:
         The program's own part are ``run.micro_batch`` sequences in each of ``run.micro_batches`` passes, and
         activation checkpointing of the blocks where ``run.recompute``.
         """
-        settings = self.run.settings
-        return _named(self.run.plan) | ({} if settings == Settings() else {"settings": settings})
+        settings, plan = self.run.settings, self.run.plan
+        if self.run.mesh.pipe > 1:  # npuzero.pipeline finds out by itself whether they stay unsharded
+            plan = replace(plan, between=None)
+        return _named(plan) | ({} if settings == Settings() else {"settings": settings})
+
+    def axes(self) -> dict[str, int]:
+        """Return the keyword arguments of :func:`npuzero.mesh` for axes beside ZeRO's own; none, where there are none.
+
+        With ``tensor`` the model is divided first (:func:`npuzero.parallel.tensor`), with ``sequence`` its attention
+        is (:func:`npuzero.parallel.sequence`); with ``pipe`` :func:`npuzero.pipeline` stands for ``zero``, with
+        ``micro_batches=run.micro_batches``.
+        """
+        return self.run.mesh.sizes((PIPE, TENSOR, SEQUENCE))
 
 
 def _named(plan: Plan) -> dict[str, Any]:
@@ -100,9 +160,30 @@ def _named(plan: Plan) -> dict[str, Any]:
     return {"plan": plan}
 
 
-def report_of(job: Job, run: Run) -> Report:
-    """Return the bytes that one rank holds and sends in a step."""
-    return job.model.predict(run.plan, run.mesh, run.settings, micro_batches=run.micro_batches, clip=job.clip)
+def reports_of(job: Job, run: Run, all_ranks: bool = True) -> dict[int, Report]:
+    """Return the bytes that one rank holds and sends in a step, by the rank of the pipeline; its schedule is 1F1B.
+
+    Args:
+        all_ranks: of a pipeline; False: those alone of which one holds most.
+    """
+    plan, mesh, settings = run.plan, run.mesh, run.settings
+    if mesh.pipe == 1:
+        return {0: job.model.predict(plan, mesh, settings, micro_batches=run.micro_batches, clip=job.clip)}
+    staged = Staged.of(job.model, mesh.pipe, tensor=mesh.tensor)
+    table = schedule("1f1b", mesh.pipe, run.micro_batches)
+    edge_bytes = staged.edge_bytes(run.micro_batch * job.sequence // mesh.sequence, plan.precision)
+    ranks = None if all_ranks else staged.telling
+    return staged.reports(plan, mesh, settings, table, job.clip, edge_bytes, ranks)
+
+
+def tokens_of(job: Job, run: Run) -> int:
+    """Return the tokens of a step, of all ranks together."""
+    return sharers_of(run.mesh) * run.micro_batch * run.micro_batches * job.sequence
+
+
+def sharers_of(mesh: MeshShape) -> int:
+    """Return how many ranks, or groups of ranks that share a sequence, have sequences of their own."""
+    return mesh.data // mesh.sequence
 
 
 def limits(cluster: Cluster, spare: float = 0.0) -> dict[str, int]:
@@ -121,16 +202,17 @@ class Estimator:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.looked = self.timed = 0
-        self._reports: dict[tuple[Plan, MeshShape, Settings, int], Report] = {}
+        self._reports: dict[tuple[Plan, MeshShape, Settings, int], dict[int, Report]] = {}
+        self._trained: dict[tuple[Plan, MeshShape, Settings], Plan] = {}
         self._works: dict[tuple[int, torch.dtype], Workload] = {}
         self._clock = Clock(job)
-        self._numels: Counter[tuple[torch.dtype, bool]] = Counter()
+        self._numels: Counter[tuple[torch.dtype, bool, bool]] = Counter()
         for parameter in (each for unit in job.model.units for each in unit):
-            self._numels[parameter.dtype, parameter.trainable] += parameter.shape.numel()
+            self._numels[parameter.dtype, parameter.trainable, parameter.cut is not None] += parameter.shape.numel()
 
     def estimate(self, run: Run) -> Estimate:
         """Return a run, not timed."""
-        return Estimate(self.job, run, self._work(run.micro_batch, run.plan.precision.parameter_of(torch.float32)))
+        return Estimate(self.job, run, self._work_of(run))
 
     def fits(self, estimate: Estimate, spare: float) -> bool:
         """Tell whether each memory holds a run, with a part ``spare`` of the device's left over.
@@ -140,18 +222,32 @@ class Estimator:
         """
         self.looked += 1
         run, limit = estimate.run, limits(self.job.cluster, spare)
-        if self._resting_bytes(run) > limit[Memory.DEVICE.value]:
+        device = limit[Memory.DEVICE.value]
+        if self.least_bytes(estimate) > device:
             return False
-        report = self._report(run)
-        if report.memory[Memory.HOST.value] > limit[Memory.HOST.value]:
+        reports = self._of(run)
+        if max(report.memory[Memory.HOST.value] for report in reports.values()) > limit[Memory.HOST.value]:
             return False
-        most = report.memory[Memory.DEVICE.value] + activation_bytes(estimate.work, run.recompute)
-        if most <= limit[Memory.DEVICE.value]:
-            return True
-        if self.least_bytes(estimate) > limit[Memory.DEVICE.value]:
-            return False
-        held = memory_of(self.job, run, report, estimate.work)
-        return held[Memory.DEVICE.value] <= limit[Memory.DEVICE.value]
+        if run.mesh.pipe == 1:
+            most = reports[0].memory[Memory.DEVICE.value] + activation_bytes(estimate.work, run.recompute)
+            if most <= device and run.mesh.tensor == run.mesh.sequence == 1:
+                return True
+        held = (memory_of(self.job, run, report, estimate.work, rank) for rank, report in reports.items())
+        return all(each[Memory.DEVICE.value] <= device for each in held)
+
+    def as_trained(self, estimate: Estimate, spare: float) -> Estimate:
+        """Return a run of a pipeline with parameters unsharded between micro-batches where :func:`npuzero.pipeline`
+        would have them so; any other as it is, and what has not the memory either way.
+        """
+        run = estimate.run
+        if run.mesh.pipe == 1 or self.least_bytes(estimate) > limits(self.job.cluster, spare)[Memory.DEVICE.value]:
+            return estimate
+        key = run.plan, run.mesh, run.settings
+        if key not in self._trained:
+            staged = Staged.of(self.job.model, run.mesh.pipe, tensor=run.mesh.tensor)
+            table, memory_bytes = schedule("1f1b", run.mesh.pipe, 2), self.job.cluster.device.memory_bytes
+            self._trained[key] = staged.as_trained(*key, table, self.job.clip, memory_bytes)
+        return replace(estimate, run=replace(run, plan=self._trained[key]))
 
     def time(self, estimate: Estimate) -> Estimate:
         """Return the run with its timeline."""
@@ -159,10 +255,15 @@ class Estimator:
         return replace(estimate, timeline=self._clock.time(estimate.run, estimate.work))
 
     def _resting_bytes(self, run: Run) -> float:
-        """Return what parameters and states take at least where they rest on the device: without any padding."""
+        """Return what parameters and states take at least where they rest on the device, in a pipeline the first
+        rank's: without any padding.
+        """
+        mesh = run.mesh
+        stage = Staged.of(self.job.model, mesh.pipe, tensor=mesh.tensor).first_share if mesh.pipe > 1 else 1.0
         plan, precision = run.plan, run.plan.precision
         total = 0.0
-        for (dtype, trainable), numel in self._numels.items():
+        for (dtype, trainable, cut), whole in self._numels.items():
+            numel = whole * stage / (mesh.tensor if cut else 1)
             own = precision.parameter_of(dtype)
             total += 0 if plan.parameters.far else numel * own.itemsize / run.mesh.size(plan.parameters.axes)
             if trainable:
@@ -171,28 +272,41 @@ class Estimator:
                 total += near * numel * states / run.mesh.size(plan.states.axes)
         return total
 
-    def least_bytes(self, estimate: Estimate) -> int:
-        """Return bytes that the device holds at least: what rests there, and activations at their highest."""
-        parts = self._report(estimate.run).held[Memory.DEVICE]
-        return parts["parameters"] + parts["states"] + activation_bytes(estimate.work, estimate.run.recompute)
+    def least_bytes(self, estimate: Estimate) -> float:
+        """Return bytes that a rank's device holds at least: what rests there, and activations at their highest."""
+        return self._resting_bytes(estimate.run) + least_activations(estimate.run, estimate.work)
 
-    def least_s(self, estimate: Estimate) -> float:
-        """Return seconds that a step takes at least: what its units compute, whatever is sent."""
-        run, work, device = estimate.run, estimate.work, self.job.cluster.device
-        dtype, tokens = dtype_of(run.plan), work.micro_batch * work.sequence
+    def least_s(self, run: Run) -> float:
+        """Return seconds that a step takes at least: what its units compute, whatever a plan sends; what layers wait
+        for; and what a pipeline waits for while it fills.
+        """
+        work, device, mesh = self._work_of(run), self.job.cluster.device, run.mesh
+        dtype, tokens = dtype_of(run.plan), work.micro_batch * work.sequence // mesh.sequence
         again = work.units[1:] if run.recompute else ()
         flops = 3 * sum(unit.flops for unit in work.units) + sum(unit.flops for unit in again)
         nbytes = sum(unit.forward_bytes + unit.backward_bytes for unit in work.units)
         nbytes += sum(unit.forward_bytes for unit in again)
-        return run.micro_batches * (products_s(device, flops, dtype, tokens) + elementwise_s(device, nbytes, dtype))
+        seconds = products_s(device, flops, dtype, tokens) + elementwise_s(device, nbytes, dtype)
+        layers = sum(Layers.of(self.job.model, mesh).seconds(self.job.cluster, mesh, run.plan, tokens))
+        each = (seconds / (mesh.tensor * mesh.sequence) + layers) / mesh.pipe
+        return (run.micro_batches + mesh.pipe - 1) * each
 
-    def _report(self, run: Run) -> Report:
-        """Return what a run holds: the same from the second micro-batch on, so that one of two serves for all."""
-        few = min(run.micro_batches, 2)
+    def _of(self, run: Run) -> dict[int, Report]:
+        """Return what a run holds, by the rank of the pipeline: the same for all that have a few micro-batches, or as
+        many as fill the pipeline; so that one serves for them.
+        """
+        few = min(run.micro_batches, run.mesh.pipe + 1) if run.mesh.pipe > 1 else passes_of(run.micro_batches)
         key = run.plan, run.mesh, run.settings, few
         if key not in self._reports:
-            self._reports[key] = report_of(self.job, replace(run, micro_batches=few))
+            if run.mesh.pipe == 1:  # with the moves that the clock reads, too
+                found = {0: steady(self.job.model, run.plan, run.mesh, run.settings, few, self.job.clip).report}
+            else:
+                found = reports_of(self.job, replace(run, micro_batches=few), all_ranks=False)
+            self._reports[key] = found
         return self._reports[key]
+
+    def _work_of(self, run: Run) -> Workload:
+        return self._work(run.micro_batch, run.plan.precision.parameter_of(torch.float32))
 
     def _work(self, sequences: int, dtype: torch.dtype) -> Workload:
         """Return the work of a pass. Of one sequence and of two it is counted; each further one adds as much as the
@@ -203,7 +317,8 @@ class Estimator:
             job = self.job
             if sequences <= 2:
                 cpu = is_cpu(job.cluster)
-                work = workload(job.model, job.sequence, sequences, job.attention, dtype, cpu)
+                whole = job.model.undivided or job.model
+                work = workload(whole, job.sequence, sequences, job.attention, dtype, cpu)
             else:
                 work = _extended(self._work(1, dtype), self._work(2, dtype), sequences)
             self._works[key] = work

@@ -12,13 +12,12 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from npuzero.plan import Memory, Report
+from npuzero.plan import Memory, Placement, Report
 from npuzero.plan.moves import Buffer, Compute, Give, Launch, Move, Take, flattened
-from npuzero.plan.schedule import steady_step
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.run import Job, Run
+from npuzero.planner.steady import passes_of, steady
 from npuzero.planner.workload import Stretch, Workload
-from npuzero.shard.build import steady_of
 
 #: Of what rests off the device so many blocks' inputs are there: one on its way, and one in use.
 _ON_THE_WAY = 2
@@ -39,11 +38,23 @@ def activation_bytes(work: Workload, recompute: bool = False) -> int:
         work = workload(npuzero.planner.from_size(7 * 10**9), sequence=4096)
         print(activation_bytes(work), activation_bytes(work, recompute=True))
     """
+    return _highest(work.recomputed if recompute else work.kept)
+
+
+def _highest(stretches: Iterable[Stretch]) -> int:
     now = peak = 0
-    for stretch in work.recomputed if recompute else work.kept:
+    for stretch in stretches:
         peak = max(peak, now + stretch.peak_bytes)
         now += stretch.left_bytes
     return peak
+
+
+def least_activations(run: Run, work: Workload) -> int:
+    """Return bytes of activations that a rank has at least, of a pipeline the first, beside what rests there."""
+    if run.plan.activations != Placement():
+        return 0
+    stretches = _here(work.recomputed if run.recompute else work.kept, run)
+    return _highest(stretches) if run.mesh.pipe == 1 else _staged(stretches, run, 0)
 
 
 def is_cpu(cluster: Cluster) -> bool:
@@ -51,18 +62,21 @@ def is_cpu(cluster: Cluster) -> bool:
     return cluster.name.split()[0] == "cpu"
 
 
-def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, int]:
+def memory_of(job: Job, run: Run, report: Report, work: Workload, rank: int = 0) -> dict[str, int]:
     """Return the bytes that a rank holds at most in a steady step, by memory (:class:`~npuzero.plan.Memory`'s values).
 
     On the device that is the highest sum of what rests, of what the schedule takes and gives, and of activations. On a
     CPU gradients keep their pages from step to step, elsewhere they make room for the next forward. With tensor ranks
     a block's activations are divided as Korthikanti et al. say (arXiv:2205.05198, equations 2 and 4); with sequence
-    ranks all are. A stage of a pipeline holds as many micro-batches as are under way on the first: all stages, or all
-    micro-batches if these are fewer.
+    ranks all are. A rank of a pipeline holds its blocks' of as many micro-batches as are under way there under 1F1B:
+    of rank r of p ranks p - r, or all if these are fewer; and at most of any unit what that needs beside, at a moment
+    at which states are at their highest: an upper bound.
 
     Args:
-        report: of this run, as :meth:`npuzero.planner.ModelShape.predict` gives it.
+        report: of this run, as :meth:`npuzero.planner.ModelShape.predict` gives it; of a pipeline that of ``rank``, as
+            :meth:`npuzero.planner.stages.Staged.reports` does.
         work: of ``run.micro_batch`` sequences.
+        rank: of the pipeline.
     """
     held = dict(report.memory)
     stretches = _here(work.recomputed if run.recompute else work.kept, run)
@@ -74,13 +88,9 @@ def memory_of(job: Job, run: Run, report: Report, work: Workload) -> dict[str, i
         if where.far:
             held[where.memory.value] += inputs // parts
     if run.mesh.pipe > 1:
-        held[Memory.DEVICE.value] += _staged(stretches, run)
+        held[Memory.DEVICE.value] += _staged(stretches, run, rank)
         return held
-    few = min(run.micro_batches, 2)
-    flats, step = steady_of(
-        job.model.units, run.plan, run.mesh, run.settings, spans=job.model.spans, micro_batches=few, clip=job.clip
-    )
-    moves = steady_step(flats, run.plan, run.mesh, step)
+    moves = steady(job.model, run.plan, run.mesh, run.settings, passes_of(run.micro_batches), job.clip).moves
     tide = _Tide(stretches, on_cpu=is_cpu(job.cluster))
     tide.walk(flattened(moves))
     if tide.stays:
@@ -200,9 +210,12 @@ def _moved(stretches: Sequence[Stretch], share: float) -> tuple[Stretch, ...]:
     return tuple(moved)
 
 
-def _staged(stretches: Sequence[Stretch], run: Run) -> int:
-    """Return the activations of the first stage: those of the micro-batches under way, and the most of one."""
-    stages = run.mesh.pipe
-    kept = sum(s.left_bytes for s in stretches if s.unit and not s.backward)
-    peak = max((s.peak_bytes - max(0, s.left_bytes) for s in stretches), default=0)
-    return -(-kept // stages) * min(stages, run.micro_batches) + peak
+def _staged(stretches: Sequence[Stretch], run: Run, rank: int) -> int:
+    """Return the activations of a pipeline's rank: those of the micro-batches under way, and the most of one unit."""
+    ranks, first = run.mesh.pipe, stretches[0]  # the first is the root's before the blocks: what the first of them gets
+    kept = [s.left_bytes for s in stretches if s.unit and not s.backward]
+    blocks = -(-len(kept) // ranks) / len(kept)
+    under_way = min(ranks - rank, run.micro_batches)
+    here = [s for s in stretches if s.unit or rank == ranks - 1 or (s is first and not rank)]
+    beside = max(s.peak_bytes - max(0, s.left_bytes) for s in here)
+    return int((sum(kept) * blocks + first.left_bytes) * under_way) + beside

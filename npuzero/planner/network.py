@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from npuzero.errors import ConfigError, did_you_mean
-from npuzero.plan import AXES, ENDS, PIPE, SEQUENCE, TENSOR, Axes, MeshShape, Report, ring_bytes
+from npuzero.plan import AXES, ENDS, PIPE, SEQUENCE, TENSOR, Axes, MeshShape, ring_bytes
 from npuzero.plan.moves import Move
 from npuzero.plan.predict import collectives
 from npuzero.planner.cluster import Cluster
@@ -149,13 +149,14 @@ def step_bytes(cluster: Cluster, mesh: MeshShape, moves: Iterable[Move]) -> dict
     return levels
 
 
-def level_bytes(report: Report, mesh: MeshShape, cluster: Cluster) -> dict[str, int]:
-    """Return the bytes of a step that go within a node and between nodes, as a report counts them by axis.
+def level_bytes(along: Mapping[str, Mapping[str, int]], mesh: MeshShape, cluster: Cluster) -> dict[str, int]:
+    """Return the bytes of a step that go within a node and between nodes, of those that a report counts by axis.
 
-    The engine's own, ``control``, are not among them, as not in ``sent_along``; so the sum is that of the other verbs.
+    Args:
+        along: :attr:`npuzero.plan.Report.sent_along`, or the like. The engine's own, ``control``, are not among them.
     """
     levels = {"local": 0, "node": 0}
-    for axis, verbs in report.sent_along.items():
+    for axis, verbs in along.items():
         group = group_of(cluster, mesh, (axis,))
         for nbytes in verbs.values():
             between = -(-nbytes // group.within) if group.nodes > 1 else 0

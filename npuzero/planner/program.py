@@ -10,17 +10,17 @@ from functools import cached_property
 import torch
 
 from npuzero.plan import Axes, MeshShape, Plan
-from npuzero.plan.flats import FlatSize, Kind
+from npuzero.plan.flats import Kind
 from npuzero.plan.moves import Collective, Compute, Copy, Launch, Move, Purpose, Repeat, Start, Update, Wait
 from npuzero.plan.report import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOST
 from npuzero.plan.schedule import Step as Schedule
-from npuzero.plan.schedule import steady_step
 from npuzero.plan.tiers import RING_SLOTS
 from npuzero.plan.units import Unit, units_of
 from npuzero.planner import lanes
 from npuzero.planner.cluster import Cluster
 from npuzero.planner.network import collective_s
 from npuzero.planner.rates import elementwise_s, link_of, update_bytes
+from npuzero.planner.steady import Steady
 
 _FP32 = torch.float32.itemsize
 #: The link of a cluster that each copy goes over.
@@ -46,11 +46,11 @@ class Program:
     added: tuple[float, ...]
 
     @staticmethod
-    def of(flats: Sequence[FlatSize], plan: Plan, mesh: MeshShape, step: Schedule, cluster: Cluster) -> Program:
-        """Return the program of a steady step of at most three micro-batches."""
-        units = units_of(flats, plan, mesh)
-        moves = steady_step(flats, plan, mesh, step)
-        writer = _Writer(cluster, mesh, plan, units, step)
+    def of(steady: Steady, cluster: Cluster) -> Program:
+        """Return the program of a steady step."""
+        moves = steady.moves
+        units = units_of(steady.flats, steady.plan, steady.mesh)
+        writer = _Writer(cluster, steady.mesh, steady.plan, units, steady.step)
         at = next((i for i, move in enumerate(moves) if isinstance(move, Repeat) and _computes(move)), -1)
         last = next((i for i in range(len(moves), 0, -1) if _before_update(moves[i - 1])), 0)
         done = (*writer.steps(moves[max(at + 1, 0) : last]), *writer.update(), *writer.steps(moves[last:]))
@@ -71,7 +71,7 @@ class Program:
         return totals
 
     def steps(self, micro_batches: int) -> tuple[lanes.Step, ...]:
-        """Return the steps with so many micro-batches, three or more where there are any alike."""
+        """Return the steps with so many micro-batches: one alone, or two and more."""
         middle = (lanes.Loop(micro_batches - 2, self.middle),) if self.middle else ()
         return (*self.begin, *middle, *self.end)
 

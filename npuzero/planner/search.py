@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.plan import DATA, LOCAL, OFFLOADS, PRESETS, Level, MeshShape, Placement, Plan, PrecisionLike
-from npuzero.planner.estimate import Estimate, Estimator
+from npuzero.parallel.tensor import MODES
+from npuzero.plan import DATA, LOCAL, OFFLOADS, PRESETS, SEQUENCED, Level, MeshShape, Placement, Plan, PrecisionLike
+from npuzero.planner.axes import Layers, divided, mesh_of, stage_of
+from npuzero.planner.cluster import Cluster
+from npuzero.planner.estimate import Estimate, Estimator, sharers_of, tokens_of
 from npuzero.planner.models import ModelShape
 from npuzero.planner.run import Job, Run
+from npuzero.planner.stages import Staged
 
 #: The part of a step's tokens that whole micro-batches may be more than was asked for.
 _MORE = 0.1
@@ -32,6 +39,8 @@ class Choices:
         local_sizes: ranks in a group, for presets that shard within groups; None: a node's, and several nodes'.
         recompute: whether blocks compute their forward again in backward.
         micro_batches: sequences of a rank in one pass; None: powers of two, as many as fit.
+        tensor, sequence, pipe: ranks along these axes, each beside each other size; (1,): the axis is not used.
+        mode: of :func:`npuzero.parallel.tensor`.
         settings: of the engine.
         spare: the part of the device's memory that stays free: for what a prediction of activations misses, and what
             an allocator loses between tensors.
@@ -43,6 +52,10 @@ class Choices:
     local_sizes: tuple[int, ...] | None = None
     recompute: tuple[bool, ...] = (False, True)
     micro_batches: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] = (1,)
+    sequence: tuple[int, ...] = (1,)
+    pipe: tuple[int, ...] = (1,)
+    mode: str = "mtp"
     settings: Settings = field(default_factory=Settings)
     spare: float = 0.05
 
@@ -67,17 +80,69 @@ def alike(plan: Plan, mesh: MeshShape) -> Key:
     return placements, gathers, levels, own, plan.lag, mesh
 
 
-def placements(job: Job, choices: Choices) -> list[tuple[Plan, MeshShape]]:
+def over_axes(cluster: Cluster, choices: Choices) -> Choices:
+    """Return the choices with all sizes of the tensor, sequence and pipe axes that are powers of two: layers and
+    sequences are divided within a node, as each layer waits for what travels there; stages over all ranks.
+    """
+    within, over = ([2**power for power in range(size.bit_length())] for size in (cluster.local, cluster.ranks))
+    return replace(choices, tensor=tuple(within), sequence=tuple(within), pipe=tuple(over))
+
+
+def arrangements(job: Job, choices: Choices) -> list[tuple[MeshShape, Job]]:
+    """Return how the ranks may be arranged along the axes that are chosen among, each with the job whose model is
+    divided so.
+
+    Raises:
+        ConfigError: none is possible; of the first of them, why not.
+    """
+    found: list[tuple[MeshShape, Job]] = []
+    models: dict[int, ModelShape] = {}
+    refusal: ConfigError | None = None
+    sizes = itertools.product(choices.tensor, choices.sequence, choices.pipe)
+    for tensor, sequence, pipe in sizes:
+        try:
+            mesh = mesh_of(job.cluster.ranks, job.cluster.local, tensor=tensor, sequence=sequence, pipe=pipe)
+            if tensor not in models:
+                models[tensor] = divided(job.model, tensor, choices.mode)
+            _check_slices(job, tensor if MODES[choices.mode].sliced else 1, sequence)
+            Layers.of(models[tensor], mesh)
+            if stage_of(models[tensor], pipe) is not models[tensor]:
+                Staged.of(models[tensor], pipe, tensor=tensor)
+            batches(job, mesh, choices.micro_batches)
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        found.append((mesh, replace(job, model=models[tensor])))
+    if not found and refusal is not None:
+        raise refusal
+    return found
+
+
+def _check_slices(job: Job, tensor: int, sequence: int) -> None:
+    """Check that ranks which have slices of sequences have equally long ones."""
+    if job.sequence % (tensor * sequence):
+        raise ConfigError(
+            "seq",
+            expected=f"a multiple of {tensor * sequence}, of the ranks that have slices of a sequence",
+            got=str(job.sequence),
+            do="Pad sequences, or take fewer ranks for each.",
+        )
+
+
+def placements(job: Job, choices: Choices, mesh: MeshShape | None = None) -> list[tuple[Plan, MeshShape]]:
     """Return the plans that the engine can follow on the cluster, each with its mesh; of those that come to the same
     the first.
+
+    Args:
+        mesh: how the ranks are arranged; None: those of the cluster, along ZeRO's own axes.
 
     Raises:
         ConfigError: the engine refuses all of them; or a name, a precision or a size that there is not.
     """
     found: dict[Key, tuple[Plan, MeshShape]] = {}
     refusal: ConfigError | None = None
-    mesh = MeshShape(job.cluster.nodes, job.cluster.local)
-    for plan in _plans(choices):
+    mesh = MeshShape(job.cluster.nodes, job.cluster.local) if mesh is None else mesh
+    for plan in _plans(choices, mesh.sequence > 1):
         for size in _groups(plan, mesh, choices):
             sized = replace(plan, local_size=size)
             try:
@@ -91,10 +156,15 @@ def placements(job: Job, choices: Choices) -> list[tuple[Plan, MeshShape]]:
     return list(found.values())
 
 
-def _plans(choices: Choices) -> Iterator[Plan]:
-    """Yield each preset in each precision, with each part of it off the device that may be."""
+def _plans(choices: Choices, sequenced: bool = False) -> Iterator[Plan]:
+    """Yield each preset in each precision, with each part of it off the device that may be.
+
+    Args:
+        sequenced: ranks share sequences, for which there are presets of their own.
+    """
+    presets = (*choices.presets, *SEQUENCED * (sequenced and choices.presets == PRESETS))
     for precision in choices.precisions:
-        for preset in choices.presets:
+        for preset in presets:
             plan = Plan.preset(preset, precision=precision)
             for offload in choices.offloads:
                 if offload is None:
@@ -122,8 +192,10 @@ class Found:
 
     Attributes:
         fitting: the fastest run of each plan that fits, with and without recomputation, the fastest first.
-        slower: runs that fit and were not timed, for what they compute alone takes longer than the fastest.
-        misfits: of each plan that does not fit, the run that takes least; least first.
+        slower: runs that fit and were not timed, for what they compute alone takes longer than the fastest; along axes
+            beside ZeRO's own such are not looked at.
+        misfits: of each plan that does not fit, the run that takes least; least first. Where any run fits, those along
+            ZeRO's own axes.
         looked, timed: of how many runs it was asked whether they fit, and how many were timed.
     """
 
@@ -134,66 +206,129 @@ class Found:
     timed: int
 
 
-def search(job: Job, choices: Choices | None = None, every: bool = False) -> Found:
+def search(
+    job: Job, choices: Choices | None = None, every: bool = False, tell: Callable[[int, int], None] | None = None
+) -> Found:
     """Return what fits, the fastest first, and what does not.
 
     Args:
         job: what is to be trained, where.
         choices: among which ways.
         every: time also what cannot be the fastest.
+        tell: called with how many of how many plans have been looked at.
 
     Raises:
         ConfigError: names or sizes that there are not; or fewer tokens of a step than one sequence for each rank.
     """
     choices = Choices() if choices is None else choices
-    estimator = Estimator(job)
-    groups: list[list[Estimate]] = []
-    misfits: list[Estimate] = []
-    for plan, mesh in placements(job, choices):
-        for recompute in choices.recompute:
-            fits, least = _that_fit(plan, mesh, recompute, choices, estimator)
-            if fits:
-                groups.append(fits)
+    looking = _Search(choices, every)
+    with _uncollected():
+        for mesh, divided_job in arrangements(job, choices):
+            looking.add(mesh, divided_job)
+        return looking.found(tell or (lambda done, ways: None))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python's collector of cycles from running: what a search makes has none, and each of the collector's runs
+    through all of torch's objects takes as long as some ten plans.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Search:
+    """Look at ways to train, those that might be fastest first: what cannot be is not timed, and what cannot be along
+    further axes is not looked at.
+    """
+
+    def __init__(self, choices: Choices, every: bool) -> None:
+        self._choices = choices
+        self._every = every
+        self._estimators: dict[ModelShape, Estimator] = {}
+        self._ways: list[_Way] = []
+
+    def add(self, mesh: MeshShape, job: Job) -> None:
+        """Take all plans that the ranks of a mesh can follow, without and with recomputation."""
+        estimator = self._estimators.setdefault(job.model, Estimator(job))
+        sizes = batches(job, mesh, self._choices.micro_batches)
+        for plan, placed, recompute in _ways(job, self._choices, mesh):
+            runs = [Run(plan, placed, size, count, recompute, self._choices.settings) for size, count in sizes]
+            least = min(estimator.least_s(run) / tokens_of(job, run) for run in runs)
+            self._ways.append(_Way(estimator, runs, least))
+
+    def found(self, tell: Callable[[int, int], None]) -> Found:
+        """Return what fits and what does not, once all of it was looked at."""
+        fitting: dict[int, Estimate] = {}
+        slower: list[Estimate] = []
+        misfits: list[tuple[float, bool, Estimate]] = []
+        best = math.inf
+        order = sorted(range(len(self._ways)), key=lambda i: (self._ways[i].divided, self._ways[i].least))
+        for done, i in enumerate(order):
+            tell(done, len(order))
+            way = self._ways[i]
+            beaten = way.least >= best and not self._every
+            if beaten and way.divided:
+                continue
+            fits, least = way.that_fit(self._choices.spare)
+            if not fits:
+                misfits.append((way.estimator.least_bytes(least), way.divided, least))
+            elif beaten:
+                slower.append(fits[-1])
             else:
-                misfits.append(least)
-    fitting, slower = _timed(groups, estimator, every)
-    fitting.sort(key=_seconds_a_token)
-    misfits.sort(key=estimator.least_bytes)
-    return Found(tuple(fitting), tuple(slower), tuple(misfits), estimator.looked, estimator.timed)
+                fitting[i] = _fastest(fits, way.estimator)
+                best = min(best, _seconds_a_token(fitting[i]))
+        # Of equally fast ones the first of the table comes first.
+        fastest = sorted((fitting[i] for i in sorted(fitting)), key=_seconds_a_token)
+        misfits.sort(key=lambda each: each[0])
+        told = tuple(each for _, divided, each in misfits if not (divided and fastest))
+        looked, timed = (sum(getattr(e, what) for e in self._estimators.values()) for what in ("looked", "timed"))
+        return Found(tuple(fastest), tuple(slower), told, looked, timed)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Hold the runs of a plan by size of their micro-batches, ascending.
+
+    Attributes:
+        least: seconds for a token that each of them takes at least.
+    """
+
+    estimator: Estimator
+    runs: Sequence[Run]
+    least: float
+
+    @property
+    def divided(self) -> bool:
+        """Tell whether there are axes beside ZeRO's own."""
+        mesh = self.runs[0].mesh
+        return mesh.tensor * mesh.sequence * mesh.pipe > 1
+
+    def that_fit(self, spare: float) -> tuple[list[Estimate], Estimate]:
+        """Return the runs that fit, and the one that takes least."""
+        fits: list[Estimate] = []
+        for run in self.runs:
+            each = self.estimator.as_trained(self.estimator.estimate(run), spare)
+            if not self.estimator.fits(each, spare):  # and nor does a larger one
+                return fits, each
+            fits.append(each)
+        return fits, fits[0]
 
 
 def _seconds_a_token(estimate: Estimate) -> float:
     return estimate.step_s / estimate.tokens
 
 
-def _timed(
-    groups: Sequence[Sequence[Estimate]], estimator: Estimator, every: bool
-) -> tuple[list[Estimate], list[Estimate]]:
-    """Return the fastest of each plan's runs, and those of plans that cannot be the fastest."""
-    least = [min(estimator.least_s(each) / each.tokens for each in fits) for fits in groups]
-    timed: dict[int, Estimate] = {}
-    slower: list[Estimate] = []
-    best = math.inf
-    for i in sorted(range(len(groups)), key=least.__getitem__):
-        if least[i] >= best and not every:
-            slower.append(groups[i][-1])
-            continue
-        timed[i] = _fastest(groups[i], estimator)
-        best = min(best, _seconds_a_token(timed[i]))
-    return [timed[i] for i in sorted(timed)], slower  # of equally fast ones the first of the table comes first
-
-
-def _that_fit(
-    plan: Plan, mesh: MeshShape, recompute: bool, choices: Choices, estimator: Estimator
-) -> tuple[list[Estimate], Estimate]:
-    """Return the runs of a plan that fit, by size of their micro-batches, and the one that takes least."""
-    fits: list[Estimate] = []
-    for size, count in batches(estimator.job, mesh, choices.micro_batches):
-        each = estimator.estimate(Run(plan, mesh, size, count, recompute, choices.settings))
-        if not estimator.fits(each, choices.spare):  # and nor does a larger one
-            return fits, each
-        fits.append(each)
-    return fits, fits[0]
+def _ways(job: Job, choices: Choices, mesh: MeshShape) -> Iterator[tuple[Plan, MeshShape, bool]]:
+    """Yield each plan that the ranks of a mesh can follow, without and with recomputation."""
+    for plan, placed in placements(job, choices, mesh):
+        for recompute in choices.recompute:
+            yield plan, placed, recompute
 
 
 def _fastest(fits: Sequence[Estimate], estimator: Estimator) -> Estimate:
@@ -220,7 +355,7 @@ def batches(job: Job, mesh: MeshShape, sizes: Sequence[int] | None = None) -> li
     sizes = [2**power for power in range(_LARGEST.bit_length())] if sizes is None else sorted(sizes)
     if job.tokens_per_step is None:
         return [(size, 1) for size in sizes]
-    ranks = mesh.data
+    ranks = sharers_of(mesh)
     asked = job.tokens_per_step / (job.sequence * ranks)
     whole = [(size, math.ceil(asked / size)) for size in sizes]
     found = [(size, count) for size, count in whole if size * count <= asked * (1 + _MORE)]
@@ -241,11 +376,12 @@ def _words(sizes: Sequence[int]) -> str:
 
 def first_fit(job: Job, choices: Choices) -> Estimate | None:
     """Return the first plan that fits with the smallest micro-batch, not timed; None where none does."""
-    estimator = Estimator(job)
-    for plan, mesh in placements(job, choices):
-        size, count = batches(job, mesh, choices.micro_batches)[0]
-        for recompute in choices.recompute:
-            estimate = estimator.estimate(Run(plan, mesh, size, count, recompute, choices.settings))
+    for mesh, divided_job in arrangements(job, choices):
+        estimator = Estimator(divided_job)
+        for plan, placed, recompute in _ways(divided_job, choices, mesh):
+            size, count = batches(divided_job, placed, choices.micro_batches)[0]
+            run = Run(plan, placed, size, count, recompute, choices.settings)
+            estimate = estimator.as_trained(estimator.estimate(run), choices.spare)
             if estimator.fits(estimate, choices.spare):
                 return estimate
     return None

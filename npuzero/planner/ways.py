@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,7 +39,9 @@ Changes = Callable[[Job, Choices], Iterator[Change]]
 
 def ways_out(job: Job, choices: Choices) -> Iterator[WayOut]:
     """Yield changes that make a job fit: of each kind the smallest; and where no single one does, of two kinds."""
-    kinds: tuple[Changes, ...] = (_recomputation, _smaller, _flash, _more_devices, _fewer_bits, _off_the_device)
+    kinds: tuple[Changes, ...] = (
+        _recomputation, _smaller, _flash, _more_devices, _fewer_bits, _off_the_device, _sequence_ranks, _tensor_ranks
+    )  # fmt: skip
     singles = [way for kind in kinds if (way := _first(kind(job, choices)))]
     yield from singles
     if singles:
@@ -132,3 +134,19 @@ def _off_the_device(job: Job, choices: Choices) -> Iterator[Change]:
         if all(links[memory] in job.cluster.links for memory in parts.values()):
             what = " and ".join(sorted(parts, reverse=True))
             yield f"{what} {words[parts['states']]}", job, replace(choices, offloads=(offload,))
+
+
+def _sequence_ranks(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield more ranks that share a sequence, of one node."""
+    for size in _within_node(job, choices.sequence):
+        yield f"{size} ranks for each sequence", job, replace(choices, sequence=(size,))
+
+
+def _tensor_ranks(job: Job, choices: Choices) -> Iterator[Change]:
+    """Yield more ranks that divide layers, of one node."""
+    for size in _within_node(job, choices.tensor):
+        yield f"{size} tensor ranks", job, replace(choices, tensor=(size,))
+
+
+def _within_node(job: Job, sizes: Sequence[int]) -> list[int]:
+    return [2**power for power in range(job.cluster.local.bit_length()) if 2**power > max(sizes)]

@@ -125,20 +125,7 @@ def workload(
     if attention not in ATTENTIONS:
         do = did_you_mean(attention, ATTENTIONS, "Choose among these.")
         raise ConfigError("attention", expected=f"one of {', '.join(ATTENTIONS)}", got=repr(attention), do=do)
-    return _counted(_Model(model), _Pass(sequence, micro_batch, dtype, attention, cpu))
-
-
-class _Model:
-    """Compare a model by identity, so that work is counted once for each."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Model) and other.shape is self.shape
-
-    def __hash__(self) -> int:
-        return id(self.shape)
+    return _counted(model, _Pass(sequence, micro_batch, dtype, attention, cpu))
 
 
 @dataclass(frozen=True)
@@ -153,8 +140,7 @@ class _Pass:
 
 
 @lru_cache(maxsize=256)
-def _counted(model: _Model, asked: _Pass) -> Workload:
-    shape = model.shape
+def _counted(shape: ModelShape, asked: _Pass) -> Workload:
     kept, recomputed = (_unfolded(*_run(shape, asked, recompute)) for recompute in (False, True))
     units = tuple(_unit_work(i, kept, recomputed) for i in range(len(shape.units)))
     return Workload(units, asked.micro_batch, asked.sequence, _stretches(kept), _stretches(recomputed))
@@ -190,8 +176,7 @@ def _run(shape: ModelShape, asked: _Pass, recompute: bool) -> tuple[list[Span], 
             got="its shapes alone",
             do="Run: pip install transformers; or give --parameters instead.",
         )
-    model = shape.module()
-    specs = discover(model)
+    model, specs = _built(shape)
     like = _like([_signature(spec) for spec in specs])
     few = _few(model, specs, like, asked)
     ids = torch.zeros(asked.micro_batch, asked.sequence, dtype=torch.long, device="meta")
@@ -214,6 +199,14 @@ def _run(shape: ModelShape, asked: _Pass, recompute: bool) -> tuple[list[Span], 
             do="Give a language model, or --parameters for one of its size.",
         ) from error
     return meter.finish(), like
+
+
+@lru_cache(maxsize=8)
+def _built(shape: ModelShape) -> tuple[nn.Module, list[UnitSpec]]:
+    """Return the model's modules and units, which are looked at and copied, never run."""
+    assert shape.module is not None
+    model = shape.module()
+    return model, discover(model)
 
 
 def _signature(spec: UnitSpec) -> tuple[object, ...]:

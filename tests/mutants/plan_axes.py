@@ -10,8 +10,8 @@ SENT = f"{FILE}::test_ranks_send_and_hold_what_plan_says"
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tensor ranks are taken to hold all of each parameter",
-        "cli/axes.py",
-        "        note(module, division)\n",
+        "planner/axes.py",
+        "    note(module, divide(module, None, ranks, MODES[mode].sliced))\n",
         "",
         (f"{SENT}[llama-mtp-zero1]",),
     ),
@@ -38,9 +38,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "layers send as much in each step as in one micro-batch",
-        "cli/axes.py",
-        "sent[verb] += options.micro_batches * nbytes",
-        "sent[verb] += nbytes",
+        "planner/axes.py",
+        "Counter())[verb] += micro_batches * sent",
+        "Counter())[verb] += sent",
         (f"{FILE}::test_key_heads_are_repeated_where_more_ranks_share_sequences",),
     ),
     Mutant(
@@ -52,9 +52,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tensor ranks on a host are taken to have data of their own",
-        "cli/axes.py",
-        "math.gcd(max(1, hosts.local // options.tensor), pod)",
-        "math.gcd(hosts.local, pod)",
+        "planner/axes.py",
+        "math.gcd(max(1, host // tensor), rest)",
+        "math.gcd(host, rest)",
         (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
     ),
     Mutant(
@@ -70,5 +70,33 @@ MUTANTS: tuple[Mutant, ...] = (
         '"replicated_with_grad_allreduce"',
         '"replicate"',
         (f"{FILE}::test_plan_says_what_predict_says_of_the_divided_model",),
+    ),
+    Mutant(
+        "ranks that share a sequence are taken to have one each",
+        "planner/estimate.py",
+        "return mesh.data // mesh.sequence",
+        "return mesh.data",
+        ("planner/test_search_axes.py::test_each_size_of_each_axis_is_looked_at_beside_each_other",),
+    ),
+    Mutant(
+        "the first rank of a pipeline is taken to have one micro-batch under way",
+        "planner/memory.py",
+        "under_way = min(ranks - rank, run.micro_batches)",
+        "under_way = 1",
+        ("planner/test_activations_held.py::test_a_stage_of_a_pipeline_holds_the_micro_batches_under_way",),
+    ),
+    Mutant(
+        "a pipeline is taken to wait longer than it does before any run is timed",
+        "planner/estimate.py",
+        "return (run.micro_batches + mesh.pipe - 1) * each",
+        "return (run.micro_batches + 2 * mesh.pipe) * each",
+        ("planner/test_search_axes.py::test_what_fits_does_and_nothing_faster_is_passed_over",),
+    ),
+    Mutant(
+        "parameters of a pipeline stay unsharded whatever memory there is",
+        "planner/stages.py",
+        "max(map(held_bytes, found.values())) <= BETWEEN_SHARE * memory_bytes",
+        "True",
+        ("planner/test_search_axes.py::test_a_pipeline_keeps_parameters_unsharded_where_it_would",),
     ),
 )

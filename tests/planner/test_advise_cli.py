@@ -11,15 +11,9 @@ from npuzero.cli.table import quantity
 from npuzero.planner import Cluster, from_size
 from npuzero.planner.advice import advise
 
+from .test_advice import LLAMA
+
 SMALL = ["plan", "--parameters", "200M", "--on", "16xa100-80g", "--seq", "1024", "--tokens", "131072"]
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "vocab_size": 128,
-}
 
 
 @pytest.fixture
@@ -145,6 +139,31 @@ def test_what_is_searched_may_be_said(said):
     assert facts["best"]["memory"]["host"] > 0
 
 
+def test_axes_that_are_asked_for_are_in_the_answer_and_in_json(said):
+    text = said(*SMALL, "--tensor", "2", "--pipe", "2", "--mode", "msp", "--table")
+    facts = json.loads(said(*SMALL, "--tensor", "2", "--pipe", "2", "--mode", "msp", "--json"))
+    best = facts["best"]
+    assert best["axes"] == {"pipe": 2, "tensor": 2}
+    assert best["mesh"]["tensor"] == best["mesh"]["pipe"] == 2
+    assert "(pipe 2 × tensor 2), micro-batch" in text.splitlines()[0]
+    assert "parallel.tensor(model, mesh, 'msp'); npuzero.pipeline(model, mesh, micro_batches=" in text
+    assert set(best["layers_bytes_sent"]) == {"tensor"}
+    along = sum(
+        sum(verbs.values()) for verbs in (*best["bytes_sent_along"].values(), *best["layers_bytes_sent"].values())
+    )
+    assert sum(best["bytes_sent_by_level"].values()) == along
+
+
+def test_all_axes_are_searched_where_that_is_asked_for(said):
+    arguments = ("plan", "--parameters", "200M", "--on", "4xa100-80g", "--seq", "1024", "--tokens", "16384", "--json")
+    without, axes = (json.loads(said(*arguments, *more)) for more in ((), ("--axes", "--presets", "zero1")))
+    assert axes["looked"] > without["looked"] / 8
+    found = [tuple(each["axes"].items()) for each in (axes["best"], *axes["others"])]
+    assert () in found and len(set(found)) > 1
+    fixed = json.loads(said(*arguments, "--axes", "--presets", "zero1", "--pipe", "2"))
+    assert {each["axes"]["pipe"] for each in (fixed["best"], *fixed["others"])} == {2}
+
+
 def test_the_tokens_of_a_step_decide_on_the_batch(said):
     few, many = (
         json.loads(said(*SMALL[:-1], tokens, "--json"))["best"] for tokens in ("131072", "262144")
@@ -163,7 +182,11 @@ def test_the_tokens_of_a_step_decide_on_the_batch(said):
         (["--on", "8x910b-64g", "--seq", "64", "--world", "8"], "--world: expected no --on"),
         (["--on", "8x910b-64g", "--seq", "64", "--memory", "64GiB"], "--memory: expected no --on"),
         (["--on", "8x910b-64g", "--seq", "64", "--micro-batches", "4"], "--micro-batches: expected no --on"),
-        (["--on", "8x910b-64g", "--seq", "64", "--tensor", "2"], "--tensor: expected no --on"),
+        (["--on", "8x910b-64g", "--seq", "64", "--pod", "2"], "--pod: expected no --on"),
+        (["--on", "8x910b-64g", "--seq", "64", "--tensor", "3"], "mesh: tensor: expected a positive divisor of the 8"),
+        (["--on", "8x910b-64g", "--seq", "63", "--sequence", "2"], "seq: expected a multiple of 2"),
+        (["--on", "8x910b-64g", "--seq", "64", "--pipe", "8", "--tokens", "0.1M", "--units", "4"], "over 8 stages"),
+        (["--axes"], "--axes: expected --on CLUSTER beside it"),
         (["--seq", "64"], "--seq: expected --on CLUSTER beside it"),
         (["--table"], "--table: expected --on CLUSTER beside it"),
         (["--trace", "t.json"], "--trace: expected --on CLUSTER beside it"),

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
-from npuzero.parallel.division import divide
-from npuzero.parallel.tensor import MODES, note
 from npuzero.plan import MeshShape, Plan
 from npuzero.planner import Cluster, Job, ModelShape, Run, from_size
-from npuzero.planner.axes import Layers
+from npuzero.planner.axes import Layers, divided
 from npuzero.planner.clock import Timeline, step_time
 from npuzero.planner.network import collective_s
 from npuzero.planner.workload import Workload, workload
-from npuzero.shard.build import units_of
 
 BLOCKS, SEQUENCE, RANKS = 12, 1024, 16
 
@@ -30,13 +26,6 @@ def model() -> ModelShape:
 @pytest.fixture(scope="module")
 def work(model: ModelShape) -> Workload:
     return workload(model, SEQUENCE)
-
-
-def divided(model: ModelShape, ranks: int, mode: str = "mtp") -> ModelShape:
-    assert model.module is not None
-    module = model.module()
-    note(module, divide(module, None, ranks, MODES[mode].sliced))
-    return replace(model, units=units_of(module), module=lambda: module)
 
 
 def timed(model: ModelShape, work: Workload, mesh: MeshShape, **facts: object) -> Timeline:
@@ -104,7 +93,7 @@ def test_three_axes_together(model: ModelShape, work: Workload):
 
 
 def test_what_cannot_be_is_refused(model: ModelShape, work: Workload):
-    with pytest.raises(ConfigError, match="divided over the tensor ranks"):
+    with pytest.raises(ConfigError, match="whose layers are divided over them"):
         timed(model, work, MeshShape(1, 1, tensor=4))
     with pytest.raises(ConfigError, match="a block for each stage"):
         timed(model, work, MeshShape(1, 1, pipe=16))

@@ -81,7 +81,7 @@ def test_levels_of_a_step_together_are_what_predict_says(preset: str, world: int
     step, cluster = Step(9, clip=True), A100.with_ranks(world, local)
     report = predict_bytes(plan, flats, mesh, step)
     by_axis, by_ring = (
-        level_bytes(report, mesh, cluster),
+        level_bytes(report.sent_along, mesh, cluster),
         step_bytes(cluster, mesh, steady_step(flats, plan, mesh, step)),
     )
     assert sum(by_axis.values()) == sum(report.bytes_sent.values()) - report.bytes_sent["control"]

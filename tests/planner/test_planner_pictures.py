@@ -112,8 +112,9 @@ def test_each_picture_has_its_command_in_the_makefile(tmp_path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     drawn = re.search(r"for picture in ([\w ]+); do \$\(PY\) -m benchmarks.planner_pictures", makefile)
     assert drawn and set(drawn[1].split()) == set(pictures.PICTURES)
-    assert "benchmarks.planner_pictures step $(RESULTS)/planned-cpu.json" in makefile
-    for name in pictures.PICTURES:
+    for results, out in (("$(RESULTS)", "$(RESULTS)"), ("benchmarks/results", "docs")):
+        assert f"planner_pictures step {results}/planned-cpu.json --out {out}/planner-step.png" in makefile
+    for name in ("step", *pictures.PICTURES):
         assert (ROOT / "docs" / f"planner-{name}.png").is_file()
     with pytest.raises(SystemExit):
         pictures.main(["step", "--out", str(tmp_path / "x.png")])

@@ -30,19 +30,23 @@ _VOCABULARIES = {True: 50_000, False: 32_000}
 _LEAST_BLOCK = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelShape:
-    """Hold parameters by unit; the root unit, with what no block owns, comes first.
+    """Hold parameters by unit; the root unit, with what no block owns, comes first. Two are equal if they are the same.
 
     Attributes:
         spans: which units run inside of which, as :class:`npuzero.plan.Step` has it.
         module: makes its modules, on meta; None: they are not known.
+        mode: of :func:`npuzero.parallel.tensor`, where its layers are divided so; "": they are whole.
+        undivided: the model that it was then; None: itself.
     """
 
     name: str
     units: Sequence[Sequence[ParameterFacts]]
     spans: tuple[int, ...] = ()
     module: Callable[[], nn.Module] | None = field(default=None, repr=False)
+    mode: str = ""
+    undivided: ModelShape | None = field(default=None, repr=False)
 
     @property
     def parameters(self) -> int:
