@@ -109,6 +109,7 @@ def arrangements(job: Job, choices: Choices) -> list[tuple[MeshShape, Job]]:
             if stage_of(models[tensor], pipe) is not models[tensor]:
                 Staged.of(models[tensor], pipe, tensor=tensor)
             batches(job, mesh, choices.micro_batches)
+            placements(job, choices, mesh)
         except ConfigError as error:
             refusal = refusal or error
             continue

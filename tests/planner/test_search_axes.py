@@ -180,6 +180,12 @@ def test_what_cannot_be_is_refused_and_passed_over_beside_what_can(choices: Choi
     assert {each.axes() == {} for each in search(job(), beside).fitting} == {True}
 
 
+def test_groups_that_an_arrangement_has_not_are_passed_over():
+    """Four ranks of a group, of which two tensor ranks leave four data ranks on two nodes, and four of them two."""
+    choices = Choices(presets=("hsdp",), local_sizes=(4,), tensor=(1, 2, 4), micro_batches=(1,), recompute=(False,))
+    assert [mesh.tensor for mesh, _ in arrangements(job(), choices)] == [1, 2]
+
+
 def test_sequences_that_ranks_cannot_slice_are_refused():
     with pytest.raises(ConfigError, match="seq: expected a multiple of 2"):
         search(Job(model(), cluster(), 511, None), Choices(sequence=(2,)))
