@@ -110,8 +110,8 @@ class Precision:
                 f"precision.accumulation={self.accumulation}",
                 expected="torch.float32: gradients of micro-batches and ranks add up in it under every plan",
                 got=str(self.accumulation),
-                do="Leave accumulation out. For fewer bytes let gradients travel in 16 bits, wires=torch.bfloat16, shard "
-                "them (stage 2 or 3), or keep them on the host.",
+                do="Leave accumulation out. For fewer bytes let gradients travel in 16 bits, wires=torch.bfloat16, "
+                "shard them (stage 2 or 3), or keep them on the host.",
             )
         for name, values in allowed.items():
             _check_among(name, getattr(self, name), values)

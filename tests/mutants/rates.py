@@ -39,7 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the second beta forgets its steps when training resumes",
         "schedules/internevo.py",
         "self.init_beta2, self.c, self.cur_iter = (state_dict[name] for name in self.state_dict())",
-        "self.init_beta2, self.c = state_dict[\"init_beta2\"], state_dict[\"c\"]",
+        'self.init_beta2, self.c = state_dict["init_beta2"], state_dict["c"]',
         (f"{TESTS}test_the_second_beta_grows_with_the_steps",),
     ),
 )
