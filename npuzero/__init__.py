@@ -11,6 +11,7 @@ Importing touches no device and starts no compiler.
 from typing import TYPE_CHECKING, Any
 
 from npuzero import checkpoint as checkpoint
+from npuzero import schedules as schedules
 from npuzero.api import (
     Adam,
     AdamW,
@@ -32,6 +33,7 @@ from npuzero.api import (
     predict,
     register_forward_method,
     report,
+    skip_nonfinite_,
     zero,
 )
 from npuzero.checkpoint.weights import Weights
@@ -115,6 +117,7 @@ __all__ = [
     "predict",
     "register_forward_method",
     "report",
+    "skip_nonfinite_",
     "tiled",
     "zero",
 ]
