@@ -51,6 +51,11 @@ def _ahead(value: Any) -> int:
     return 0 if _ELEMENTS(value) == 0 else 1
 
 
+def _overlap(value: Any) -> bool | str:
+    """Read whether reductions run beside backward; null is DeepSpeed's choice by stage, which moves no bit."""
+    return "parameters" if optional(flag)(value) is False else True
+
+
 def _device(value: Any) -> str | None:
     """Read where something rests; the device itself is None."""
     return one_of(none=None, cpu="host", nvme="nvme")(value)  # type: ignore[no-any-return]
@@ -74,7 +79,7 @@ STAGES = (
         T,
         "False: each reduction ends before backward goes on.",
         "Settings.overlap",
-        optional(flag),
+        _overlap,
     ),
     Rule(
         "zero_optimization.reduce_bucket_size",
@@ -230,6 +235,10 @@ STAGES = (
 _HOST = "npuzero has buffers of its own: Settings(host_bytes=) says how much of the host it may take."
 
 
+#: What goes along with a part that rests off the device.
+_ALONG = {"optimizer": "", "param": " States go along: to the host, where offload_optimizer says nothing."}
+
+
 def _offload(part: str) -> tuple[Rule, ...]:
     """Return the rules that both sections of offload share."""
     section = f"zero_optimization.offload_{part}"
@@ -238,7 +247,7 @@ def _offload(part: str) -> tuple[Rule, ...]:
         Rule(
             f"{section}.device",
             T,
-            "cpu: in the host's memory; nvme: in files; none: on the device.",
+            f"cpu: in the host's memory; nvme: in files; none: on the device.{_ALONG[part]}",
             f"Offload.{part}",
             _device,
         ),
