@@ -46,6 +46,7 @@ def explain(config: Config, *, world: int | None = None, auto: Mapping[str, Any]
     _check_precision(found)
     _check_options(found, "optimizer", lambda: made_optimizer(found))
     _check_options(found, "scheduler", lambda: made_schedule(found))
+    _check_adam(found)
     _check_plan(found)
     _check_batch(found, world)
     return found
@@ -128,6 +129,14 @@ def _check_options(found: Translation, section: str, made: Callable[[], Maker | 
     for name in maker.required:
         if name not in given:
             found.refuse(f"{path}.{name}", f"{found.value(f'{section}.type')} needs it: say it.")
+
+
+def _check_adam(found: Translation) -> None:
+    """Note what says how Adam decays weights, where the type is no adam."""
+    if str(found.value("optimizer.type")).lower() != "adam":
+        for path in ("optimizer.params.adam_w_mode", "optimizer.params.adamw_mode"):
+            if found.value(path) is not None:
+                found.amend(path, Decision.NOTED, "Without effect: it is of the type Adam; AdamW is decoupled anyway.")
 
 
 def _check_plan(found: Translation) -> None:

@@ -53,7 +53,7 @@ class Engine(nn.Module, Facts, Saving):
         self.scaler = None if recipe.scale is None else LossScaler(**recipe.scale)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._applied = False
-        self._norm: float | None = None
+        self._norm: Tensor | None = None
         self._boundary: bool | None = None  # as the program says; None: by the count
         self._passes = 0  # backward passes since the last update
         self._alone = False  # inside no_sync()
@@ -73,7 +73,7 @@ class Engine(nn.Module, Facts, Saving):
             return self.module(*inputs, **options)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss by whose own ``backward()`` a pass may be run: divided by the passes of a step, and scaled."""
+        """Return a loss whose own ``backward()`` is a pass: divided by the passes of a step, and scaled."""
         self._passes += 1
         mean = loss / self.batch.accumulation
         return mean if self.scaler is None else self._scaled(mean)
@@ -101,7 +101,7 @@ class Engine(nn.Module, Facts, Saving):
             )
         mean = loss / self.batch.accumulation if scale_wrt_gas else loss
         self._passes += 1
-        (mean if self.scaler is None else self._scaled(mean)).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        (mean if self.scaler is None else self._scaled(mean)).backward(retain_graph=retain_graph)
         return mean
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -156,7 +156,7 @@ class Engine(nn.Module, Facts, Saving):
         """Return the global norm of the gradients of the last update, before clipping; None: there was none, or
         ``compute_grad_norm`` is false.
         """
-        return self._norm
+        return None if self._norm is None else float(self._norm)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -221,7 +221,7 @@ class Engine(nn.Module, Facts, Saving):
         clip = self.recipe.conduct.clip
         if clip > 0 or self.recipe.conduct.measures_norm:
             norm = clip_grad_norm_(self.module, clip if clip > 0 else torch.inf)
-            self._norm = float(norm) if self.recipe.conduct.measures_norm else None
+            self._norm = norm if self.recipe.conduct.measures_norm else None
 
     def _step_scaled(self, scaler: LossScaler) -> None:
         """Take a step that may be skipped; as in DeepSpeed the host waits to know, for the schedule's sake."""

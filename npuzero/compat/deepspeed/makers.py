@@ -86,6 +86,8 @@ def optimizer_of(kind: str, decoupled: bool, from_torch: bool) -> Maker | str:
 
 def schedule_of(kind: str) -> Maker | str:
     """Return what makes the schedule of a type, DeepSpeed's or torch's; or what to do where there is none."""
+    if not kind:
+        return "Name a type."
     from npuzero.optim import schedules
 
     own = {name: getattr(schedules, name) for name in SCHEDULES}

@@ -96,7 +96,9 @@ def _scale_of(found: Translation) -> dict[str, Any] | None:
     if parameters is torch.float16:
         said = found.into("LossScale")
         static, power = said.pop("static"), said.pop("power")
-        return {**said, "init_scale": max(2.0**power, said["floor"]), "growth_delay": 1} if not static else _still(static)
+        return (
+            {**said, "init_scale": max(2.0**power, said["floor"]), "growth_delay": 1} if not static else _still(static)
+        )
     return _still(1.0) if parameters is torch.bfloat16 and found.into("bf16").get("check", True) else None
 
 

@@ -46,11 +46,6 @@ def _stage(value: Any) -> int:
     return int(flag(value))
 
 
-def _ahead(value: Any) -> int:
-    """Read elements to be fetched ahead: none, or the unit ahead that npuzero gathers."""
-    return 0 if _ELEMENTS(value) == 0 else 1
-
-
 def _overlap(value: Any) -> bool | str:
     """Read whether reductions run beside backward; null is DeepSpeed's choice by stage, which moves no bit."""
     return "parameters" if optional(flag)(value) is False else True
@@ -92,7 +87,7 @@ STAGES = (
     ),
     Rule("zero_optimization.allgather_bucket_size", N, _OWN_BUCKETS, reads=_ELEMENTS, auto=0),
     Rule("allgather_size", N, _OWN_BUCKETS, reads=_ELEMENTS),
-    *_alias("prefetch_bucket_size", "0: nothing is gathered ahead.", _ahead, T, target="Settings.prefetch", auto=1),
+    *_alias("prefetch_bucket_size", _OWN_GATHERS, _ELEMENTS, auto=0),
     *_alias("param_persistence_threshold", "Small parameters travel with their unit.", _ELEMENTS, auto=0),
     *_alias("model_persistence_threshold", "Small parameters travel with their unit.", _ELEMENTS, auto=0),
     *_alias("max_live_parameters", _OWN_GATHERS, _ELEMENTS, auto=0),
