@@ -1,16 +1,12 @@
-"""One rank of real DeepSpeed on its CPU accelerator, which trains a case and writes its masters: a process of its own."""
+"""One rank of real DeepSpeed on its CPU accelerator, a process of its own: trains a case, and writes its masters."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import torch
-
-# Each process runs this file by its path; the tests' other parts are found from here.
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 

@@ -56,7 +56,11 @@ class Case:
     wide: bool = False  # gradients travel in float32
 
     def config(self) -> dict[str, Any]:
-        low = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}}}
+        low = {
+            "fp32": {},
+            "bf16": {"bf16": {"enabled": True}},
+            "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
+        }
         wide = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if self.wide else {}
         return {
             "train_micro_batch_size_per_gpu": 2,

@@ -32,14 +32,6 @@ GRID = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread_per_rank():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in GRID]
 )
@@ -76,17 +68,18 @@ def by_deepspeed(case: Case, folder: Path) -> tuple[dict[str, torch.Tensor], lis
     out, script = folder / "masters.pt", Path(__file__).with_name("deepspeed_ranks.py")
     command = [sys.executable, str(script), *map(str, (case.stage, case.dtype, case.accumulation, case.clip, out))]
     common = {"WORLD_SIZE": case.world, "LOCAL_SIZE": case.world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path), **common}
     ranks = [
         subprocess.Popen(
             command,
-            env={**os.environ, "DS_ACCELERATOR": "cpu", **{k: str(v) for k, v in common.items()}, "RANK": str(rank),
-                 "LOCAL_RANK": str(rank)},
+            env=os.environ
+            | {key: str(value) for key, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(case.world)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
