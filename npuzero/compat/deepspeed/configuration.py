@@ -16,6 +16,7 @@ from npuzero.compat.rules import Decision, Rule, Rules
 from npuzero.compat.translation import Translation, translate
 from npuzero.config import describe, read_json
 from npuzero.errors import ConfigError, did_you_mean
+from npuzero.plan import Plan
 
 PathLike = str | os.PathLike[str]
 Config = Mapping[str, Any] | PathLike
@@ -143,15 +144,16 @@ def _check_plan(found: Translation) -> None:
     """Refuse, or note, what does not go with the stage."""
     if found.decided(Decision.REFUSED):
         return  # what is to be placed is not known
-    try:
-        plan = plan_of(found)
-    except ConfigError as error:
-        found.refuse("zero_optimization.stage", f"{error.expected.capitalize()}; got {error.got}. {error.do}")
-        return
-    for path, what in _OF_SHARDED_PARAMETERS.items() if not plan.parameters.axes else ():
+    sharded = Plan.preset(found.into("zero").get("stage", 0)).parameters.axes
+    for path, what in _OF_SHARDED_PARAMETERS.items() if not sharded else ():
         if found.value(path):
             decision = Decision.REFUSED if what else Decision.NOTED
             found.amend(path, decision, what or "Without effect, as parameters are not sharded: that is stage 3.")
+    try:
+        if not found.decided(Decision.REFUSED):
+            plan_of(found)
+    except ConfigError as error:
+        found.refuse("zero_optimization.stage", f"Expected {error.expected}; got {error.got}. {error.do}")
 
 
 #: What says something of parameters that are sharded, and what to do elsewhere; nothing where it is without effect.
