@@ -48,7 +48,7 @@ def test_auto_is_filled_and_the_world_known(file, capsys):
     assert main(arguments) == 0
     facts = json.loads(capsys.readouterr().out)
     found = {entry["key"]: entry for entry in facts["entries"]}
-    assert found["optimizer.params.lr"]["goes to"] == "Options.lr = 0.0001"
+    assert found["optimizer.params.lr"]["goes to"] == "optimizer.lr = 0.0001"
     assert facts["traps"]["gradient_clipping"].startswith("Absent it is 1.0")
 
 

@@ -86,7 +86,7 @@ def _kind(values: Mapping[str, Any], section: str) -> str:
 
 def _open_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> list[Rule]:
     """Return rules for options that only a class of torch's has."""
-    owners = {"optimizer": "Options", "scheduler": "Schedule"}
+    owners = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
     made = {"optimizer": optimizer_of(kinds["optimizer"], True, False), "scheduler": schedule_of(kinds["scheduler"])}
     rules = []
     for section, maker in made.items():
@@ -123,7 +123,7 @@ def _check_options(found: Translation, section: str, made: Callable[[], Maker | 
             found.refuse(f"{section}.type", "Options need a type: name it, such as AdamW or WarmupLR.")
         return
     for name, entry in given.items():
-        goes = entry.target.partition(".")[0] in ("Options", "Schedule")
+        goes = entry.target.partition(".")[0] in ("optimizer", "lr_scheduler")
         if entry.counts and goes and name not in maker.options:
             words = f"{found.value(f'{section}.type')} takes {', '.join(maker.options)}"
             found.refuse(entry.path, f"{words}. {did_you_mean(name, maker.options, 'Leave it out.')}")
