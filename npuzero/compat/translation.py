@@ -119,7 +119,7 @@ class Translation:
 def translate(
     subject: str, values: Mapping[str, Any], rules: Rules, auto: Mapping[str, Any] | None = None
 ) -> Translation:
-    """Walk a configuration and say of each key what becomes of it. Nothing is raised for a key: see
+    """Walk a configuration and say of each key what becomes of it. Nothing is raised for a key of it: see
     :meth:`Translation.check`.
 
     Args:
@@ -127,7 +127,14 @@ def translate(
         values: nested mappings, as a file has them.
         rules: what becomes of each key.
         auto: by path the values for keys that say ``"auto"``.
+
+    Raises:
+        ConfigError: ``auto`` has a path without a rule.
     """
+    for path in auto or {}:
+        if rules.find(path) is None:
+            do = did_you_mean(path, (rule.path for rule in rules), "Leave it out.")
+            raise ConfigError(f"{subject}: auto", expected="paths of keys", got=repr(path), do=do, key=path)
     walk = _Walk(Translation(subject), rules, auto or {}, values)
     walk.section("", values)
     walk.absent()

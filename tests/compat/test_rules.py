@@ -86,6 +86,11 @@ def test_auto_is_the_callers_then_the_rules_then_refused():
     assert translate("a file", {"mode": "auto"}, RULES).value("mode") == "auto", "a word of the key's own"
 
 
+def test_values_for_auto_have_a_rule():
+    with pytest.raises(ConfigError, match="Did you mean 'rate'"):
+        translate("a file", {}, RULES, {"rat": 1})
+
+
 def test_a_section_that_is_off_has_no_effect_but_for_what_cannot_be_read():
     assert decisions({"profiler": {"enabled": False, "steps": 2}})["profiler.steps"] is N
     assert decisions({"profiler": {"enabled": True, "steps": 2}})["profiler.steps"] is R

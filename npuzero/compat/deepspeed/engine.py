@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npuzero.api import clip_grad_norm_, no_sync
+from npuzero.api import clip_grad_norm_, no_sync, skip_nonfinite_
 from npuzero.comm import World
 from npuzero.compat.deepspeed.facts import Facts
 from npuzero.compat.deepspeed.recipe import Recipe
@@ -203,14 +203,8 @@ class Engine(nn.Module, Facts, Saving):
         samples = self.batch.total
         if not self.recipe.conduct.managed:
             samples = self.batch.micro * self.batch.world * self._passes
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        self._measure()
-        if self.scaler is None:
-            self.optimizer.step()
-            self._applied = True
-        else:
-            self._step_scaled(self.scaler)
+        self._applied = self._take_step()
+        self.skipped_steps += not self._applied
         self.zero_grad()
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
@@ -223,19 +217,32 @@ class Engine(nn.Module, Facts, Saving):
             norm = clip_grad_norm_(self.module, clip if clip > 0 else torch.inf)
             self._norm = norm if self.recipe.conduct.measures_norm else None
 
-    def _step_scaled(self, scaler: LossScaler) -> None:
-        """Take a step that may be skipped; as in DeepSpeed the host waits to know, for the schedule's sake."""
-        before = scaler.get_scale()
+    def _take_step(self) -> bool:
+        """Take a step, unless gradients are inf or NaN; tell whether it was.
+
+        As in DeepSpeed the host waits to know where it may be skipped: for the schedule's sake.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+            self._measure()
+            return self._step_scaled(self.scaler)
+        skipped = skip_nonfinite_(self.module) if self.recipe.conduct.skips else None
+        self._measure()
+        self.optimizer.step()
+        return skipped is None or not bool(skipped)
+
+    def _step_scaled(self, scaler: LossScaler) -> bool:
+        before, skipped = scaler.get_scale(), scaler.skipped
         scaler.step(self.optimizer)
         scaler.update()
-        skipped = scaler.skipped
-        self._applied, self.skipped_steps = skipped == self.skipped_steps, skipped
-        moves = self.recipe.scale is not None and "ceiling" not in self.recipe.scale
         now = scaler.state_dict()
-        if not self._applied and moves and before == now["scale"] == now["floor"] and not now["_patience"]:
+        applied = scaler.skipped == skipped
+        least = now["floor"] < now["ceiling"] and before == now["scale"] == now["floor"] and not now["_patience"]
+        if least and not applied:
             raise NonFiniteError(
                 "engine.step",
                 expected="gradients that are finite at some loss scale",
                 got=f"inf or NaN at the least one, {before:g}",
                 do="Look at the loss and the learning rate, or train in bf16.",
             )
+        return applied

@@ -12,6 +12,7 @@ import torch
 
 from npuzero.errors import did_you_mean
 from npuzero.optim import Adam, AdamW, Lion, ZeroOptimizer
+from npuzero.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ MISSING_OPTIMIZERS = {
 }
 
 
+#: DeepSpeed's own schedules, in its letters; the others are torch's.
+SCHEDULES: dict[str, type] = {
+    schedule.__name__: schedule for schedule in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
 def optimizer_of(kind: str, decoupled: bool, from_torch: bool) -> Maker | str:
     """Return what makes the optimizer of a type; or why there is none, and what to do.
 
@@ -86,22 +93,13 @@ def optimizer_of(kind: str, decoupled: bool, from_torch: bool) -> Maker | str:
 
 def schedule_of(kind: str) -> Maker | str:
     """Return what makes the schedule of a type, DeepSpeed's or torch's; or what to do where there is none."""
-    if not kind:
-        return "Name a type."
-    from npuzero.optim import schedules
-
-    own = {name: getattr(schedules, name) for name in SCHEDULES}
-    cls = own.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
+    cls = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
     if not isinstance(cls, type):
-        known = [*own, *_classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)]
-        return did_you_mean(kind, known, f"Take {', '.join(own)} or a class of torch.optim.lr_scheduler.")
+        known = [*SCHEDULES, *_classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)]
+        return did_you_mean(kind, known, f"Take {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler.")
     signature = [*inspect.signature(cls).parameters.values()][1:]
     required = tuple(parameter.name for parameter in signature if parameter.default is inspect.Parameter.empty)
     return Maker(cls, _arguments(cls), {}, required)
-
-
-#: DeepSpeed's own schedules.
-SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 def _arguments(cls: type) -> tuple[str, ...]:

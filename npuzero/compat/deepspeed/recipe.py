@@ -23,7 +23,7 @@ class Conduct:
     Args:
         clip: the largest global norm of gradients; 0: any.
         managed: whether the engine counts passes, and updates at each ``accumulation``-th alone.
-        ignores_unused: whether a parameter may have no gradient.
+        skips: whether an update from gradients that are inf or NaN is left out, without a loss scale.
         measures_norm: whether there is a global norm to be asked for.
         gathers_on_save: whether ``save_16bit_model`` gathers what is sharded.
         buffers: the dtype that floating buffers are converted to; None: their own.
@@ -31,7 +31,7 @@ class Conduct:
 
     clip: float = 1.0
     managed: bool = True
-    ignores_unused: bool = True
+    skips: bool = False
     measures_norm: bool = True
     gathers_on_save: bool = False
     buffers: torch.dtype | None = None
@@ -44,7 +44,7 @@ class Recipe:
     Args:
         batch: of a step.
         plan, settings: for :func:`npuzero.zero`.
-        scale: options of the loss scaler; None: nothing is skipped.
+        scale: options of the loss scaler; None: there is none.
         autocast: the dtype of ``torch.autocast`` around each forward; None: there is none.
         optimizer, schedule: what makes them, and the options; None: the file names none.
         drop_last: whether the loader drops what does not fill a batch.
@@ -71,7 +71,7 @@ class Recipe:
             ConfigError: keys that it cannot follow, each with its way out.
         """
         found.check()
-        batch, cast = found.into("Batch"), found.into("Autocast")
+        batch, cast, bf16 = found.into("Batch"), found.into("Autocast"), found.into("bf16")
         return cls(
             complete(batch.get("total"), batch.get("micro"), batch.get("accumulation"), world),
             plan_of(found),
@@ -81,7 +81,7 @@ class Recipe:
             _with_options(made_optimizer(found), found.into("optimizer")),
             _with_options(made_schedule(found), found.into("lr_scheduler")),
             bool(found.into("Loader").get("drop_last", False)),
-            Conduct(**found.into("Engine")),
+            Conduct(skips=bool(bf16.get("enabled") and bf16.get("check", True)), **found.into("Engine")),
             int(found.into("zero").get("stage", 0)),
         )
 
@@ -91,16 +91,11 @@ def _with_options(maker: Maker | str | None, options: dict[str, Any]) -> tuple[M
 
 
 def _scale_of(found: Translation) -> dict[str, Any] | None:
-    """Return the options of the loss scaler: one that moves, one that stays, or that of 1, which skips alone."""
-    parameters = parameter_dtype(found)
-    if parameters is torch.float16:
-        said = found.into("LossScaler")
-        static, power = said.pop("static"), said.pop("power")
-        return (
-            {**said, "init_scale": max(2.0**power, said["floor"]), "growth_delay": 1} if not static else _still(static)
-        )
-    return _still(1.0) if parameters is torch.bfloat16 and found.into("bf16").get("check", True) else None
-
-
-def _still(scale: float) -> dict[str, Any]:
-    return {"init_scale": float(scale), "floor": float(scale), "ceiling": float(scale)}
+    """Return the options of the loss scaler: of one that moves, or of one that stays and skips what overflows."""
+    if parameter_dtype(found) is not torch.float16:
+        return None
+    said = found.into("LossScaler")
+    static, power = float(said.pop("static")), said.pop("power")
+    if static:
+        return {"init_scale": static, "floor": static, "ceiling": static}
+    return {**said, "init_scale": max(2.0**power, said["floor"]), "growth_delay": 1}

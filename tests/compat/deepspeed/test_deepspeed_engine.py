@@ -118,8 +118,20 @@ def test_what_overflows_on_one_rank_is_skipped_on_all(stage, precision, skips):
         assert engine.global_steps == 2 and same(before, weights(engine)) is skips
         assert engine.get_lr() == (rates if skips else [rates[0] / 2])
         if engine.scaler is not None:
-            moves = "dynamic" if engine.recipe.scale["floor"] == 1 and engine.fp16_enabled() else ""
-            assert engine.scaler.get_scale() == {"dynamic": 2.0**7}.get(moves, engine.recipe.scale["init_scale"])
+            assert engine.scaler.get_scale() == (64.0 if "loss_scale" in precision["fp16"] else 2.0**7)
+
+    on_two(rank)
+
+
+def test_a_parameter_without_a_gradient_may_be_an_error():
+    def rank(world: World) -> None:
+        net = build(make=Simple)
+        net.spare = nn.Linear(2, 2)
+        said = config(2) | {"zero_optimization": {"stage": 2, "ignore_unused_parameters": False}}
+        engine = npuzero.initialize(model=net, config=said).engine
+        passed(engine, 0, world.rank)
+        with pytest.raises(StateError, match=r"spare\.weight"):
+            engine.step()
 
     on_two(rank)
 

@@ -318,7 +318,7 @@ def _schedule(name: str, reads: Any, words: str = "As it is.") -> Rule:
     return Rule(f"scheduler.params.{name}", H, words, f"lr_scheduler.{name}", reads)
 
 
-_COUNT = integer(0)
+_COUNT = integer(-1)
 _STEPS = integer(1)
 SCHEDULER = (
     Rule("scheduler.type", H, "DeepSpeed's schedule of the name, or torch's.", "Scheduler.type", text),
@@ -337,7 +337,7 @@ SCHEDULER = (
     _schedule("cycle_min_lr", rates),
     _schedule("cycle_max_lr", rates),
     _schedule("decay_lr_rate", number()),
-    _schedule("cycle_first_step_size", number(above=0)),
+    _schedule("cycle_first_step_size", number(least=1)),
     _schedule("cycle_second_step_size", optional(number(least=0))),
     _schedule("cycle_first_stair_count", _COUNT),
     _schedule("cycle_second_stair_count", optional(_COUNT)),

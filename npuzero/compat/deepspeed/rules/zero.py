@@ -118,7 +118,7 @@ STAGES = (
         "zero_optimization.ignore_unused_parameters",
         H,
         "False: a parameter without a gradient is an error.",
-        "Engine.ignores_unused",
+        "Settings.ignore_unused_parameters",
         flag,
     ),
     Rule(
