@@ -105,9 +105,12 @@ class Engine(nn.Module, Facts, Saving):
         return mean
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Tell whether the next :meth:`step` is an update: the last pass of a step has run, or is running."""
+        """Tell whether the next :meth:`step` is an update: the last pass of a step has run, or is running.
+
+        With ``managed_gradient_accumulation`` false nobody knows before it is called: False.
+        """
         if not self.recipe.conduct.managed:
-            return True
+            return False
         return (self.micro_steps + 1) % self.batch.accumulation == 0 if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -142,7 +145,7 @@ class Engine(nn.Module, Facts, Saving):
             raise StateError(
                 "engine.step", expected="a call outside no_sync()", got="one inside", do="Leave the block before."
             )
-        if self.is_gradient_accumulation_boundary():
+        if not self.recipe.conduct.managed or self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
         else:
             self._applied = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from npuzero.errors import did_you_mean
+from npuzero.errors import ConfigError, did_you_mean
 from npuzero.optim import Adam, AdamW, Lion, ZeroOptimizer
 from npuzero.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -32,8 +32,18 @@ class Maker:
     required: tuple[str, ...] = ()
 
     def __call__(self, over: Any, options: Mapping[str, Any]) -> Any:
-        """Return what it makes over parameters, or over an optimizer."""
-        return self.make(over, **{**self.defaults, **options})
+        """Return what it makes over parameters, or over an optimizer.
+
+        Raises:
+            ConfigError: options that it refuses.
+        """
+        try:
+            return self.make(over, **{**self.defaults, **options})
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            name = getattr(self.make, "__name__", "the optimizer")
+            raise ConfigError(name, expected="options that it takes", got=str(error), do="Correct them.") from error
 
 
 _ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad")
@@ -93,9 +103,12 @@ def optimizer_of(kind: str, decoupled: bool, from_torch: bool) -> Maker | str:
 
 def schedule_of(kind: str) -> Maker | str:
     """Return what makes the schedule of a type, DeepSpeed's or torch's; or what to do where there is none."""
+    if kind == "ReduceLROnPlateau":
+        return "It needs a measurement at each step: make it in the program, and step it there."
     cls = SCHEDULES.get(kind) or getattr(torch.optim.lr_scheduler, kind, None)
-    if not isinstance(cls, type):
-        known = [*SCHEDULES, *_classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)]
+    base = torch.optim.lr_scheduler.LRScheduler
+    if not (isinstance(cls, type) and issubclass(cls, base)) or cls is base:
+        known = [*SCHEDULES, *_classes(torch.optim.lr_scheduler, base)]
         return did_you_mean(kind, known, f"Take {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler.")
     signature = [*inspect.signature(cls).parameters.values()][1:]
     required = tuple(parameter.name for parameter in signature if parameter.default is inspect.Parameter.empty)

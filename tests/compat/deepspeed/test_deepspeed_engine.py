@@ -78,6 +78,7 @@ def test_a_program_may_own_the_boundary():
         engine = made(config(accumulation=4, managed_gradient_accumulation=False))
         for step in range(3):
             passed(engine, step, world.rank)
+            assert not engine.is_gradient_accumulation_boundary()
         engine.step()
         with pytest.raises(StateError, match="managed_gradient_accumulation"):
             engine.set_gradient_accumulation_boundary(True)

@@ -218,6 +218,8 @@ def test_loss_scales_are_those_said():
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "scheduler.params.total_num_steps"),
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler.type"),
         ({"scheduler": {"type": "WarmupRL"}}, "scheduler.type"),
+        ({"scheduler": {"type": "Counter"}}, "scheduler.type"),
+        ({"scheduler": {"type": "ReduceLROnPlateau"}}, "scheduler.type"),
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 2, "total_num_steps": 3}}},
          "scheduler.params.total_num_steps"),
         ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, "optimizer.params.momentum"),
@@ -278,6 +280,15 @@ def test_every_optimizer_of_deepspeed_is_made_or_has_a_way_out():
     for kind in config.DEEPSPEED_OPTIMIZERS:
         maker = optimizer_of(kind, True, False)
         assert not isinstance(maker, str) or "Take AdamW" in maker, kind
+
+
+def test_options_that_torch_refuses_are_errors_of_ours():
+    maker, options = recipe(optimizer={"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}).optimizer
+    with pytest.raises(ConfigError, match="Nesterov"):
+        maker([torch.nn.Parameter(torch.zeros(3))], options)
+    maker, options = recipe(scheduler={"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": "much"}}).schedule
+    with pytest.raises(ConfigError, match="CyclicLR"):
+        maker(npuzero.AdamW([torch.nn.Parameter(torch.zeros(3))]), options)
 
 
 def test_schedules_are_made_over_the_optimizer():
