@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Where DeepSpeed is installed it is compared with on the CPU, whatever else there is.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @pytest.fixture(autouse=True)
