@@ -40,7 +40,8 @@ ROWS = (
     ("api", "info"),
     ("planner",),
     ("bench",),
-    ("compat", "cli"),
+    ("compat",),
+    ("cli",),
     ("__main__",),
     ("__init__",),
 )

@@ -1,0 +1,10 @@
+"""Doors: configurations that people have for other engines go in, and the same training comes out.
+
+``rules`` says what becomes of each key as data, ``translation`` walks a file by them and reports; each door has a
+package of its own below.
+"""
+
+from npuzero.compat.rules import ABSENT, Decision, Rule, Rules
+from npuzero.compat.translation import Entry, Translation, translate
+
+__all__ = ["ABSENT", "Decision", "Entry", "Rule", "Rules", "Translation", "translate"]

@@ -1,0 +1,101 @@
+"""What a configuration comes to, in npuzero's words: all that an engine is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from npuzero.compat.deepspeed.batch import Batch, complete
+from npuzero.compat.deepspeed.configuration import made_optimizer, made_schedule
+from npuzero.compat.deepspeed.makers import Maker
+from npuzero.compat.deepspeed.plans import parameter_dtype, plan_of, settings_of
+from npuzero.compat.translation import Translation
+from npuzero.config import Settings
+from npuzero.plan import Plan
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """Say how an engine behaves at an update.
+
+    Args:
+        clip: the largest global norm of gradients; 0: any.
+        managed: whether the engine counts passes, and updates at each ``accumulation``-th alone.
+        skips: whether an update from gradients that are inf or NaN is left out, without a loss scale.
+        measures_norm: whether there is a global norm to be asked for.
+        gathers_on_save: whether ``save_16bit_model`` gathers what is sharded.
+        buffers: the dtype that floating buffers are converted to; None: their own.
+    """
+
+    clip: float = 1.0
+    managed: bool = True
+    skips: bool = False
+    measures_norm: bool = True
+    gathers_on_save: bool = False
+    buffers: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Hold what a configuration comes to.
+
+    Args:
+        batch: of a step.
+        plan, settings: for :func:`npuzero.zero`.
+        scale: options of the loss scaler; None: there is none.
+        autocast: the dtype of ``torch.autocast`` around each forward; None: there is none.
+        optimizer, schedule: what makes them, and the options; None: the file names none.
+        drop_last: whether the loader drops what does not fill a batch.
+        conduct: how the engine behaves.
+        stage: the number that the file says.
+    """
+
+    batch: Batch
+    plan: Plan
+    settings: Settings
+    scale: dict[str, Any] | None
+    autocast: torch.dtype | None
+    optimizer: tuple[Maker, dict[str, Any]] | None
+    schedule: tuple[Maker, dict[str, Any]] | None
+    drop_last: bool
+    conduct: Conduct
+    stage: int
+
+    @classmethod
+    def of(cls, found: Translation, world: int) -> Recipe:
+        """Return the recipe of a configuration that npuzero can follow on ``world`` data ranks.
+
+        Raises:
+            ConfigError: keys that it cannot follow, each with its way out.
+        """
+        found.check()
+        batch, cast, bf16 = found.into("Batch"), found.into("Autocast"), found.into("bf16")
+        return cls(
+            complete(batch.get("total"), batch.get("micro"), batch.get("accumulation"), world),
+            plan_of(found),
+            settings_of(found),
+            _scale_of(found),
+            cast.get("dtype", torch.bfloat16) if cast.get("enabled") else None,
+            _with_options(made_optimizer(found), found.into("optimizer")),
+            _with_options(made_schedule(found), found.into("lr_scheduler")),
+            bool(found.into("Loader").get("drop_last", False)),
+            Conduct(skips=bool(bf16.get("enabled") and bf16.get("check", True)), **found.into("Engine")),
+            int(found.into("zero").get("stage", 0)),
+        )
+
+
+def _with_options(maker: Maker | str | None, options: dict[str, Any]) -> tuple[Maker, dict[str, Any]] | None:
+    return (maker, options) if isinstance(maker, Maker) else None
+
+
+def _scale_of(found: Translation) -> dict[str, Any] | None:
+    """Return the options of the loss scaler: of one that moves, or of one that stays and skips what overflows."""
+    if parameter_dtype(found) is not torch.float16:
+        return None
+    said = found.into("LossScaler")
+    static, power = float(said.pop("static")), said.pop("power")
+    if static:
+        return {"init_scale": static, "floor": static, "ceiling": static}
+    return {**said, "init_scale": max(2.0**power, said["floor"]), "growth_delay": 1}

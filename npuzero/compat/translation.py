@@ -1,0 +1,272 @@
+"""The walker over a configuration, and its report: what became of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from npuzero.compat.rules import ABSENT, Decision, Rule, Rules, Unreadable, join
+from npuzero.config import describe
+from npuzero.errors import ConfigError, did_you_mean
+
+#: What files say where somebody else is to fill in the value.
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Say what became of one key.
+
+    Args:
+        path: of the key.
+        given: the value in the file; ABSENT where it has none, and the other side's default counts.
+        value: as it is understood; ABSENT where it is not.
+        decision: what became of it.
+        target: where it went, ``"AdamW.lr"``; empty for nowhere.
+        words: why, what it became, or what to do instead.
+        trap: what people believe of it that is not so.
+    """
+
+    path: str
+    given: Any
+    value: Any
+    decision: Decision
+    target: str
+    words: str
+    trap: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Tell whether something follows from it."""
+        return self.decision in (Decision.HONOURED, Decision.TRANSLATED)
+
+
+class Translation:
+    """Report what became of each key of a configuration: honoured, translated, noted or refused.
+
+    Args:
+        subject: what the configuration is, in the words of an error: ``"deepspeed configuration ds.json"``.
+    """
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self._entries: dict[str, Entry] = {}
+
+    def __repr__(self) -> str:
+        counts = {decision.value: len(self.decided(decision)) for decision in Decision}
+        return f"Translation({self.subject!r}, " + ", ".join(f"{name}={count}" for name, count in counts.items()) + ")"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Return all entries: in the order of the file, defaults of absent keys behind."""
+        return tuple(self._entries.values())
+
+    def decided(self, decision: Decision) -> tuple[Entry, ...]:
+        """Return the entries of which this was decided."""
+        return tuple(entry for entry in self.entries if entry.decision is decision)
+
+    def value(self, path: str, otherwise: Any = None) -> Any:
+        """Return the value of a key as it is understood, if something follows from it; else ``otherwise``."""
+        entry = self._entries.get(path)
+        return entry.value if entry is not None and entry.counts else otherwise
+
+    def into(self, owner: str) -> dict[str, Any]:
+        """Return what goes to ``owner``: of targets ``"AdamW.lr"`` the value as ``lr``; what counts alone."""
+        targets = ((entry.target.partition("."), entry.value) for entry in self.entries if entry.counts)
+        return {field: value for (head, _, field), value in targets if head == owner and field}
+
+    def add(self, entry: Entry) -> None:
+        """Record what became of a key."""
+        self._entries[entry.path] = entry
+
+    def amend(self, path: str, decision: Decision, words: str) -> None:
+        """Change what is decided of a key, for what other keys say or the program gives; also of one that is absent."""
+        entry = self._entries.get(path) or Entry(path, ABSENT, ABSENT, decision, "", words)
+        self.add(replace(entry, decision=decision, words=words))
+
+    def refuse(self, path: str, words: str) -> None:
+        """Refuse a key; ``words`` say why and what to do."""
+        self.amend(path, Decision.REFUSED, words)
+
+    def check(self) -> None:
+        """Raise if any key is refused.
+
+        Raises:
+            ConfigError: names each refused key, its value and the way out; ``error.facts["refused"]`` has the paths.
+        """
+        refused = self.decided(Decision.REFUSED)
+        if refused:
+            raise ConfigError(
+                self.subject,
+                expected="keys that npuzero can follow",
+                got=", ".join(f"{entry.path} = {_shown(entry.given)}" for entry in refused),
+                do=" ".join(f"{entry.path}: {entry.words}" for entry in refused),
+                refused=tuple(entry.path for entry in refused),
+            )
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Return for a table of each entry: key, value, decision, where it goes, words."""
+        return [
+            (entry.path, _shown(entry.given), entry.decision.value, _went(entry), entry.words) for entry in self.entries
+        ]
+
+    def traps(self) -> list[tuple[str, str]]:
+        """Return for each entry that has one its key and trap."""
+        return [(entry.path, entry.trap) for entry in self.entries if entry.trap]
+
+
+def translate(
+    subject: str, values: Mapping[str, Any], rules: Rules, auto: Mapping[str, Any] | None = None
+) -> Translation:
+    """Walk a configuration and say of each key what becomes of it. Nothing is raised for a key of it: see
+    :meth:`Translation.check`.
+
+    Args:
+        subject: what the configuration is, for errors.
+        values: nested mappings, as a file has them.
+        rules: what becomes of each key.
+        auto: by path the values for keys that say ``"auto"``.
+
+    Raises:
+        ConfigError: ``auto`` has a path without a rule.
+    """
+    for path in auto or {}:
+        if rules.find(path) is None:
+            do = did_you_mean(path, (rule.path for rule in rules), "Leave it out.")
+            raise ConfigError(f"{subject}: auto", expected="paths of keys", got=repr(path), do=do, key=path)
+    walk = _Walk(Translation(subject), rules, auto or {}, values)
+    walk.section("", values)
+    walk.absent()
+    return walk.translation
+
+
+@dataclass
+class _Walk:
+    """Walk once over a configuration."""
+
+    translation: Translation
+    rules: Rules
+    auto: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+    def section(self, section: str, values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            path = join(section, str(key))
+            if isinstance(value, Mapping) and value and self.rules.below(path):
+                self.section(path, value)
+            else:
+                self.translation.add(self.key(section, str(key), value))
+
+    def key(self, section: str, key: str, given: Any) -> Entry:
+        """Return what becomes of one key."""
+        path = join(section, key)
+        rule = self.rules.find(path)
+        if given == {} and self.rules.below(path):
+            return Entry(path, given, ABSENT, Decision.NOTED, "", "Nothing is in it.")
+        if rule is None:
+            return Entry(path, given, ABSENT, *self._unknown(section, key, given))
+        try:
+            return self._decided(rule, path, given, self._read(rule, path, given))
+        except Unreadable as error:
+            return Entry(path, given, ABSENT, Decision.REFUSED, rule.target, str(error))
+
+    def _read(self, rule: Rule, path: str, given: Any) -> Any:
+        """Return the value of a key as it is understood, that of "auto" where somebody fills it in."""
+        value = given
+        if isinstance(given, str) and given.lower() == AUTO and not _takes_auto(rule):
+            value = self.auto.get(path, ABSENT)
+            if value is ABSENT and rule.auto is not ABSENT:
+                return rule.auto
+            if value is ABSENT:
+                do = f'write the value, or give auto={{"{path}": ...}}'
+                raise Unreadable(f'"{AUTO}" has nobody to fill it in: {do}.')
+        try:
+            return rule.reads(value)
+        except Unreadable as error:
+            raise Unreadable(f"It takes {error}, and this is {describe(value)}.") from None
+
+    def _decided(self, rule: Rule, path: str, given: Any, read: Any) -> Entry:
+        decision, words = rule.decision, rule.words
+        if rule.switch and not self._on(rule.switch):
+            decision, words = Decision.NOTED, f"Without effect, as {rule.switch} is not true."
+        elif decision is Decision.REFUSED and any(read == value and type(read) is type(value) for value in rule.unless):
+            decision, words = Decision.NOTED, "It asks for what is done anyway."
+        entry = Entry(path, given, read, decision, rule.target, words, rule.trap)
+        other = self._other(entry)
+        if other is None:
+            return entry
+        return replace(entry, decision=Decision.REFUSED, words=f"{other.path} says {_shown(other.given)}: drop one.")
+
+    def _other(self, entry: Entry) -> Entry | None:
+        """Return the entry of another name of the same thing that says something else."""
+        twins = (twin for twin in self.translation.entries if twin.counts and entry.counts and entry.target)
+        return next((twin for twin in twins if twin.target == entry.target and twin.value != entry.value), None)
+
+    def _unknown(self, section: str, key: str, given: Any) -> tuple[Decision, str, str]:
+        """Return what is decided of a key that has no rule."""
+        below = self.rules.below(join(section, key))
+        if below:
+            return Decision.REFUSED, "", f"It takes a section with {', '.join(below)}, and this is {describe(given)}."
+        words = did_you_mean(key, self.rules.below(section), "No such key is known: remove it.")
+        return Decision.REFUSED, "", words
+
+    def _on(self, path: str) -> bool:
+        """Tell whether the switch at ``path`` is on: as the file, the caller's word for "auto", or the default says."""
+        rule, value = self.rules.find(path), _at(self.values, path)
+        if isinstance(value, str) and value.lower() == AUTO:
+            value = self.auto.get(path, ABSENT if rule is None else rule.auto)
+        if value is ABSENT and rule is not None:
+            value = rule.absent
+        try:
+            return bool(value if rule is None else rule.reads(value))
+        except Unreadable:  # refused under its own name
+            return False
+
+    def absent(self) -> None:
+        """Add the other side's defaults of keys that the file does not have, where their rules tell them."""
+        said = {entry.path for entry in self.translation.entries} | {e.target for e in self.translation.entries}
+        for rule in self.rules:
+            if rule.absent is ABSENT or rule.path in said or (rule.target and rule.target in said):
+                continue
+            if rule.switch and not self._on(rule.switch):
+                continue
+            self.translation.add(
+                Entry(rule.path, ABSENT, rule.absent, rule.decision, rule.target, rule.words, rule.trap)
+            )
+
+
+def fill(attributes: Mapping[str, str], source: object) -> dict[str, Any]:
+    """Return values for keys that say "auto", by path, from attributes of ``source`` that are there.
+
+    Args:
+        attributes: from path to the name of the attribute that has its value.
+        source: an object that may have them, such as parsed arguments.
+    """
+    found = {path: getattr(source, name, ABSENT) for path, name in attributes.items()}
+    return {path: value for path, value in found.items() if value is not ABSENT}
+
+
+def _takes_auto(rule: Rule) -> bool:
+    """Tell whether "auto" is one of the words of the key itself."""
+    try:
+        return rule.auto is ABSENT and rule.reads(AUTO) == AUTO and rule.decision is not Decision.REFUSED
+    except Unreadable:
+        return False
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    found: Any = values
+    for key in path.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return ABSENT
+        found = found[key]
+    return found
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value is ABSENT else describe(value).rpartition(" (")[0]
+
+
+def _went(entry: Entry) -> str:
+    return f"{entry.target} = {_shown(entry.value)}" if entry.counts and entry.target else "-"
