@@ -155,6 +155,8 @@ class _Walk:
         """Return what becomes of one key."""
         path = join(section, key)
         rule = self.rules.find(path)
+        if given == {} and self.rules.below(path):
+            return Entry(path, given, ABSENT, Decision.NOTED, "", "Nothing is in it.")
         if rule is None:
             return Entry(path, given, ABSENT, *self._unknown(section, key, given))
         value = given

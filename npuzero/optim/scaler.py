@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
 from npuzero.optim.loss_scale import KeptScale, LossScale
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_behind
@@ -22,6 +22,7 @@ class _Stage(enum.Enum):
     STEPPED = "stepped"
 
 
+@keywords(min_scale="floor", max_scale="ceiling", initial_scale="init_scale")
 class LossScaler:
     """Multiply the loss, so that small float16 gradients do not vanish, and skip steps that overflow.
 
@@ -36,14 +37,22 @@ class LossScaler:
     Over the stages of a pipeline each rank has one, made alike: the last stage scales its loss, all else is called on
     every rank, and an overflow in one stage skips the step of all.
 
+    DeepSpeed ends a run that overflows at its least scale: ``npuzero.FiniteGuard(model, scaler)`` does so at the floor.
+
     Args:
         device: accepted for torch's sake; the scale lives where the first loss does.
         init_scale: to begin with.
         growth_factor, growth_interval: after so many steps without an overflow the scale is multiplied so.
         backoff_factor: and at an overflow so.
         enabled: False makes every call what it is without a scaler.
-        hysteresis: overflows, since the scale last grew, from which on it goes down; 1 is torch's rule.
-        floor: the scale does not go below.
+        hysteresis: overflows, since the scale last grew, from which on it goes down; 1 is torch's rule. InternEvo's
+            (``DynamicGradScaler``) is this, and DeepSpeed's with ``consecutive_hysteresis=False``.
+        floor, ceiling: the scale goes neither below the one nor above the other. A static scale has both where it is:
+            ``LossScaler(init_scale=128.0, floor=128.0, ceiling=128.0)`` skips what overflows, and stays.
+        consecutive_hysteresis: count overflows since the last step without one instead: only so many in a row, and each
+            that follows, bring the scale down. As DeepSpeed's key of this name.
+        growth_delay: steps without an overflow, to begin with and after each overflow, that count for no growth;
+            DeepSpeed's scale (0.19.8, ``runtime/fp16/loss_scaler.py``) grows with 1.
 
     Raises:
         ConfigError: arguments out of range.
@@ -58,7 +67,7 @@ class LossScaler:
         scaler.update()
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - torch's signature, and five more
         self,
         device: str | torch.device | None = None,
         init_scale: float = 2.0**24,
@@ -69,14 +78,20 @@ class LossScaler:
         *,
         hysteresis: int = 1,
         floor: float = 1.0,
+        ceiling: float = math.inf,
+        consecutive_hysteresis: bool = False,
+        growth_delay: int = 0,
     ) -> None:
+        within = f"a number from floor={floor} to ceiling={ceiling}"
         rules = {
             "floor": (floor, math.isfinite(floor) and floor > 0, "a positive number"),
-            "init_scale": (init_scale, math.isfinite(init_scale) and init_scale >= floor, f"at least floor={floor}"),
+            "ceiling": (ceiling, ceiling >= floor, f"at least floor={floor}"),
+            "init_scale": (init_scale, math.isfinite(init_scale) and floor <= init_scale <= ceiling, within),
             "growth_factor": (growth_factor, 1 < growth_factor < math.inf, "more than 1"),
             "backoff_factor": (backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
             "growth_interval": (growth_interval, growth_interval >= 1, "at least 1"),
             "hysteresis": (hysteresis, hysteresis >= 1, "at least 1"),
+            "growth_delay": (growth_delay, growth_delay >= 0, "at least 0"),
         }
         for name, (value, holds, expected) in rules.items():
             if not holds:
@@ -88,8 +103,11 @@ class LossScaler:
             "growth_interval": growth_interval,
             "hysteresis": hysteresis,
             "floor": floor,
+            "ceiling": ceiling,
+            "consecutive_hysteresis": consecutive_hysteresis,
+            "growth_delay": growth_delay,
         }
-        begins = {"scale": float(init_scale), "window": 0, "patience": hysteresis, "skipped": 0}
+        begins = {"scale": float(init_scale), "window": -growth_delay, "patience": hysteresis, "skipped": 0}
         self._kept = KeptScale(settings, begins)
         # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
         self._stages: dict[int, _Stage] = {}
@@ -206,7 +224,7 @@ class LossScaler:
     def at_floor(self) -> Tensor | None:
         """Return () bool on the device: the scale cannot go down any further; None before the first loss."""
         state = self._kept.state
-        return None if state is None else state.scale <= state.floor
+        return None if state is None else state.at_floor()
 
     def get_growth_factor(self) -> float:
         return float(self._kept.settings["growth_factor"])

@@ -275,31 +275,107 @@ def test_any_sequence_of_overflows_decides_as_torch(
         assert seen[0] == seen[1]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    overflows=st.lists(st.booleans(), min_size=1, max_size=60),
-    hysteresis=st.integers(1, 4),
-    interval=st.integers(1, 6),
-    floor=st.sampled_from([1.0, 2.0**9, 2.0**10]),
-)
-def test_hysteresis_and_floor(overflows: list[bool], hysteresis: int, interval: int, floor: float) -> None:
-    scaler = LossScaler(init_scale=2.0**10, growth_interval=interval, hysteresis=hysteresis, floor=floor)
+class ByCredit:
+    """The hysteresis of Megatron-LM and InternEvo: overflows are paid from a credit, which growth restores."""
+
+    def __init__(self, scale: float, interval: int, hysteresis: int, floor: float, ceiling: float) -> None:
+        self.scale, self.window, self.credit = scale, 0, hysteresis
+        self.interval, self.hysteresis, self.floor, self.ceiling = interval, hysteresis, floor, ceiling
+
+    def see(self, overflow: bool) -> None:
+        self.window = 0 if overflow else self.window + 1
+        if overflow:
+            self.credit = max(self.credit - 1, 0)
+            self.scale = max(self.scale / 2, self.floor) if self.credit == 0 else self.scale
+        elif self.window == self.interval:
+            self.scale, self.window, self.credit = min(self.scale * 2, self.ceiling), 0, self.hysteresis
+
+
+class ByIteration:
+    """DeepSpeed's scale: growth is asked of the iterations that lie strictly between now and the last overflow."""
+
+    def __init__(self, scale: float, interval: int, hysteresis: int, floor: float, consecutive: bool) -> None:
+        self.scale, self.now, self.overflowed, self.left = scale, 0, -1, hysteresis
+        self.interval, self.hysteresis, self.floor, self.consecutive = interval, hysteresis, floor, consecutive
+
+    def see(self, overflow: bool) -> None:
+        between = self.now - self.overflowed - 1
+        if overflow and self.left == 1:
+            self.scale = max(self.scale / 2, self.floor)
+        elif overflow:
+            self.left -= 1
+        elif between > 0 and between % self.interval == 0:
+            self.scale, self.left = self.scale * 2, self.hysteresis
+        if overflow:
+            self.overflowed = self.now
+        elif self.consecutive:
+            self.left = self.hysteresis
+        self.now += 1
+
+
+RUN = {
+    "overflows": st.lists(st.booleans(), min_size=1, max_size=60),
+    "hysteresis": st.integers(1, 4),
+    "interval": st.integers(1, 6),
+    "floor": st.sampled_from([1.0, 2.0**9, 2.0**10]),
+}
+
+
+def assert_scales_as(scaler: LossScaler, overflows: list[bool], expected: ByCredit | ByIteration) -> None:
+    """Of both after each step; in the middle of the run another scaler takes the state over."""
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scale, window, patience = 2.0**10, 0, hysteresis
-    for overflow in overflows:
+    for step, overflow in enumerate(overflows):
+        if step == len(overflows) // 2:
+            state, scaler = scaler.state_dict(), LossScaler()
+            scaler.load_state_dict(state)
+            assert scaler.state_dict() == state
         scaler.scale(parameter.sum())
         parameter.grad = torch.tensor([math.nan if overflow else 0.0])
         scaler.step(optimizer)
         scaler.update()
-        window = 0 if overflow else window + 1
-        if overflow:
-            patience = max(patience - 1, 0)
-            scale = max(scale / 2, floor) if patience == 0 else scale
-        elif window == interval:
-            scale, window, patience = scale * 2, 0, hysteresis
-        assert scaler.get_scale() == scale
+        expected.see(overflow)
+        assert scaler.get_scale() == expected.scale
     assert scaler.skipped == sum(overflows) and parameter.item() == 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(**RUN, ceiling=st.sampled_from([2.0**10, 2.0**12, math.inf]))
+def test_hysteresis_between_floor_and_ceiling(
+    overflows: list[bool], hysteresis: int, interval: int, floor: float, ceiling: float
+) -> None:
+    options = {"growth_interval": interval, "hysteresis": hysteresis, "floor": floor, "ceiling": ceiling}
+    scaler = LossScaler(init_scale=2.0**10, **options)
+    assert_scales_as(scaler, overflows, ByCredit(2.0**10, interval, hysteresis, floor, ceiling))
+
+
+@settings(max_examples=60, deadline=None)
+@given(**RUN, consecutive=st.booleans())
+def test_deepspeeds_scale_in_both_its_forms(
+    overflows: list[bool], hysteresis: int, interval: int, floor: float, consecutive: bool
+) -> None:
+    options = {"growth_interval": interval, "hysteresis": hysteresis, "floor": floor}
+    scaler = LossScaler(init_scale=2.0**10, consecutive_hysteresis=consecutive, growth_delay=1, **options)
+    assert_scales_as(scaler, overflows, ByIteration(2.0**10, interval, hysteresis, floor, consecutive))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_static_scale_skips_and_stays(stage: int) -> None:
+    """As DeepSpeed's ``loss_scale`` that is not 0: what overflows on one rank is skipped on all, and nothing moves."""
+
+    def scenario(session: Session) -> State:
+        optimizer = adamw(session)
+        scaler = session.scaler(init_scale=128.0, growth_interval=1, floor=128.0, ceiling=128.0)
+        for step in range(4):
+            scaler.scale(poisoned(session, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == 128.0
+        return {"skipped": torch.tensor(scaler.skipped)}
+
+    for found in run_cut(scenario, 2, plan=f"zero{stage}"):
+        assert found["skipped"].item() == 2
 
 
 @settings(max_examples=40, deadline=None)

@@ -25,6 +25,10 @@ for _name, _options, _says in [
     ("backoff_factor 1", {"backoff_factor": 1.0}, ("backoff_factor", "between 0 and 1")),
     ("growth_interval 0", {"growth_interval": 0}, ("growth_interval", "at least 1")),
     ("hysteresis 0", {"hysteresis": 0}, ("hysteresis", "at least 1")),
+    ("ceiling below the floor", {"ceiling": 0.5}, ("ceiling", "floor=1.0", "0.5")),
+    ("init_scale above the ceiling", {"ceiling": 2.0**10}, ("init_scale", "ceiling=1024.0", "16777216.0")),
+    ("growth_delay below 0", {"growth_delay": -1}, ("growth_delay", "at least 0")),
+    ("min_scale", {"min_scale": 2.0}, ("min_scale", "Did you mean 'floor'")),
 ]:
     bad(f"LossScaler {_name}", ConfigError, "LossScaler", *_says)(
         lambda world, options=_options: npuzero.LossScaler(**options)
