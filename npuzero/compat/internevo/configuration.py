@@ -12,7 +12,7 @@ import torch
 
 from npuzero.api import AdamW, LossScaler
 from npuzero.comm import Mesh, World
-from npuzero.compat.internevo.settle import ISP, bubbles, translated
+from npuzero.compat.internevo.settle import ISP, bubbles, overlapped, translated
 from npuzero.compat.translation import Translation
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
@@ -138,35 +138,20 @@ class Configuration:
     @property
     def settings(self) -> Settings:
         """Return what overlaps, and the bytes of a bucket."""
-        elements = self.translation.value("hybrid_zero_optimizer.reduce_bucket_size")
-        wire = self.precision.wire_of(self.precision.parameter_of(torch.float32))
-        buckets = {} if elements is None else {"bucket_bytes": elements * wire.itemsize}
-        return Settings.from_dict({"overlap": self._overlap, **buckets})
-
-    @property
-    def _overlap(self) -> bool | str:
         said = self.translation.into("Settings")
-        weights = said.get("overlap_weights", False)
-        asked = {
-            "gradients": said.get("overlap_gradients", False) or weights,
-            "parameters": said.get("overlap_parameters", False) or weights,
-        }
-        if self.translation.value("parallel.pipeline.size", 1) > 1:
-            asked["activations"] = said.get("overlap_activations", True)
-        names = [name for name, wanted in asked.items() if wanted]
-        if not names or len(names) > 1:  # of three two cannot be said
-            return bool(names)
-        return names[0]
+        names = overlapped(self.translation)
+        overlap = names[0] if len(names) == 1 else bool(names)
+        return Settings.from_dict({"overlap": overlap, **{key: said[key] for key in ("bucket_bytes",) if key in said}})
 
     @property
     def micro_batches(self) -> int:
         """Return the micro-batches of a step, ``data.micro_num``."""
-        return int(self.translation.value("data.micro_num", 1))
+        return int(self.translation.into("pipeline").get("micro_batches", 1))
 
     @property
     def division(self) -> Division:
         """Return the arguments of :func:`npuzero.pipeline`."""
-        chunks = self.translation.value("model.num_chunks", 1)
+        chunks = self.translation.into("pipeline").get("chunks", 1)
         schedule = "zero-bubble" if bubbles(self.translation) else "interleaved" if chunks > 1 else "1f1b"
         return Division(schedule=schedule, micro_batches=self.micro_batches, chunks=chunks)
 
@@ -194,6 +179,33 @@ class Configuration:
             raise ConfigError(str(self.path), expected=", ".join(missing), got="no such key", do=do)
         betas = (given.pop("beta1"), given.pop("beta2"))
         return AdamW(parameters, betas=betas, **given)
+
+    def lr_scheduler(self, optimizer: Any) -> Any:
+        said = self.translation.into("lr_scheduler")
+        base = optimizer.param_groups[0]["lr"]
+
+        def rate(taken: int) -> float:
+            total, begin, low = said["total_steps"], said["init_steps"], said["eta_min"]
+            warm = int(total * said["warmup_ratio"])
+            if taken < begin:
+                return 0.0
+            if taken < begin + warm:
+                return (taken + 1 - begin) / warm
+            part = (taken - begin - warm) / (total - begin - warm)
+            return (low + (base - low) * (1 + math.cos(math.pi * part)) / 2) / base
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    def beta2_scheduler(self, optimizer: Any) -> Any:
+        said = self.translation.into("beta2_scheduler")
+
+        class S:
+            taken = 0
+            def step(self):
+                self.taken += 1
+                for g in optimizer.param_groups:
+                    g["betas"] = (g["betas"][0], max(said["init_beta2"], 1 - self.taken ** -said["c"]))
+        return S()
 
     def scaler(self) -> LossScaler:
         """Return the loss scaler: in float32 one whose scale is 1, and which skips what is not finite all the same."""

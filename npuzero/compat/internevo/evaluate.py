@@ -135,7 +135,7 @@ class _Statements:
             elif alias.name in found.values:
                 taken = {alias.asname or alias.name: found.values[alias.name]}
             else:
-                do = did_you_mean(alias.name, found.values, "Assign it there.")
+                do = did_you_mean(alias.name, list(found.values), "Assign it there.")
                 self.source.fail(node, f"a name that {found.path} assigns", repr(alias.name), do)
             self.expressions.names |= taken
 

@@ -118,7 +118,7 @@ class Expressions:
 
     def _name(self, node: ast.Name) -> Any:
         if node.id not in self.names:
-            do = did_you_mean(node.id, self.names, "Assign it above.")
+            do = did_you_mean(node.id, list(self.names), "Assign it above.")
             self.source.fail(node, "a name that the file assigns before", repr(node.id), do)
         found = self.names[node.id]
         if isinstance(found, Imported):

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from npuzero.compat.internevo.evaluate import Evaluated, evaluate
 from npuzero.compat.internevo.keys import COUNTING, KEYS, SHORT
 from npuzero.compat.rules import ABSENT, Decision
 from npuzero.compat.translation import Entry, Translation, translate
+from npuzero.plan import parse_precision
 
 #: The mode that divides sequences and parameters, and no layers.
 ISP = "isp"
@@ -33,7 +36,7 @@ def translated(path: str | Path) -> tuple[Evaluated, Translation]:
         if name not in keys:
             words = "A name of the file's own, which counts where the file reads it."
             found.add(Entry(name, value, ABSENT, Decision.NOTED, "", words))
-    for settle in (_own_keys, _divide_sequences, _shard, _pipeline, _scale):
+    for settle in (_own_keys, _divide_sequences, _shard, _pipeline, _overlap, _scale, _bucket):
         settle(found)
     return evaluated, found
 
@@ -103,6 +106,29 @@ def _pipeline(found: Translation) -> None:
         found.refuse("model.num_chunks", "zero-bubble has one stage on each rank: take 1, or pipeline.mode='1F1B'.")
 
 
+def overlapped(found: Translation) -> tuple[str, ...]:
+    """Return which kinds of traffic run beside computing: those that are asked for; of three two are all."""
+    said = found.into("Settings")
+    wanted = {name: said.get(f"overlap_{name}", False) for name in ("gradients", "parameters")}
+    if said.get("overlap_weights", False):
+        wanted = dict.fromkeys(wanted, True)
+    if found.value("parallel.pipeline.size", 1) > 1:
+        wanted["activations"] = said.get("overlap_activations", True)
+    names = tuple(name for name, asked in wanted.items() if asked)
+    return tuple(wanted) if len(names) > 1 else names
+
+
+def _overlap(found: Translation) -> None:
+    """Note what overlaps though its own switch is off."""
+    names = overlapped(found)
+    for entry in found.entries:
+        name = entry.target.removeprefix("Settings.overlap_")
+        kinds = {"weights": ("gradients", "parameters")}.get(name, (name,))
+        if entry.counts and entry.target != name and not entry.value and set(kinds) <= set(names):
+            words = "It overlaps all the same: other switches ask for it, or for two of a pipeline's three overlaps."
+            found.amend(entry.path, Decision.NOTED, words)
+
+
 def bubbles(found: Translation) -> bool:
     """Tell whether a configuration asks for the zero-bubble schedule."""
     mode = found.value("parallel.pipeline.mode") == "zero-bubble"
@@ -120,6 +146,15 @@ def _scale(found: Translation) -> None:
         found.refuse("grad_scaler.max_scale", "It is less than fp16.initial_scale: raise it, or begin lower.")
     if initial < (found.value("grad_scaler.fp16.min_scale") or 0):
         found.refuse("grad_scaler.fp16.min_scale", "It is more than fp16.initial_scale: lower it, or begin higher.")
+
+
+def _bucket(found: Translation) -> None:
+    """Make bytes of a bucket's elements, which are those of gradients."""
+    entry = next((entry for entry in found.entries if entry.target == "Settings.bucket_bytes" and entry.counts), None)
+    if entry is not None:
+        precision = parse_precision(found.value("model.dtype", "fp16"))
+        wire = precision.wire_of(precision.parameter_of(torch.float32))
+        found.add(replace(entry, value=entry.value * wire.itemsize))
 
 
 def _without_effect(found: Translation, path: str, why: str) -> None:
