@@ -8,6 +8,7 @@
 Importing touches no device and starts no compiler.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from npuzero import checkpoint as checkpoint
@@ -59,6 +60,7 @@ from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
 
 if TYPE_CHECKING:
+    from npuzero.compat.deepspeed import initialize
     from npuzero.planner.advice import advise
 
 __version__ = "0.1.0"
@@ -107,6 +109,7 @@ __all__ = [
     "grad_norms",
     "info",
     "init",
+    "initialize",
     "load_full_state_dict",
     "mesh",
     "no_sync",
@@ -120,10 +123,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Return ``advise``, which brings the planner: programs that only train do without."""
-    if name != "advise":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from npuzero.planner.advice import advise
+#: What is imported when it is first asked for: programs that only train do without.
+_LATER = {"advise": "npuzero.planner.advice", "initialize": "npuzero.compat.deepspeed"}
 
-    return advise
+
+def __getattr__(name: str) -> Any:
+    """Return what brings a part of the package with it that most programs do without."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value

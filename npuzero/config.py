@@ -385,11 +385,11 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the JSON object in the file `path`.
 
     Raises:
-        ConfigError: no such file, no valid JSON, or its top level is no object.
+        ConfigError: no such file, no valid JSON, a key that is there twice, or its top level is no object.
     """
     subject = f"file {os.fspath(path)}"
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise ConfigError(
             subject, expected="a readable file", got=error.strerror or type(error).__name__, do="Check the path."
@@ -398,6 +398,15 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(subject, expected="JSON in UTF-8", got=str(error), do="Correct the file.") from error
     if not isinstance(value, dict):
         raise ConfigError(subject, expected="a JSON object", got=describe(value), do="Put the values between braces.")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON file, whose keys are there once: of two values one would be dropped."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"the key {twice!r} twice in one object")
     return value
 
 

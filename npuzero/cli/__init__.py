@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from npuzero.cli import bench, build_npu, check, export, info, plan
+from npuzero.cli import bench, build_npu, check, config, export, info, plan
 from npuzero.errors import NpuZeroError
 
 EXIT_ERROR = 2  # argparse's own
@@ -32,6 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the options of every command."""
     parser = argparse.ArgumentParser(prog="npuzero", description="A ZeRO training engine for Ascend NPU, CUDA and CPU.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (info, plan, export, bench, check, build_npu):
+    for command in (info, plan, config, export, bench, check, build_npu):
         command.add_parser(commands)
     return parser

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns on their width: the first to the left, the others to the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Align columns on their width: the first ``left`` of them to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         cells = (
-            text.ljust(width) if column == 0 else text.rjust(width)
+            text.ljust(width) if column < left else text.rjust(width)
             for column, (text, width) in enumerate(zip(row, widths, strict=True))
         )
         return "  ".join(cells).rstrip()

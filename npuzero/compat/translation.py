@@ -159,22 +159,27 @@ class _Walk:
             return Entry(path, given, ABSENT, Decision.NOTED, "", "Nothing is in it.")
         if rule is None:
             return Entry(path, given, ABSENT, *self._unknown(section, key, given))
+        try:
+            return self._decided(rule, path, given, self._read(rule, path, given))
+        except Unreadable as error:
+            return Entry(path, given, ABSENT, Decision.REFUSED, rule.target, str(error))
+
+    def _read(self, rule: Rule, path: str, given: Any) -> Any:
+        """Return the value of a key as it is understood, that of "auto" where somebody fills it in."""
         value = given
         if isinstance(given, str) and given.lower() == AUTO and not _takes_auto(rule):
-            value = self.auto.get(path, rule.auto)
+            value = self.auto.get(path, ABSENT)
+            if value is ABSENT and rule.auto is not ABSENT:
+                return rule.auto
             if value is ABSENT:
-                words = (
-                    f'"{AUTO}" has nobody to fill it in: write the value, or hand it over as auto={{"{path}": ...}}.'
-                )
-                return Entry(path, given, ABSENT, Decision.REFUSED, rule.target, words)
-        return self._decided(rule, path, given, value)
-
-    def _decided(self, rule: Rule, path: str, given: Any, value: Any) -> Entry:
+                do = f'write the value, or give auto={{"{path}": ...}}'
+                raise Unreadable(f'"{AUTO}" has nobody to fill it in: {do}.')
         try:
-            read = rule.reads(value)
+            return rule.reads(value)
         except Unreadable as error:
-            words = f"It takes {error}, and this is {describe(value)}."
-            return Entry(path, given, ABSENT, Decision.REFUSED, rule.target, words)
+            raise Unreadable(f"It takes {error}, and this is {describe(value)}.") from None
+
+    def _decided(self, rule: Rule, path: str, given: Any, read: Any) -> Entry:
         decision, words = rule.decision, rule.words
         if rule.switch and not self._on(rule.switch):
             decision, words = Decision.NOTED, f"Without effect, as {rule.switch} is not true."

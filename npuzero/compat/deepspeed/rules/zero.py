@@ -46,9 +46,9 @@ def _stage(value: Any) -> int:
     return int(flag(value))
 
 
-def _ahead(value: Any) -> int:
-    """Read elements to be fetched ahead: none, or the unit ahead that npuzero gathers."""
-    return 0 if _ELEMENTS(value) == 0 else 1
+def _overlap(value: Any) -> bool | str:
+    """Read whether reductions run beside backward; null is DeepSpeed's choice by stage, which moves no bit."""
+    return "parameters" if optional(flag)(value) is False else True
 
 
 def _device(value: Any) -> str | None:
@@ -74,7 +74,7 @@ STAGES = (
         T,
         "False: each reduction ends before backward goes on.",
         "Settings.overlap",
-        optional(flag),
+        _overlap,
     ),
     Rule(
         "zero_optimization.reduce_bucket_size",
@@ -87,7 +87,7 @@ STAGES = (
     ),
     Rule("zero_optimization.allgather_bucket_size", N, _OWN_BUCKETS, reads=_ELEMENTS, auto=0),
     Rule("allgather_size", N, _OWN_BUCKETS, reads=_ELEMENTS),
-    *_alias("prefetch_bucket_size", "0: nothing is gathered ahead.", _ahead, T, target="Settings.prefetch", auto=1),
+    *_alias("prefetch_bucket_size", _OWN_GATHERS, _ELEMENTS, auto=0),
     *_alias("param_persistence_threshold", "Small parameters travel with their unit.", _ELEMENTS, auto=0),
     *_alias("model_persistence_threshold", "Small parameters travel with their unit.", _ELEMENTS, auto=0),
     *_alias("max_live_parameters", _OWN_GATHERS, _ELEMENTS, auto=0),
@@ -230,6 +230,10 @@ STAGES = (
 _HOST = "npuzero has buffers of its own: Settings(host_bytes=) says how much of the host it may take."
 
 
+#: What goes along with a part that rests off the device.
+_ALONG = {"optimizer": "", "param": " States go along: to the host, where offload_optimizer says nothing."}
+
+
 def _offload(part: str) -> tuple[Rule, ...]:
     """Return the rules that both sections of offload share."""
     section = f"zero_optimization.offload_{part}"
@@ -238,7 +242,7 @@ def _offload(part: str) -> tuple[Rule, ...]:
         Rule(
             f"{section}.device",
             T,
-            "cpu: in the host's memory; nvme: in files; none: on the device.",
+            f"cpu: in the host's memory; nvme: in files; none: on the device.{_ALONG[part]}",
             f"Offload.{part}",
             _device,
         ),

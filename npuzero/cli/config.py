@@ -1,0 +1,118 @@
+"""``npuzero config``: what becomes of another engine's configuration, key by key."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from npuzero.cli.arguments import number
+from npuzero.cli.table import table
+from npuzero.errors import ConfigError, did_you_mean
+
+#: By a file's ending whose configuration it is, and the part of the package that explains it.
+DOORS = {".json": ("DeepSpeed", "npuzero.compat.deepspeed")}
+_WORDS_WIDTH = 78
+
+_EPILOG = """\
+examples:
+  npuzero config explain ds_config.json
+  npuzero config explain ds_config.json --world 8 --auto optimizer.params.lr=1e-4 bf16.enabled=true
+  npuzero config keys .json
+
+honoured: npuzero has the same, and the value goes there; translated: it becomes another, or goes elsewhere; noted:
+nothing follows from it, and the words say why that is well; refused: what it asks for is not there, and the words say
+what to do. A value (absent) is a default of the other engine's."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "config",
+        help="what becomes of each key of a DeepSpeed configuration",
+        description="What becomes of each key of another engine's configuration.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    one = actions.add_parser("explain", help="of one file: each key, what becomes of it, and where it goes")
+    one.add_argument("file", type=Path, metavar="FILE", help=f"a configuration: {_endings()}")
+    one.add_argument("--world", type=number, metavar="N", help="ranks with data of their own, for what depends on them")
+    one.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='values for keys that say "auto"')
+    one.add_argument("--json", action="store_true", help="print the entries as JSON")
+    one.set_defaults(run=run)
+    keys = actions.add_parser("keys", help="all keys that are known, and what becomes of them")
+    keys.add_argument("ending", choices=DOORS, metavar="ENDING", help=f"of its files: {_endings()}")
+    keys.set_defaults(run=run_keys)
+
+
+def run(options: argparse.Namespace) -> str:
+    """Return the command's output.
+
+    Raises:
+        ConfigError: no such kind of file, or a value of --auto that is no key=value.
+    """
+    suffix = options.file.suffix
+    if suffix not in DOORS:
+        raise ConfigError(
+            f"file {options.file}",
+            expected=f"a name that ends in {_endings()}",
+            got=repr(suffix),
+            do=did_you_mean(suffix, DOORS, "Rename the file by what it is."),
+        )
+    door = import_module(DOORS[suffix][1])
+    found = door.explain(options.file, world=options.world, auto=dict(map(_pair, options.auto)))
+    if options.json:
+        facts = [dict(zip(("key", "value", "decision", "goes to", "words"), row, strict=True)) for row in found.rows()]
+        return json.dumps({"entries": facts, "traps": dict(found.traps())}, indent=2)
+    return render(found)
+
+
+def run_keys(options: argparse.Namespace) -> str:
+    """Return the table of all keys."""
+    rules = import_module(DOORS[options.ending][1]).RULES
+    rows = [(rule.path, rule.decision.value, rule.words) for rule in sorted(rules, key=lambda rule: rule.path)]
+    return _table(("key", "decision", "words"), rows)
+
+
+def render(found: Any) -> str:
+    """Return the table of a translation, its traps, and how many keys met which decision."""
+    rows = [(path, value, decision, goes, words) for path, value, decision, goes, words in found.rows()]
+    sections = [_table(("key", "value", "decision", "goes to", "words"), rows)]
+    traps = [textwrap.fill(f"{path}: {trap}", 118, subsequent_indent="    ") for path, trap in found.traps()]
+    if traps:
+        sections.append("\n".join(["Traps", *(f"  {trap}" for trap in traps)]))
+    counts: dict[str, int] = {}
+    for _, _, decision, _, _ in rows:
+        counts[decision] = counts.get(decision, 0) + 1
+    sections.append(", ".join(f"{count} {decision}" for decision, count in sorted(counts.items())))
+    return "\n\n".join(sections)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay out rows of text, of whose last column the words are wrapped."""
+    lines: list[Sequence[str]] = []
+    for *cells, words in rows:
+        first, *rest = textwrap.wrap(words, _WORDS_WIDTH) or [""]
+        lines.append([*cells, first])
+        lines += [[*("" for _ in cells), line] for line in rest]
+    return table(header, lines, left=len(header))
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """Read ``key=value``, whose value is JSON or else text."""
+    key, _, value = text.partition("=")
+    if not key or not value:
+        raise ConfigError("--auto", expected="KEY=VALUE", got=repr(text), do="Say e.g. optimizer.params.lr=1e-4.")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _endings() -> str:
+    return ", ".join(f"{ending} ({engine})" for ending, (engine, _) in DOORS.items())

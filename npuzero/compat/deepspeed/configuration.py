@@ -1,0 +1,176 @@
+"""A configuration of DeepSpeed's: what becomes of its keys, and of what they say together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from npuzero.compat.deepspeed.batch import KEYS, complete
+from npuzero.compat.deepspeed.makers import Maker, optimizer_of, schedule_of
+from npuzero.compat.deepspeed.plans import plan_of
+from npuzero.compat.deepspeed.rules import RULES, open_rule
+from npuzero.compat.rules import Decision, Rule, Rules
+from npuzero.compat.translation import Translation, translate
+from npuzero.config import describe, read_json
+from npuzero.errors import ConfigError, did_you_mean
+
+PathLike = str | os.PathLike[str]
+Config = Mapping[str, Any] | PathLike
+
+
+def explain(config: Config, *, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
+    """Say what becomes of each key of a configuration of DeepSpeed 0.19.8's.
+
+    Args:
+        config: nested mappings, or the path of a JSON file.
+        world: ranks with data of their own; None: not known, and what depends on it is not checked.
+        auto: by path values for keys that say "auto", such as ``{"optimizer.params.lr": 1e-4}``.
+
+    Raises:
+        ConfigError: no such file, or no object in it; refused keys are in the translation.
+
+    Example::
+
+        from npuzero.compat.deepspeed import explain
+
+        translation = explain({"train_batch_size": 8, "zero_optimization": {"stage": 2}, "gradient_cliping": 1.0})
+        for entry in translation.entries:
+            print(entry.path, entry.decision.value, entry.words)
+    """
+    subject, values = _read(config)
+    kinds = {"optimizer": _kind(values, "optimizer"), "scheduler": _kind(values, "scheduler")}
+    found = translate(subject, values, Rules([*RULES, *_open_rules(values, kinds)]), auto)
+    _check_precision(found)
+    _check_options(found, "optimizer", lambda: made_optimizer(found))
+    _check_options(found, "scheduler", lambda: made_schedule(found))
+    _check_adam(found)
+    _check_plan(found)
+    _check_batch(found, world)
+    return found
+
+
+def made_optimizer(found: Translation) -> Maker | str | None:
+    """Return what makes the optimizer that the file names; why there is none; or None where it names none."""
+    kind = found.into("Optimizer").get("type")
+    adam = found.into("Adam")
+    return None if kind is None else optimizer_of(kind, adam.get("decoupled", True), adam.get("torch", False))
+
+
+def made_schedule(found: Translation) -> Maker | str | None:
+    """Return what makes the schedule that the file names; why there is none; or None where it names none."""
+    kind = found.into("Scheduler").get("type")
+    return None if kind is None else schedule_of(kind)
+
+
+def _read(config: Config) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(config, Mapping):
+        return "deepspeed configuration", config
+    if isinstance(config, (str, os.PathLike)):
+        return f"deepspeed configuration {os.fspath(config)}", read_json(config)
+    raise ConfigError(
+        "deepspeed configuration",
+        expected="a dict, or the path of a JSON file",
+        got=describe(config),
+        do="Give config= what deepspeed.initialize() got.",
+    )
+
+
+def _kind(values: Mapping[str, Any], section: str) -> str:
+    inside = values.get(section)
+    return str(inside.get("type", "")) if isinstance(inside, Mapping) else ""
+
+
+def _open_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> list[Rule]:
+    """Return rules for options that only a class of torch's has."""
+    owners = {"optimizer": "Options", "scheduler": "Schedule"}
+    made = {"optimizer": optimizer_of(kinds["optimizer"], True, False), "scheduler": schedule_of(kinds["scheduler"])}
+    rules = []
+    for section, maker in made.items():
+        names = maker.options if isinstance(maker, Maker) else ()
+        paths = {name: f"{section}.params.{name}" for name in names}
+        rules += [open_rule(path, owners[section], name) for name, path in paths.items() if RULES.find(path) is None]
+    return rules
+
+
+def _check_precision(found: Translation) -> None:
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    on = [name for name in low if found.into(name).get("enabled")]
+    if len(on) > 1:
+        found.refuse("fp16.enabled", "bf16 is enabled as well: enable one of them.")
+    parameters = low[on[0]] if on else torch.float32
+    if found.into("Precision").get("wires") is torch.float16 and parameters is not torch.float16:
+        found.refuse("communication_data_type", "float16 gradients need the loss scale of fp16: say bf16 or fp32.")
+    for entry in found.entries:
+        if entry.path == "data_types.param_dtype" and entry.value not in (None, parameters):
+            found.refuse(entry.path, f"Parameters are {parameters} by bf16 and fp16: say the same, or leave it out.")
+    if found.into("Autocast").get("enabled") and found.into("Autocast").get("dtype") is torch.float16:
+        found.refuse("torch_autocast.dtype", "Under torch.autocast take bf16; for float16 enable fp16.")
+
+
+def _check_options(found: Translation, section: str, made: Callable[[], Maker | str | None]) -> None:
+    """Refuse a type that is not there, options that it does not take, and options that it lacks."""
+    maker = made()
+    path = f"{section}.params"
+    given = {entry.path.rpartition(".")[2]: entry for entry in found.entries if entry.path.startswith(path + ".")}
+    if isinstance(maker, str):
+        found.refuse(f"{section}.type", maker)
+    if not isinstance(maker, Maker):
+        if maker is None and any(entry.counts for entry in given.values()):
+            found.refuse(f"{section}.type", "Options need a type: name it, such as AdamW or WarmupLR.")
+        return
+    for name, entry in given.items():
+        goes = entry.target.partition(".")[0] in ("Options", "Schedule")
+        if entry.counts and goes and name not in maker.options:
+            words = f"{found.value(f'{section}.type')} takes {', '.join(maker.options)}"
+            found.refuse(entry.path, f"{words}. {did_you_mean(name, maker.options, 'Leave it out.')}")
+    for name in maker.required:
+        if name not in given:
+            found.refuse(f"{path}.{name}", f"{found.value(f'{section}.type')} needs it: say it.")
+
+
+def _check_adam(found: Translation) -> None:
+    """Note what says how Adam decays weights, where the type is no adam."""
+    if str(found.value("optimizer.type")).lower() != "adam":
+        for path in ("optimizer.params.adam_w_mode", "optimizer.params.adamw_mode"):
+            if found.value(path) is not None:
+                found.amend(path, Decision.NOTED, "Without effect: it is of the type Adam; AdamW is decoupled anyway.")
+
+
+def _check_plan(found: Translation) -> None:
+    """Refuse, or note, what does not go with the stage."""
+    if found.decided(Decision.REFUSED):
+        return  # what is to be placed is not known
+    try:
+        plan = plan_of(found)
+    except ConfigError as error:
+        found.refuse("zero_optimization.stage", f"{error.expected.capitalize()}; got {error.got}. {error.do}")
+        return
+    for path, what in _OF_SHARDED_PARAMETERS.items() if not plan.parameters.axes else ():
+        if found.value(path):
+            decision = Decision.REFUSED if what else Decision.NOTED
+            found.amend(path, decision, what or "Without effect, as parameters are not sharded: that is stage 3.")
+
+
+#: What says something of parameters that are sharded, and what to do elsewhere; nothing where it is without effect.
+_OF_SHARDED_PARAMETERS = {
+    "zero_optimization.zero_hpz_partition_size": "",
+    "zero_optimization.mics_shard_size": "",
+    "zero_optimization.zero_quantized_weights": "",
+    "zero_optimization.zero_quantized_gradients": "",
+    "zero_optimization.offload_param.device": "Parameters go off the device where they are sharded: say stage 3.",
+    "zero_optimization.cpu_offload_param": "Parameters go off the device where they are sharded: say stage 3.",
+}
+
+
+def _check_batch(found: Translation, world: int | None) -> None:
+    paths = set(KEYS.values())
+    if world is None or any(entry.path in paths for entry in found.decided(Decision.REFUSED)):
+        return
+    said = found.into("Batch")
+    try:
+        complete(said.get("total"), said.get("micro"), said.get("accumulation"), world)
+    except ConfigError as error:
+        found.refuse(error.subject, f"Expected {error.expected}; got {error.got}. {error.do}")

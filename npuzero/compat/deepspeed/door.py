@@ -1,0 +1,181 @@
+"""``npuzero.initialize``: DeepSpeed's call, its configuration, and npuzero behind them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from npuzero import comm
+from npuzero.api import zero
+from npuzero.comm import World
+from npuzero.compat.deepspeed.arguments import filled
+from npuzero.compat.deepspeed.configuration import Config, explain
+from npuzero.compat.deepspeed.engine import Engine
+from npuzero.compat.deepspeed.loader import loader_of
+from npuzero.compat.deepspeed.recipe import Recipe
+from npuzero.compat.schedulers import repoint
+from npuzero.config import describe
+from npuzero.errors import ConfigError, keywords
+from npuzero.optim import Adam, AdamW, ZeroOptimizer
+
+_OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+class Initialized(NamedTuple):
+    """Hold what :func:`initialize` returns, in DeepSpeed's order."""
+
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    training_dataloader: DataLoader[Any] | None
+    lr_scheduler: Any
+
+
+@keywords(training_dataloader="training_data", scheduler="lr_scheduler", params="model_parameters")
+def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of npuzero's
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: _OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Config | None = None,
+    config_params: Config | None = None,
+    auto: Mapping[str, Any] | None = None,
+    world: World | None = None,
+) -> Initialized:
+    """Make an engine of a model by a configuration of DeepSpeed's, as ``deepspeed.initialize`` does.
+
+    The model is sharded in place, on this rank's device. What becomes of each key is in ``engine.translation``, and
+    ``npuzero config explain FILE`` prints it.
+
+    Args:
+        args: with ``deepspeed_config``, the path, where ``config`` is not given. Arguments of transformers' Trainer
+            (``learning_rate``, ``per_device_train_batch_size`` ...) fill in what the configuration leaves to "auto".
+        model: with the same structure on every rank; rank 0's weights count.
+        optimizer: one over the model's parameters, whose options are taken and which is not to be used any more; one
+            of npuzero's; or a function from parameters to one. It goes before the configuration's.
+        model_parameters: parameters, or groups of them with options; None: all that train.
+        training_data: a dataset, of which each rank has its part.
+        lr_scheduler: one over ``optimizer``, which from now on is one over npuzero's; or a function of an optimizer. It
+            goes before the configuration's.
+        collate_fn: makes a batch of samples.
+        config: a dict, or the path of a JSON file; ``config_params`` is its old name.
+        auto: by path values for keys that say "auto", such as ``{"optimizer.params.lr": 1e-4}``; they go before
+            those of ``args``.
+        world: the ranks; None: those of :func:`npuzero.init`.
+
+    Returns:
+        The engine, its optimizer, the loader (None without data) and the schedule (None where nobody names one).
+
+    Raises:
+        ConfigError: keys that npuzero cannot follow, each with its way out; no configuration or optimizer; a schedule
+            over another optimizer.
+
+    Example::
+
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 2},
+        }
+        engine, optimizer, _, _ = npuzero.initialize(model=net, config=config)
+        for batch in torch.randn(4, 2, 8, device=engine.device):
+            loss = engine(batch).square().mean()
+            engine.backward(loss)
+            engine.step()
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "npuzero.initialize: model", expected="a torch.nn.Module", got=describe(model), do="Pass model=net."
+        )
+    ranks = world or comm.current_world()
+    found = explain(
+        _chosen(config, config_params, args), world=ranks.size, auto={**filled(args, ranks.size), **(auto or {})}
+    )
+    recipe = Recipe.of(found, ranks.size)
+    if optimizer is None and recipe.optimizer is None:
+        raise ConfigError(
+            "npuzero.initialize",
+            expected="an optimizer",
+            got="neither optimizer= nor the key 'optimizer'",
+            do='Pass one, or say {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}.',
+        )
+    _move(model, ranks, recipe)
+    zero(model, plan=recipe.plan, settings=recipe.settings, world=ranks)
+    made, old = _optimizer(optimizer, recipe, model, model_parameters)
+    schedule = _schedule(lr_scheduler, recipe, made, old)
+    loader = loader_of(training_data, collate_fn, recipe, ranks)
+    return Initialized(Engine(model, made, schedule, loader, recipe, ranks, found), made, loader, schedule)
+
+
+def _chosen(config: Config | None, config_params: Config | None, args: Any) -> Config:
+    said = [value for value in (config, config_params, getattr(args, "deepspeed_config", None)) if value is not None]
+    if len(said) != 1:
+        raise ConfigError(
+            "npuzero.initialize: config",
+            expected="one configuration: config=, or args.deepspeed_config",
+            got="none" if not said else f"{len(said)} of them",
+            do="Pass config=, a dict or the path of a JSON file.",
+        )
+    return said[0]
+
+
+def _move(model: nn.Module, world: World, recipe: Recipe) -> None:
+    """Bring the model to this rank's device, but for what is on meta, and its buffers to their dtype."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(world.device)
+    dtype = recipe.conduct.buffers
+    for buffer in model.buffers() if dtype is not None else ():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def _optimizer(
+    given: _OptimizerLike | None, recipe: Recipe, model: nn.Module, parameters: Iterable[Any] | None
+) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer | None]:
+    """Return npuzero's optimizer, and the one that it takes the place of, if there is one."""
+    over = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    if given is None:
+        assert recipe.optimizer is not None
+        maker, options = recipe.optimizer
+        return maker(over, options), None
+    made = given if isinstance(given, torch.optim.Optimizer) else given(over)
+    if isinstance(made, ZeroOptimizer):
+        return made, None
+    if made.state:
+        raise ConfigError(
+            "npuzero.initialize: optimizer",
+            expected="one that has taken no step",
+            got=f"{type(made).__name__} with the states of {len(made.state)} parameters",
+            do="Build it anew, and load the states by engine.load_checkpoint().",
+        )
+    return _over_shards(made), made
+
+
+def _over_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return npuzero's form of an optimizer of torch's kind, with its groups and options."""
+    cls = type(optimizer)
+    known = inspect.signature(cls).parameters
+    groups = [{key: value for key, value in group.items() if key in (*known, "params", "initial_lr")}
+              for group in optimizer.param_groups]  # fmt: skip
+    options = {key: value for key, value in optimizer.defaults.items() if key in known}
+    own = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}.get(cls)
+    return ZeroOptimizer(cls, groups, **options) if own is None else own(groups, **options)
+
+
+def _schedule(given: Any, recipe: Recipe, new: torch.optim.Optimizer, old: torch.optim.Optimizer | None) -> Any:
+    if given is None:
+        return None if recipe.schedule is None else recipe.schedule[0](new, recipe.schedule[1])
+    if callable(given) and not hasattr(given, "step"):
+        return given(new)
+    repoint(given, old, new)
+    return given

@@ -1,0 +1,241 @@
+"""An engine with the calls of DeepSpeed's, over a model that npuzero has sharded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from npuzero.api import clip_grad_norm_, no_sync
+from npuzero.comm import World
+from npuzero.compat.deepspeed.facts import Facts
+from npuzero.compat.deepspeed.recipe import Recipe
+from npuzero.compat.deepspeed.saving import Saving
+from npuzero.compat.translation import Translation
+from npuzero.config import describe
+from npuzero.errors import ConfigError, NonFiniteError, StateError
+from npuzero.optim import LossScaler
+
+
+class Engine(nn.Module, Facts, Saving):
+    """Train a model by ``engine(x)``, ``engine.backward(loss)``, ``engine.step()``, as DeepSpeed's engine does.
+
+    :func:`npuzero.initialize` makes it. What it does not have is looked for in the model.
+
+    Attributes:
+        module: the model, sharded.
+        optimizer: npuzero's, over its parameters.
+        lr_scheduler: stepped once an update; None: there is none.
+        training_dataloader: None: no data were given.
+        global_steps: updates tried, those among them that were skipped.
+        global_samples: samples that went into them, of all ranks.
+        micro_steps: calls of :meth:`step`.
+        skipped_steps: updates skipped, for gradients that were inf or NaN.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        loader: Any,
+        recipe: Recipe,
+        world: World,
+        translation: Translation,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, schedule, loader
+        self.recipe, self.batch, self.translation, self.world = recipe, recipe.batch, translation, world
+        self.scaler = None if recipe.scale is None else LossScaler(**recipe.scale)
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._applied = False
+        self._norm: Tensor | None = None
+        self._boundary: bool | None = None  # as the program says; None: by the count
+        self._passes = 0  # backward passes since the last update
+        self._alone = False  # inside no_sync()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Call the model."""
+        cast = self.recipe.autocast
+        with contextlib.nullcontext() if cast is None else torch.autocast(self.device.type, dtype=cast):
+            return self.module(*inputs, **options)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss whose own ``backward()`` is a pass: divided by the passes of a step, and scaled."""
+        self._passes += 1
+        mean = loss / self.batch.accumulation
+        return mean if self.scaler is None else self._scaled(mean)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Run a backward pass.
+
+        Args:
+            loss: a scalar.
+            retain_graph: as torch's.
+            scale_wrt_gas: whether it is divided by the passes of a step.
+
+        Returns:
+            The loss, divided.
+
+        Raises:
+            ConfigError: no scalar that has been computed from the model.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise ConfigError(
+                "engine.backward",
+                expected="a scalar tensor that autograd has computed",
+                got=describe(loss),
+                do="Pass the loss; for other outputs call engine.scale(loss).backward().",
+            )
+        mean = loss / self.batch.accumulation if scale_wrt_gas else loss
+        self._passes += 1
+        (mean if self.scaler is None else self._scaled(mean)).backward(retain_graph=retain_graph)
+        return mean
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell whether the next :meth:`step` is an update: the last pass of a step has run, or is running."""
+        if not self.recipe.conduct.managed:
+            return True
+        return (self.micro_steps + 1) % self.batch.accumulation == 0 if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next :meth:`step` is an update, from now on, in place of the count of passes.
+
+        Raises:
+            StateError: with ``managed_gradient_accumulation`` false, where each step is.
+        """
+        if not self.recipe.conduct.managed:
+            raise StateError(
+                "set_gradient_accumulation_boundary",
+                expected="an engine that manages accumulation",
+                got="managed_gradient_accumulation = false",
+                do="Call engine.step() where an update is due, and nothing else.",
+            )
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; at the last one of a step clip, update, and step the schedule. Collective.
+
+        An update from gradients that are inf or NaN is skipped on every rank, in the dtypes that have a loss scale or
+        ``check_grad_overflow``; the schedule stays then.
+
+        Args:
+            lr_kwargs: for the schedule's ``step``.
+
+        Raises:
+            StateError: inside :meth:`no_sync`, or no backward pass since the last update.
+            NonFiniteError: gradients overflow at the least loss scale.
+        """
+        if self._alone:
+            raise StateError(
+                "engine.step", expected="a call outside no_sync()", got="one inside", do="Leave the block before."
+            )
+        if self.is_gradient_accumulation_boundary():
+            self._update(lr_kwargs or {})
+        else:
+            self._applied = False
+        self.micro_steps += 1
+
+    def was_step_applied(self) -> bool:
+        """Tell whether the last :meth:`step` changed parameters."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the global norm of the gradients of the last update, before clipping; None: there was none, or
+        ``compute_grad_norm`` is false.
+        """
+        return None if self._norm is None else float(self._norm)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let passes inside the block add up on each rank alone, as DeepSpeed allows where gradients are not sharded.
+
+        Raises:
+            StateError: they are.
+        """
+        if self.recipe.plan.gradients.axes:
+            raise StateError(
+                "engine.no_sync",
+                expected="gradients that are not sharded: stage 0 or 1",
+                got=f"zero_optimization.stage = {self.recipe.stage}",
+                do="Leave it out: each pass reduces its own; or call npuzero.no_sync(engine.module), at its memory.",
+            )
+        self._alone = True
+        try:
+            with no_sync(self.module):
+                yield
+        finally:
+            self._alone = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+        self._passes = 0
+
+    def destroy(self) -> None:
+        """Do nothing: what the engine holds goes with it, as in Python."""
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        assert self.scaler is not None
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        if not self._passes:
+            raise StateError(
+                "engine.step",
+                expected="engine.backward(loss) before it",
+                got="no pass since the last update",
+                do="Run loss = engine(x); engine.backward(loss); engine.step(): a bare loss.backward() is not scaled.",
+            )
+        samples = self.batch.total
+        if not self.recipe.conduct.managed:
+            samples = self.batch.micro * self.batch.world * self._passes
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        self._measure()
+        if self.scaler is None:
+            self.optimizer.step()
+            self._applied = True
+        else:
+            self._step_scaled(self.scaler)
+        self.zero_grad()
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += samples
+
+    def _measure(self) -> None:
+        clip = self.recipe.conduct.clip
+        if clip > 0 or self.recipe.conduct.measures_norm:
+            norm = clip_grad_norm_(self.module, clip if clip > 0 else torch.inf)
+            self._norm = norm if self.recipe.conduct.measures_norm else None
+
+    def _step_scaled(self, scaler: LossScaler) -> None:
+        """Take a step that may be skipped; as in DeepSpeed the host waits to know, for the schedule's sake."""
+        before = scaler.get_scale()
+        scaler.step(self.optimizer)
+        scaler.update()
+        skipped = scaler.skipped
+        self._applied, self.skipped_steps = skipped == self.skipped_steps, skipped
+        moves = self.recipe.scale is not None and "ceiling" not in self.recipe.scale
+        now = scaler.state_dict()
+        if not self._applied and moves and before == now["scale"] == now["floor"] and not now["_patience"]:
+            raise NonFiniteError(
+                "engine.step",
+                expected="gradients that are finite at some loss scale",
+                got=f"inf or NaN at the least one, {before:g}",
+                do="Look at the loss and the learning rate, or train in bf16.",
+            )

@@ -1,0 +1,103 @@
+"""What an engine tells of its batch and of itself, by DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from npuzero.comm import World
+from npuzero.compat.deepspeed.batch import Batch
+from npuzero.compat.deepspeed.recipe import Recipe
+from npuzero.compat.translation import Translation
+
+
+class Facts:
+    """Tell of an engine what its configuration said.
+
+    Attributes:
+        translation: what became of each key of the configuration.
+        recipe: what they came to.
+    """
+
+    translation: Translation
+    recipe: Recipe
+    world: World
+    batch: Batch
+    optimizer: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this rank."""
+        return self.world.device
+
+    @property
+    def global_rank(self) -> int:
+        """Return this rank's number."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Return how many ranks have data of their own."""
+        return self.batch.world
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step, of all ranks together."""
+        return self.batch.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples that a rank's forward sees."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the passes between two updates."""
+        return self.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step by the number of passes; a rank's forward sees as many as before.
+
+        Raises:
+            ConfigError: no multiple of what a pass of all ranks sees.
+        """
+        self.batch = self.batch.of_total(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples that a rank's forward sees, and with them those of a step.
+
+        Raises:
+            ConfigError: no positive number.
+        """
+        self.batch = self.batch.of_micro(micro_batch_size)
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage that the configuration says."""
+        return self.recipe.stage
+
+    def gradient_clipping(self) -> float:
+        """Return the largest norm of gradients; 0 is any."""
+        return self.recipe.conduct.clip
+
+    def fp16_enabled(self) -> bool:
+        """Tell whether parameters are float16."""
+        return self.recipe.plan.precision.parameters is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Tell whether parameters are bfloat16."""
+        return self.recipe.plan.precision.parameters is torch.bfloat16
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group of parameters."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each group, or its betas where it has none."""
+        has = any("momentum" in group for group in self.optimizer.param_groups)
+        return self._of_groups("momentum" if has else "betas")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
