@@ -12,7 +12,9 @@ import torch
 
 from npuzero.api import AdamW, LossScaler
 from npuzero.comm import Mesh, World
+from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 from npuzero.compat.internevo.settle import ISP, bubbles, overlapped, translated
+from npuzero.compat.rules import Decision
 from npuzero.compat.translation import Translation
 from npuzero.config import Settings
 from npuzero.errors import ConfigError
@@ -180,32 +182,15 @@ class Configuration:
         betas = (given.pop("beta1"), given.pop("beta2"))
         return AdamW(parameters, betas=betas, **given)
 
-    def lr_scheduler(self, optimizer: Any) -> Any:
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> FineTuneCosineAnnealingWarmupLR | None:
+        """Return the schedule of the learning rate; None where the file has none."""
         said = self.translation.into("lr_scheduler")
-        base = optimizer.param_groups[0]["lr"]
+        return FineTuneCosineAnnealingWarmupLR(optimizer, **said) if said else None
 
-        def rate(taken: int) -> float:
-            total, begin, low = said["total_steps"], said["init_steps"], said["eta_min"]
-            warm = int(total * said["warmup_ratio"])
-            if taken < begin:
-                return 0.0
-            if taken < begin + warm:
-                return (taken + 1 - begin) / warm
-            part = (taken - begin - warm) / (total - begin - warm)
-            return (low + (base - low) * (1 + math.cos(math.pi * part)) / 2) / base
-
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-
-    def beta2_scheduler(self, optimizer: Any) -> Any:
+    def beta2_scheduler(self, optimizer: torch.optim.Optimizer) -> Beta2Scheduler | None:
+        """Return the schedule of Adam's second beta; None where the file has none."""
         said = self.translation.into("beta2_scheduler")
-
-        class S:
-            taken = 0
-            def step(self):
-                self.taken += 1
-                for g in optimizer.param_groups:
-                    g["betas"] = (g["betas"][0], max(said["init_beta2"], 1 - self.taken ** -said["c"]))
-        return S()
+        return Beta2Scheduler(optimizer, **said) if said else None
 
     def scaler(self) -> LossScaler:
         """Return the loss scaler: in float32 one whose scale is 1, and which skips what is not finite all the same."""
@@ -218,11 +203,16 @@ class Configuration:
         return LossScaler(**said)
 
 
-def explain(path: str | Path) -> Translation:
+def explain(path: str | Path, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
     """Return what becomes of each key of a configuration; no key raises here.
 
+    Args:
+        path: of the file.
+        world: ranks, to say of sizes what they come to; None: they are as they are.
+        auto: for other doors; InternEvo leaves no value to anybody, so there is nothing to fill in.
+
     Raises:
-        ConfigError: the file says what would have to be run.
+        ConfigError: the file says what would have to be run; values for "auto" are given.
 
     Example::
 
@@ -231,7 +221,25 @@ def explain(path: str | Path) -> Translation:
         for key, value, decision, where, words in internevo.explain("7B_sft.py").rows():
             print(key, value, decision, where, words)
     """
-    return translated(path)[1]
+    if auto:
+        do = "Leave it out."
+        raise ConfigError("auto", expected="nothing: no key of InternEvo's is 'auto'", got=", ".join(auto), do=do)
+    evaluated, found = translated(path)
+    if world is not None and not found.decided(Decision.REFUSED):
+        _say_of(Configuration(Path(path), evaluated.values, found), world)
+    return found
+
+
+def _say_of(config: Configuration, world: int) -> None:
+    """Say of zero1.size what the sizes come to for so many ranks; refuse one that does not divide them."""
+    try:
+        sizes, plan = config.sizes(world), config.plan(world)
+    except ConfigError as error:
+        config.translation.refuse(error.subject, f"It is to be {error.expected}. {error.do}")
+        return
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, None))
+    words = f"Of {world} ranks: the plan {plan.name!r}" + (f", and npuzero.mesh({axes})." if axes else ".")
+    config.translation.amend("parallel.zero1.size", Decision.TRANSLATED, words)
 
 
 def load(path: str | Path) -> Configuration:

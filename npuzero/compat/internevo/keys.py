@@ -299,7 +299,14 @@ ADAM = (
 
 SCHEDULERS = (
     Rule("lr_scheduler.total_steps", HONOURED, "The cosine ends there.", "lr_scheduler.total_steps", integer(1)),
-    Rule("lr_scheduler.init_steps", HONOURED, "Steps at a rate of 0 in front.", "lr_scheduler.init_steps", integer(0)),
+    Rule(
+        "lr_scheduler.init_steps",
+        HONOURED,
+        "Steps at a rate of 0 in front.",
+        "lr_scheduler.init_steps",
+        integer(0),
+        trap="Where no warmup follows them InternEvo's rate stays near 0; here the cosine begins at adam.lr.",
+    ),
     Rule(
         "lr_scheduler.warmup_ratio",
         HONOURED,
@@ -396,13 +403,13 @@ DATA = (
 )
 
 #: What becomes of each key.
-KEYS = Rules((*PARALLEL, *HYBRID_ZERO_OPTIMIZER, *GRAD_SCALER, *ADAM, *SCHEDULERS, *MODEL, *DATA, *OTHERS))
+RULES = Rules((*PARALLEL, *HYBRID_ZERO_OPTIMIZER, *GRAD_SCALER, *ADAM, *SCHEDULERS, *MODEL, *DATA, *OTHERS))
 
 #: Of the sections in OWN the keys from which something follows: what is nearly one of them is taken for a slip.
 COUNTING = {
     section: tuple(
         path.rpartition(".")[2]
-        for path in (rule.path for rule in KEYS if rule.decision is not NOTED)
+        for path in (rule.path for rule in RULES if rule.decision is not NOTED)
         if path.startswith(f"{section}.")
     )
     for section in OWN

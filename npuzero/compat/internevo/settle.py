@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from npuzero.compat.internevo.evaluate import Evaluated, evaluate
-from npuzero.compat.internevo.keys import COUNTING, KEYS, SHORT
+from npuzero.compat.internevo.keys import COUNTING, RULES, SHORT
 from npuzero.compat.rules import ABSENT, Decision
 from npuzero.compat.translation import Entry, Translation, translate
 from npuzero.plan import parse_precision
@@ -31,7 +31,7 @@ def translated(path: str | Path) -> tuple[Evaluated, Translation]:
     evaluated = evaluate(path)
     values = _long(evaluated.values)
     keys = {name: value for name, value in values.items() if _is_key(name, evaluated)}
-    found = translate(f"InternEvo configuration {path}", keys, KEYS)
+    found = translate(f"InternEvo configuration {path}", keys, RULES)
     for name, value in values.items():
         if name not in keys:
             words = "A name of the file's own, which counts where the file reads it."
@@ -54,7 +54,7 @@ def _long(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_key(name: str, evaluated: Evaluated) -> bool:
     """Tell whether a name at the top of a file is a key: not what other lines read, nor a constant by its spelling."""
-    known = KEYS.find(name) is not None or bool(KEYS.below(name))
+    known = RULES.find(name) is not None or bool(RULES.below(name))
     return known or not (name in evaluated.read or name.isupper())
 
 
@@ -62,7 +62,7 @@ def _own_keys(found: Translation) -> None:
     """Refuse keys of a program's own sections that are spelt nearly as one that counts."""
     for entry in found.entries:
         section, _, key = entry.path.partition(".")
-        rule = KEYS.find(entry.path)
+        rule = RULES.find(entry.path)
         own = rule is not None and rule.path.endswith("*")
         near = difflib.get_close_matches(key, COUNTING.get(section, ()), n=1, cutoff=_SLIP) if own else []
         if near:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +16,7 @@ from npuzero.checkpoint.weights import Weights
 from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.configuration import Configuration, load
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
+from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 from npuzero.errors import ConfigError, keywords
 from npuzero.parallel.pipeline import Loss
 from npuzero.plan import PIPE, SEQUENCE, TENSOR
@@ -38,8 +39,8 @@ class Initialized(NamedTuple):
 
     model: nn.Module
     optimizer: HybridZeroOptimizer
-    beta2_scheduler: Any
-    lr_scheduler: Any
+    beta2_scheduler: Beta2Scheduler | None
+    lr_scheduler: FineTuneCosineAnnealingWarmupLR | None
     mesh: Mesh
 
 
@@ -127,4 +128,4 @@ def _run_again(model: nn.Module, fraction: float) -> None:
         )
     for block in blocks[: int(len(blocks) * fraction)]:
         again = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        block.forward = again  # type: ignore[method-assign]
+        block.forward = again

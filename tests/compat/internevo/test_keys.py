@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from npuzero.compat import Decision
-from npuzero.compat.internevo import KEYS, evaluate, explain, load
+from npuzero.compat.internevo import RULES, evaluate, explain, load
 from npuzero.compat.rules import flattened
 from npuzero.errors import ConfigError
 from npuzero.plan import MeshShape, Plan
@@ -114,7 +114,7 @@ def test_an_odd_value_in_any_leaf_changes_something_or_is_spoken_of(tmp_path, na
 
 
 def test_every_rule_says_something_and_those_that_count_go_somewhere():
-    for rule in KEYS:
+    for rule in RULES:
         assert rule.words.endswith("."), rule.path
         assert bool(rule.target) == (rule.decision in (Decision.HONOURED, Decision.TRANSLATED)), rule.path
 
