@@ -47,6 +47,12 @@ def evaluate(path: str | Path) -> Evaluated:
 
     Raises:
         ConfigError: no such file, no Python, or Python that would have to be run: ``error.subject`` is file and line.
+
+    Example::
+
+        from npuzero.compat import internevo
+
+        print(internevo.evaluate("7B_sft.py").values["model"])
     """
     return _evaluated(Path(path), Budget())
 

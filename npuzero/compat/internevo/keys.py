@@ -414,5 +414,13 @@ COUNTING = {
     )
     for section in OWN
 }
-#: Sections that may be a number: then it is the key of this name.
-SHORT = {f"parallel.{axis}": "size" for axis in ("zero1", "tensor", "pipeline", "weight", "expert", "expert_weight")}
+#: Sections that may be a number: then it is their ``size``.
+SHORT = (
+    "parallel.zero1",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.weight",
+    "parallel.expert",
+    "parallel.expert_weight",
+    "parallel.expert_zero1",
+)

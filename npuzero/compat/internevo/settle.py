@@ -44,11 +44,11 @@ def translated(path: str | Path) -> tuple[Evaluated, Translation]:
 def _long(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with sections that are a number written out: ``tensor=2`` is ``tensor=dict(size=2)``."""
     found = dict(values)
-    for path, key in SHORT.items():
+    for path in SHORT:
         section, name = path.split(".")
         inner = found.get(section)
         if isinstance(inner, dict) and isinstance(inner.get(name), int) and not isinstance(inner[name], bool):
-            found[section] = {**inner, name: {key: inner[name]}}
+            found[section] = {**inner, name: {"size": inner[name]}}
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from npuzero.__main__ import main
 from npuzero.compat import Decision
 from npuzero.compat.internevo import RULES, evaluate, explain, load
 from npuzero.compat.rules import flattened
@@ -91,7 +92,7 @@ def replaced(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**values, key: replaced(values[key], rest, value) if rest else value}
 
 
-@pytest.mark.parametrize("name", ["7B_isp_sft", "7B_chameleon", "20231221_hw_config", "8B_internlm3"])
+@pytest.mark.parametrize("name", ["8B_internlm3", "7B_chameleon", "20231221_hw_config"])
 def test_an_odd_value_in_any_leaf_changes_something_or_is_spoken_of(tmp_path, name):
     values = dict(evaluate(CONFIGS / f"{name}.py").values)
     config = load(write(tmp_path / "config.py", values))
@@ -169,6 +170,19 @@ def test_what_is_refused_names_key_and_way_out(tmp_path, text, path, words):
     assert [entry.path for entry in explain(tmp_path / "config.py").decided(Decision.REFUSED)] == [path]
 
 
+def test_the_command_prints_what_becomes_of_each_key(capsys):
+    assert main(["config", "explain", str(CONFIGS / "7B_isp_sft.py"), "--world", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "parallel.weight.size" in printed and "Of 16 ranks: the plan 'isp'" in " ".join(printed.split())
+    assert main(["config", "explain", str(CONFIGS / "7B_llama2_zeropp.py")]) == 0
+    assert "npuzero has no ZeroPP" in " ".join(capsys.readouterr().out.split())
+    assert main(["config", "keys", ".py"]) == 0
+    assert "grad_scaler.hysteresis" in capsys.readouterr().out
+    assert main(["config", "explain", str(CONFIGS / "7B_isp_sft.py"), "--world", "3"]) == 0
+    assert "a divisor of the 3 ranks" in " ".join(capsys.readouterr().out.split())
+    assert main(["config", "explain", str(CONFIGS / "7B_sft.py"), "--auto", "adam.lr=1"]) != 0
+
+
 def test_names_of_the_files_own_are_noted_and_keys_of_the_users_own_sections(tmp_path):
     config = config_of(
         tmp_path, "rate = 2e-4\nLOST = 1\nadam = dict(lr=rate)\nmodel = dict(width=4)\ndata = dict(shards=2)"
@@ -212,6 +226,20 @@ def test_isp_shards_weights_over_local_and_states_over_zero1_groups_of_them(tmp_
     preset = Plan.preset("isp", precision="bf16", local_size=weight)
     assert plan.parts == preset.parts
     assert (plan == preset) is (sequence > 1)
+
+
+def test_states_are_shared_by_the_ranks_that_internevo_has_share_them(tmp_path):
+    """The groups of its own example: 32 ranks, of which 8 share weights, and 2 of those that have the same states."""
+    text = "parallel = dict(zero1=2, tensor=dict(size=4, mode='isp'), weight=8)"
+    config = config_of(tmp_path, text)
+    assert config.sizes(32) == {"pipe": 1, "pod": 2, "sequence": 4, "tensor": 1, "local_size": 8}
+    shape = MeshShape(pod=2, node=2, local=8, sequence=4)
+    places = [shape.place(rank) for rank in range(32)]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, place in enumerate(places):
+        groups.setdefault((place["pod"], place["local"]), []).append(rank)
+    expected = [[rank, rank + 8] for rank in (*range(8), *range(16, 24))]
+    assert list(groups.values()) == expected
 
 
 @pytest.mark.parametrize(
