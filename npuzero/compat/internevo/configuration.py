@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from npuzero.api import AdamW, LossScaler
 from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
-from npuzero.compat.internevo.settle import ISP, bubbles, overlapped, translated
+from npuzero.compat.internevo.settle import ISP, Source, bubbles, overlapped, translated
 from npuzero.compat.rules import Decision
 from npuzero.compat.translation import Translation
 from npuzero.config import Settings
@@ -50,8 +49,8 @@ class Configuration:
     """Hold an InternEvo configuration, and what it comes to here. :func:`load` makes it.
 
     Args:
-        path: of the file.
-        values: by name, what the file says, as InternEvo's ``gpc.config`` has it before its own defaults.
+        source: the path of the file.
+        values: by name, what it says, as InternEvo's ``gpc.config`` has it before its own defaults.
         translation: what became of each key.
 
     Example::
@@ -62,7 +61,7 @@ class Configuration:
         print(config.sizes(64), config.plan(64), config.settings)
     """
 
-    path: Path
+    source: str
     values: Mapping[str, Any]
     translation: Translation
 
@@ -178,7 +177,7 @@ class Configuration:
         missing = [f"adam.{key}" for name, key in {**keys, "weight_decay": "weight_decay"}.items() if name not in given]
         if missing:
             do = "Add them; InternEvo needs them, too."
-            raise ConfigError(str(self.path), expected=", ".join(missing), got="no such key", do=do)
+            raise ConfigError(self.source, expected=", ".join(missing), got="no such key", do=do)
         betas = (given.pop("beta1"), given.pop("beta2"))
         return AdamW(parameters, betas=betas, **given)
 
@@ -203,11 +202,11 @@ class Configuration:
         return LossScaler(**said)
 
 
-def explain(path: str | Path, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
+def explain(source: Source, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
     """Return what becomes of each key of a configuration; no key raises here.
 
     Args:
-        path: of the file.
+        source: the path of the file, or what it says as nested mappings.
         world: ranks, to say of sizes what they come to; None: they are as they are.
         auto: for other doors; InternEvo leaves no value to anybody, so there is nothing to fill in.
 
@@ -224,9 +223,9 @@ def explain(path: str | Path, world: int | None = None, auto: Mapping[str, Any] 
     if auto:
         do = "Leave it out."
         raise ConfigError("auto", expected="nothing: no key of InternEvo's is 'auto'", got=", ".join(auto), do=do)
-    evaluated, found = translated(path)
+    evaluated, found = translated(source)
     if world is not None and not found.decided(Decision.REFUSED):
-        _say_of(Configuration(Path(path), evaluated.values, found), world)
+        _say_of(Configuration(evaluated.source, evaluated.values, found), world)
     return found
 
 
@@ -242,11 +241,12 @@ def _say_of(config: Configuration, world: int) -> None:
     config.translation.amend("parallel.zero1.size", Decision.TRANSLATED, words)
 
 
-def load(path: str | Path) -> Configuration:
+def load(source: Source) -> Configuration:
     """Evaluate an InternEvo configuration without running it, and translate it.
 
     Args:
-        path: of the file, a ``.py``. Bases that it takes under ``read_base()`` are looked for around it.
+        source: the path of the file, a ``.py``; bases that it takes under ``read_base()`` are looked for around it. Or
+            what it says, as nested mappings.
 
     Raises:
         ConfigError: the file says what would have to be run (with its line); or keys that npuzero cannot follow, each
@@ -259,9 +259,9 @@ def load(path: str | Path) -> Configuration:
         config = internevo.load("7B_sft.py")
         print(config.plan(ranks=8), config.settings)
     """
-    evaluated, translation = translated(path)
+    evaluated, translation = translated(source)
     translation.check()
-    return Configuration(Path(path), evaluated.values, translation)
+    return Configuration(evaluated.source, evaluated.values, translation)
 
 
 def _divided(ranks: int, key: str, size: int) -> int:

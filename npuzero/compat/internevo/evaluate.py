@@ -29,12 +29,12 @@ class Evaluated:
     """Hold what a file says.
 
     Args:
-        path: of the file.
+        source: the path of the file.
         values: by name what the file and its bases assign at their top, in the order of the first assignments.
         read: names that some expression reads.
     """
 
-    path: Path
+    source: str
     values: Mapping[str, Any]
     read: frozenset[str]
 
@@ -62,7 +62,7 @@ def _evaluated(path: Path, budget: Budget) -> Evaluated:
     file.block(file.source.tree.body)
     named = file.expressions.names.items()
     values = {name: value for name, value in named if not (isinstance(value, Imported) or name.startswith("__"))}
-    return Evaluated(path, values, frozenset(file.expressions.read))
+    return Evaluated(str(path), values, frozenset(file.expressions.read))
 
 
 class _Statements:
@@ -142,7 +142,7 @@ class _Statements:
                 taken = {alias.asname or alias.name: found.values[alias.name]}
             else:
                 do = did_you_mean(alias.name, list(found.values), "Assign it there.")
-                self.source.fail(node, f"a name that {found.path} assigns", repr(alias.name), do)
+                self.source.fail(node, f"a name that {found.source} assigns", repr(alias.name), do)
             self.expressions.names |= taken
 
     def _file(self, node: ast.ImportFrom) -> Path:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from npuzero.compat.internevo.noted import OTHERS, OWN, several
 from npuzero.compat.rules import (
     Decision,
@@ -68,7 +70,7 @@ PARALLEL = (
     Rule(
         "parallel.zero1.size",
         TRANSLATED,
-        "Ranks that share optimizer states: all data ranks at -1, none at 1, else groups of so many; under isp, of "
+        "Ranks that share states: all data ranks from 0 down, none at 1, else groups of so many; under isp, of "
         "those that have the same weights.",
         "Plan.states",
         integer(),
@@ -345,13 +347,20 @@ _DTYPES = {
     "torch.float32": "fp32",
     "torch.tf32": "tf32",
 }
+
+
+def _dtype(value: Any) -> str:
+    """Read a dtype, which a file has as a text, and a program perhaps as it is."""
+    return str(one_of(**_DTYPES)(str(value) if isinstance(value, torch.dtype) else value))
+
+
 MODEL = (
     Rule(
         "model.dtype",
         TRANSLATED,
         "zero(precision=): parameters are converted, masters and sums of gradients are float32.",
         "zero.precision",
-        one_of(**_DTYPES),
+        _dtype,
         absent="fp16",
         trap="Absent it is torch.float16.",
     ),

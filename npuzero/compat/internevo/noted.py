@@ -22,6 +22,10 @@ def several(decision: Decision, section: str, words: str, *keys: str, reads: Rea
 
 
 _SAVE = "npuzero.checkpoint.save(folder, model, optimizer.optim, step=n) and load are your loop's calls."
+_ACTIVATIONS = (
+    "Where activations rest moves no number. To have them on the host, call npuzero.zero yourself with "
+    "replace(config.plan(ranks), activations=Placement(memory=Memory.HOST))."
+)
 _MONITOR = "npuzero sends nothing anywhere: npuzero.observe tells sinks of yours."
 OTHERS = (
     *several(
@@ -52,6 +56,7 @@ OTHERS = (
         "InternEvo's own files are not read: export weights to safetensors, and give initialize(weights=).",
         "load_ckpt_folder",
         "load_model_only_folder",
+        "load_given_ckpt",
         "load_optimizer",
     ),
     Rule(
@@ -92,24 +97,16 @@ OTHERS = (
         reads=flag,
         unless=(False,),
     ),
-    Rule(
+    *several(
+        NOTED,
+        "",
+        "What of a block runs again moves no number: whole blocks do, by model.checkpoint.",
         "selective_checkpoint",
-        REFUSED,
-        "Which part of a block runs again is the model's own: call torch.utils.checkpoint there, and leave it False.",
         reads=flag,
-        unless=(False,),
     ),
-    *(
-        Rule(
-            path,
-            REFUSED,
-            "Give initialize(plan=) a plan with activations=Placement(memory=Memory.HOST), and leave it off.",
-            reads=flag,
-            unless=(False,),
-        )
-        for path in ("selective_checkpoint_offload", "cpu_offloading.enable")
-    ),
-    Rule("cpu_offloading.num_layers", NOTED, "It is off.", reads=integer(0), switch="cpu_offloading.enable"),
+    *several(NOTED, "", _ACTIVATIONS, "selective_checkpoint_offload", reads=flag),
+    *several(NOTED, "cpu_offloading", _ACTIVATIONS, "enable", "offloading_activations", reads=flag),
+    *several(NOTED, "cpu_offloading", _ACTIVATIONS, "num_layers", reads=integer(0)),
     Rule("fp8", REFUSED, "npuzero computes in bf16, fp16, fp32 and tf32: take model.dtype.", unless=(None,)),
     *several(NOTED, "", "AdamW is npuzero's, one kernel for all parameters.", "use_apex_adam", reads=flag),
     *several(NOTED, "", "The name of the run: your program's.", "JOB_NAME"),

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from npuzero.api import LossScaler, clip_grad_norm_, no_sync
-from npuzero.errors import CheckpointError, ConfigError, StateError
+from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
 
 #: What stands for the norm of gradients that hold an inf, and a NaN, as in InternEvo.
 INF_NORM, NAN_NORM = -1.0, -2.0
 
 
+@keywords(grad_scal_cfg="scaler", zero_cfg="clip_grad_norm", optim="optimizer")
 class HybridZeroOptimizer(torch.optim.Optimizer):
     """Train a sharded model by the calls of InternEvo's ``HybridZeroOptimizer``.
 

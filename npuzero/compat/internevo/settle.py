@@ -22,16 +22,20 @@ ISP = "isp"
 _SLIP = 0.8
 
 
-def translated(path: str | Path) -> tuple[Evaluated, Translation]:
+#: A configuration: its file, or what it says.
+Source = str | Path | Mapping[str, Any]
+
+
+def translated(source: Source) -> tuple[Evaluated, Translation]:
     """Return what a configuration says, and what becomes of each of its keys; no key raises here.
 
     Raises:
         ConfigError: the file says what would have to be run.
     """
-    evaluated = evaluate(path)
+    evaluated = Evaluated("a mapping", source, frozenset()) if isinstance(source, Mapping) else evaluate(source)
     values = _long(evaluated.values)
     keys = {name: value for name, value in values.items() if _is_key(name, evaluated)}
-    found = translate(f"InternEvo configuration {path}", keys, RULES)
+    found = translate(f"InternEvo configuration {evaluated.source}", keys, RULES)
     for name, value in values.items():
         if name not in keys:
             words = "A name of the file's own, which counts where the file reads it."

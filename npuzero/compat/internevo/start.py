@@ -17,8 +17,9 @@ from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.configuration import Configuration, load
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
 from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
+from npuzero.compat.internevo.settle import Source
 from npuzero.errors import ConfigError, keywords
-from npuzero.parallel.pipeline import Loss
+from npuzero.parallel.pipeline import Loss, Pipeline
 from npuzero.plan import PIPE, SEQUENCE, TENSOR
 from npuzero.shard.discover import discover
 
@@ -30,7 +31,7 @@ class Initialized(NamedTuple):
     """Hold what :func:`initialize` has made.
 
     Attributes:
-        model: sharded; over a pipeline what :func:`npuzero.pipeline` returned.
+        model: sharded; over a pipeline what :func:`npuzero.pipeline` returned, whose ``step`` scales the loss.
         optimizer: with loss scale and clipping inside.
         beta2_scheduler, lr_scheduler: to step after each step of the optimizer that was taken; None where the
             configuration has no such section.
@@ -47,7 +48,7 @@ class Initialized(NamedTuple):
 @keywords(config="configuration")
 def initialize(
     model: nn.Module,
-    configuration: Configuration | str | Path,
+    configuration: Configuration | Source,
     *,
     world: World | None = None,
     divide: Divide | None = None,
@@ -59,7 +60,7 @@ def initialize(
 
     Args:
         model: on this rank's device, or on meta; yours: what the section ``model`` says of its layers is not read.
-        configuration: what :func:`load` returned, or a path.
+        configuration: what :func:`load` returned, or takes.
         world: the ranks; None: those of :func:`npuzero.init`.
         divide: divides the model over tensor ranks, or over those that share sequences; None: by
             ``npuzero.parallel.tensor`` in the configuration's mode, or ``npuzero.parallel.sequence``.
@@ -103,6 +104,9 @@ def initialize(
         model = zero(model, plan=plan, weights=weights, mesh=mesh, settings=config.settings)
     adamw = config.adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
     optimizer = HybridZeroOptimizer(model, adamw, config.scaler(), config.max_norm)
+    if isinstance(model, Pipeline):
+        # Nobody else scales a pipeline's loss, and step() divides by the scale.
+        model.step = functools.partial(model.step, scaler=optimizer.grad_scaler)  # type: ignore[method-assign]
     return Initialized(model, optimizer, config.beta2_scheduler(adamw), config.lr_scheduler(adamw), mesh)
 
 

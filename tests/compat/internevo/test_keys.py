@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from npuzero.__main__ import main
 from npuzero.compat import Decision
@@ -28,6 +29,8 @@ MEANT = [
     ("7B_internlm2", 64, {}, "zero1.5", 8),
     ("7B_isp_sft", 8, {"sequence": 2}, "isp", 4),
     ("20B_isp_sft", 64, {"sequence": 32}, "isp", 4),
+    ("20B_internlm2", 128, {"pipe": 4}, "weight", 4),
+    ("20B_internlm2", 256, {"pipe": 4, "pod": 2}, "weight", 4),
     ("7B_MoE4_sft", 16, {}, "zero1", None),
     ("57B_qwen2_MoE", 16, {}, "zero1", None),
     ("qwen3_30B_A3B", 64, {}, "weight", 8),
@@ -158,7 +161,7 @@ def test_every_rule_says_something_and_those_that_count_go_somewhere():
         ("grad_scaler = dict(max_scale=4)", "grad_scaler.max_scale", "initial_scale"),
         ("grad_scaler = dict(fp16=dict(min_scale=2**20))", "grad_scaler.fp16.min_scale", "initial_scale"),
         ("use_fp32_norm = True", "use_fp32_norm", "float32"),
-        ("selective_checkpoint = True", "selective_checkpoint", "torch.utils.checkpoint"),
+        ("fp8 = dict(margin=0)", "fp8", "model.dtype"),
         ("lr_scheduler = dict(last_epoch=5)", "lr_scheduler.last_epoch", "state_dict"),
         ("hybrid_zero_optimizer = dict(reduce_bucket_size=0)", "hybrid_zero_optimizer.reduce_bucket_size", "from 1"),
     ],
@@ -343,6 +346,15 @@ def test_the_dtype_says_precision_and_whether_there_is_a_scale(tmp_path):
         assert config.scaler().get_scale() == 1
         entry = next(e for e in config.translation.entries if e.path == "grad_scaler.fp16.initial_scale")
         assert entry.decision is Decision.NOTED
+
+
+def test_a_mapping_is_taken_as_a_file_is_and_dtypes_as_they_are():
+    values = {"model": {"dtype": torch.bfloat16}, "parallel": {"zero1": 4}}
+    config = load(values)
+    assert config.plan(16) == Plan.preset(1.5, precision="bf16", local_size=4)
+    assert config.values is values
+    with pytest.raises(ConfigError, match=r"a mapping.*'adam'"):
+        load({"adm": {}})
 
 
 def test_adam_without_a_key_is_refused_where_it_is_made(tmp_path):

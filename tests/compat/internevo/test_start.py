@@ -20,14 +20,15 @@ TEXT = """
 data = dict(micro_num={micro_num})
 hybrid_zero_optimizer = dict(overlap_sync_grad=True, clip_grad_norm=1.0)
 adam = dict(lr=1e-2, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-3, weight_decay=0.01)
-model = dict(dtype="torch.float32", num_chunks={chunks}, checkpoint={checkpoint})
+model = dict(dtype="torch.{dtype}", num_chunks={chunks}, checkpoint={checkpoint})
 parallel = dict({parallel})
 """
 STEPS = 3
 
 
-def config_at(path: Any, parallel: str, micro_num: int = 1, chunks: int = 1, checkpoint: float = 0) -> Any:
-    path.write_text(TEXT.format(parallel=parallel, micro_num=micro_num, chunks=chunks, checkpoint=checkpoint))
+def config_at(path: Any, parallel: str, micro_num: int = 1, chunks: int = 1, checkpoint: float = 0, **more: Any) -> Any:
+    values = {"micro_num": micro_num, "chunks": chunks, "checkpoint": checkpoint, "dtype": "float32", **more}
+    path.write_text(TEXT.format(parallel=parallel, **values))
     return load(path)
 
 
@@ -66,7 +67,7 @@ def test_a_pipeline_trains_as_one_process(tmp_path, pipeline, chunks, checkpoint
         made = initialize(stack(), config, world=world, loss_fn=F.mse_loss)
         assert made.lr_scheduler is made.beta2_scheduler is None
         for step in range(STEPS):
-            made.model.step(batch(step), target=batch(step + 100), scaler=made.optimizer.grad_scaler)
+            made.model.step(batch(step), target=batch(step + 100))
             done, norms = made.optimizer.step()
             assert done and norms["0_default"] > 0
         return npuzero.full_state_dict(made.model, rank0_only=False)
@@ -74,6 +75,27 @@ def test_a_pipeline_trains_as_one_process(tmp_path, pipeline, chunks, checkpoint
     expected = plain(stack(), lambda model, step: F.mse_loss(model(batch(step)), batch(step + 100)))
     for found in run_threads(2, body):
         assert_close(found, expected)
+
+
+def test_a_pipelines_loss_is_scaled_without_a_word(tmp_path):
+    config = config_at(tmp_path / "config.py", "pipeline=2", 4, dtype="bfloat16")
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+    def body(world: World) -> Any:
+        made = initialize(stack(), config, world=world, loss_fn=F.mse_loss)
+        loss = made.model.step(batch, target=batch.bfloat16())
+        assert made.model.step(batch, train=False) is None or world.rank == 1
+        done, norms = made.optimizer.step()
+        return loss.item(), made.optimizer.loss_scale.item(), done, norms["0_default"]
+
+    model = stack()
+    expected = F.mse_loss(model(batch), batch)
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    for loss, scale, done, found in run_threads(2, body):
+        assert (scale, done) == (2.0**16, True)
+        assert loss == pytest.approx(expected.item(), rel=0.05)
+        assert found == pytest.approx(norm.item(), rel=0.05)
 
 
 def llama() -> nn.Module:
