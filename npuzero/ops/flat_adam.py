@@ -22,8 +22,9 @@ from npuzero.ops.reference import flat_adam as reference
 class Segment:
     """Describe a range [begin, end) of the line, in elements, and its update; names as in torch.optim.Adam.
 
-    `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's. `row`:
-    the row of `dynamic` that has the coefficients of lr and step, which are then not looked at.
+    `step` counts from 1 and already includes this update. `decoupled` is AdamW's weight decay, else it is L2's. Without
+    `bias_correction` moments are taken for what they are, however few steps they have seen. `row`: the row of `dynamic`
+    that has the coefficients of lr and step, which are then not looked at.
 
     Random bits (where something is rounded stochastically) depend on seed, step, stream and place alone: `stream` says
     of which parameter the elements are, `place` where in it `begin` lies (None: the line is the parameter).
@@ -43,6 +44,7 @@ class Segment:
     row: int | None = None
     stream: int = 0
     place: int | None = None
+    bias_correction: bool = True
 
 
 class Coefficients(NamedTuple):
@@ -102,9 +104,9 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
         max_exp_avg_sq: as exp_avg_sq; needed where a segment has amsgrad, else as low.
         grad_scale: float32[1] that multiplies the gradient.
         skip: float32[1]; where it is not zero nothing is written.
-        dynamic: float32[rows, 4]: step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step), decay
-            (1 - lr * weight_decay where decoupled, else 1) and step of the segments that name a row, for lr and steps
-            that only the device knows; :func:`npuzero.optim.dynamic_rows` makes it.
+        dynamic: float32[rows, 4]: step_size = lr / (1 - beta1^step), bias2_sqrt = sqrt(1 - beta2^step) (lr and 1 where
+            there is no bias correction), decay (1 - lr * weight_decay where decoupled, else 1) and step of the segments
+            that name a row, for lr and steps that only the device knows; :func:`npuzero.optim.dynamic_rows` makes it.
         seed: in [0, 2^64), of what is rounded stochastically: exp_avg_sq where it is not float32, masters in bfloat16.
 
     Raises:
@@ -120,13 +122,16 @@ def coefficients(segment: Segment) -> Coefficients:
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
     decays = segment.weight_decay != 0
+    bias1, bias2 = (
+        1 - beta**segment.step if segment.bias_correction else 1.0 for beta in (segment.beta1, segment.beta2)
+    )
     return Coefficients(
         *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
         eps=float32(segment.eps),
         weight_decay=float32(segment.weight_decay),
         decay=float32(1 - segment.lr * segment.weight_decay) if segment.decoupled and decays else 1.0,
-        step_size=float32(segment.lr / (1 - segment.beta1**segment.step)),
-        bias2_sqrt=float32(math.sqrt(1 - segment.beta2**segment.step)),
+        step_size=float32(segment.lr / bias1),
+        bias2_sqrt=float32(math.sqrt(bias2)),
         l2=decays and not segment.decoupled,
         maximize=segment.maximize,
         amsgrad=segment.amsgrad,
@@ -143,7 +148,10 @@ class Line(_flat.Line[Segment]):
     least_moments = 2
     dynamic = DYNAMIC
     coefficients = staticmethod(coefficients)
-    hyper = ("lr", "beta1", "beta2", "eps", "weight_decay", "step", "decoupled", "maximize", "amsgrad", "row")
+    hyper = (
+        *("lr", "beta1", "beta2", "eps", "weight_decay", "step", "decoupled", "maximize", "amsgrad", "row"),
+        "bias_correction",
+    )
 
     def __init__(
         self,

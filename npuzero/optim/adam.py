@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from npuzero import ops
-from npuzero.errors import keywords
+from npuzero.config import describe
+from npuzero.errors import ConfigError, keywords
 from npuzero.optim.fused import Fused
 from npuzero.optim.optimizer import ZeroOptimizer
 from npuzero.optim.rule import Options, Range, Rule
@@ -26,21 +27,34 @@ class AdamRule(Rule):
 
     Args:
         optimizer_class: torch's, which checks options.
+        bias_correction: False takes moments as they are. What torch has not is an option of groups only where it says
+            something else: groups are torch's otherwise.
         always: see :class:`Rule`.
     """
 
     moments: ClassVar = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
     line = ops.Line
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], **always: Any) -> None:
+    def __init__(self, optimizer_class: type[torch.optim.Optimizer], bias_correction: bool, **always: Any) -> None:
         self.alike = f"torch.optim.{optimizer_class.__name__}"
-        self.always = always
+        self.always = always if bias_correction else {**always, "bias_correction": False}
         self._class = optimizer_class
+        self._corrects = bool(bias_correction)
 
     def defaults(self, options: Mapping[str, Any]) -> Options:
         arguments = inspect.signature(self._class).parameters.keys() - {"params"}
         mine = {key: value for key, value in options.items() if key in arguments}
-        return self._class([torch.zeros(1)], **mine).defaults
+        said = options.get("bias_correction", self._corrects)
+        if said is not self._corrects:
+            raise ConfigError(
+                f"bias_correction={said!r}",
+                expected=f"{self._corrects}, which the optimizer was told for all of its groups"
+                if isinstance(said, bool)
+                else "True or False",
+                got=describe(said),
+                do="Say it to the optimizer; parameters that want another get an optimizer of their own.",
+            )
+        return {**self._class([torch.zeros(1)], **mine).defaults, **self.always}
 
     def kept(self, options: Mapping[str, Any]) -> Sequence[str]:
         return list(self.moments)[: 3 if options["amsgrad"] else 2]
@@ -63,6 +77,7 @@ class AdamRule(Rule):
             last.row,
             first.stream,
             first.place,
+            self._corrects,
         )
 
     def keeps_zeros(self, options: Mapping[str, Any]) -> bool:
@@ -71,28 +86,35 @@ class AdamRule(Rule):
     def rows(
         self, options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device
     ) -> Tensor:
-        return dynamic_rows(options, steps, device)
+        return dynamic_rows(options, steps, device, self._corrects)
 
 
-def dynamic_rows(options: Sequence[Mapping[str, Any]], steps: Sequence[float | Tensor], device: torch.device) -> Tensor:
+def dynamic_rows(
+    options: Sequence[Mapping[str, Any]],
+    steps: Sequence[float | Tensor],
+    device: torch.device,
+    bias_correction: bool = True,
+) -> Tensor:
     """Return [rows, 4] float32 on ``device``: what lr and step come to, computed there in float64 without a host's
     wait.
 
     Args:
         options: of each row: lr (a number or a tensor of one element), betas, weight_decay, decoupled_weight_decay.
         steps: of each row the step count, this update included; a number or a tensor.
+        bias_correction: whether moments are divided by what they lack yet.
     """
     lr = column([o["lr"] for o in options], device)
     beta1, beta2 = (column([o["betas"][i] for o in options], device) for i in (0, 1))
     decay = column([o["weight_decay"] if o["decoupled_weight_decay"] else 0.0 for o in options], device)
     count = column(steps, device)
-    return torch.stack([lr / (1 - beta1**count), (1 - beta2**count).sqrt(), 1 - lr * decay, count], dim=1).float()
+    bias1, bias2 = (1 - beta**count if bias_correction else torch.ones_like(count) for beta in (beta1, beta2))
+    return torch.stack([lr / bias1, bias2.sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
 @keywords(learning_rate="lr")
 class Adam(ZeroOptimizer):
     """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
-    :class:`AdamW`.
+    :class:`AdamW`. Its weight decay is L2's, added to the gradient, as that of DeepSpeed's ``adam_w_mode: false``.
 
     Example::
 
@@ -101,7 +123,7 @@ class Adam(ZeroOptimizer):
         optimizer.step()
     """
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and four more
+    def __init__(  # noqa: PLR0913 - torch's signature, and five more
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -116,6 +138,7 @@ class Adam(ZeroOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        bias_correction: bool = True,
         masters: str | None = None,
         moments: str | None = None,
         seed: int = 0,
@@ -133,8 +156,9 @@ class Adam(ZeroOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
         }
-        self._open(Fused(AdamRule(_ADAM), masters, moments, seed, early), params, options)
+        self._open(Fused(AdamRule(_ADAM, bias_correction), masters, moments, seed, early), params, options)
 
 
 @keywords(learning_rate="lr")
@@ -151,6 +175,8 @@ class AdamW(Adam):
             the parameters' device is read there, and never by the host.
         capturable: as torch's: steps are counted on the device, so that a graph can capture :meth:`step` after one step
             outside of it. A replay goes on counting, and sees another lr where that is a tensor on the device.
+        bias_correction: of all groups; False takes moments as they are, too small in the first steps: the choice of
+            BERT's optimizer, and apex's and DeepSpeed's option of this name.
         masters: of plain contiguous bfloat16 parameters: ``"fp32"`` (None); ``"split"``, the 16 bits that the parameter
             lacks, with the same results; ``"none"``, the parameter alone, rounded stochastically. Others have fp32.
         moments: of plain parameters: ``"fp32"`` (None), ``"bf16"`` or ``"int8"``. ``state_dict`` has float32 always.
@@ -186,7 +212,7 @@ class AdamW(Adam):
         optimizer.zero_grad()
     """
 
-    def __init__(  # noqa: PLR0913 - torch's signature, and four more
+    def __init__(  # noqa: PLR0913 - torch's signature, and five more
         self,
         params: Any,
         lr: float | Tensor = 1e-3,
@@ -200,6 +226,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        bias_correction: bool = True,
         masters: str | None = None,
         moments: str | None = None,
         seed: int = 0,
@@ -216,5 +243,7 @@ class AdamW(Adam):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
+            "bias_correction": bias_correction,
         }
-        self._open(Fused(AdamRule(_ADAMW, decoupled_weight_decay=True), masters, moments, seed, early), params, options)
+        rule = AdamRule(_ADAMW, bias_correction, decoupled_weight_decay=True)
+        self._open(Fused(rule, masters, moments, seed, early), params, options)

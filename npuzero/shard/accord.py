@@ -210,14 +210,15 @@ def _compare_rules(said: list[list[Group]], ranks: Sequence[int]) -> None:
             raise _disagreement(
                 f"parameter {name}", "one class of optimizer on every rank", kinds, ranks, key="class", **facts
             )
-        key = next((key for key in first.rule if _differ([group.rule[key] for group in groups])), None)
+        options = dict.fromkeys(key for group in groups for key in group.rule)  # some only groups that say them have
+        key = next((key for key in options if _differ([group.rule.get(key) for group in groups])), None)
         if key is not None and any(group.number != first.number for group in groups):
-            words = [f"group {group.number}, of {key} {group.rule[key]}" for group in groups]
+            words = [f"group {group.number}, of {key} {group.rule.get(key)}" for group in groups]
             expected = "one group on every rank, or groups of the same options"
             raise _disagreement(f"{first.optimizer}: parameter {name}", expected, words, ranks, key=key, **facts)
         if key is not None:
             subject = f"{first.optimizer}: {key} of group {first.number}, which has {name}"
-            values = [group.rule[key] for group in groups]
+            values = [group.rule.get(key) for group in groups]
             raise _disagreement(subject, "the same on every rank", values, ranks, key=key, **facts)
         places = [group.members[name] for group in groups]
         if _differ(places):

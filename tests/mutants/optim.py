@@ -246,6 +246,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("world/test_optimizers.py::test_drop_in",),
     ),
     Mutant(
+        "bias_correction=False is not heard of",
+        "optim/adam.py",
+        "            self._corrects,\n",
+        "            True,\n",
+        ("world/test_adam_rules.py::test_over_plain_parameters_it_has_the_bits_of_the_formula",),
+    ),
+    Mutant(
+        "where the device counts, bias_correction=False is not heard of",
+        "optim/adam.py",
+        "1 - beta**count if bias_correction else torch.ones_like(count)",
+        "1 - beta**count",
+        ("world/test_adam_rules.py::test_stages_and_devices_that_count_give_the_same_bits",),
+    ),
+    Mutant(
+        "ranks of which some correct moments' bias train on, each by its own rule",
+        "shard/accord.py",
+        "options = dict.fromkeys(key for group in groups for key in group.rule)",
+        "options = dict.fromkeys(first.rule)",
+        ("world/test_adam_rules.py::test_ranks_that_differ_are_told",),
+    ),
+    Mutant(
         "of two optimizers under a scaler one decides for both",
         "optim/scaler.py",
         "overflow = self._found[id(optimizer)]",

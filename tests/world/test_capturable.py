@@ -176,17 +176,18 @@ def test_bits_over_plain_parameters() -> None:
         assert_same_bits(found, outcomes[0])
 
 
+@pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("beta1, beta2", [(0.9, 0.999), (0.8, 0.95), (0.0, 0.99999)])
-def test_coefficients_of_the_device_are_the_hosts(beta1: float, beta2: float) -> None:
+def test_coefficients_of_the_device_are_the_hosts(beta1: float, beta2: float, corrects: bool) -> None:
     """Both are rounded once from float64, in which the two powers may differ by a unit in the last place."""
     steps = [*range(1, 400), *range(400, 400_000, 997)]
     for lr, weight_decay in ((1e-3, 0.1), (3.7e-5, 0.0)):
         options = {"lr": torch.tensor(lr, dtype=torch.float64), "betas": (beta1, beta2), "weight_decay": weight_decay}
-        table = dynamic_rows([{**options, "decoupled_weight_decay": True}] * len(steps), steps, CPU)
+        table = dynamic_rows([{**options, "decoupled_weight_decay": True}] * len(steps), steps, CPU, corrects)
         segment = partial(
             Segment, 0, 1, lr, beta1, beta2, 1e-8, weight_decay, decoupled=True, maximize=False, amsgrad=False
         )
-        host = [coefficients(segment(step=step)) for step in steps]
+        host = [coefficients(segment(step=step, bias_correction=corrects)) for step in steps]
         expected = torch.tensor([[k.step_size, k.bias2_sqrt, k.decay, k.step] for k in host])
         assert torch.equal(table, expected) or (
             (table != expected).float().mean() < 1e-3 and ((table - expected).abs() <= 1.2e-7 * expected.abs()).all()

@@ -16,6 +16,7 @@ from npuzero.compat.rules import Decision, Rule, Rules
 from npuzero.compat.translation import Translation, translate
 from npuzero.config import describe, read_json
 from npuzero.errors import ConfigError, did_you_mean
+from npuzero.plan import Plan
 
 PathLike = str | os.PathLike[str]
 Config = Mapping[str, Any] | PathLike
@@ -85,7 +86,7 @@ def _kind(values: Mapping[str, Any], section: str) -> str:
 
 def _open_rules(values: Mapping[str, Any], kinds: Mapping[str, str]) -> list[Rule]:
     """Return rules for options that only a class of torch's has."""
-    owners = {"optimizer": "Options", "scheduler": "Schedule"}
+    owners = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
     made = {"optimizer": optimizer_of(kinds["optimizer"], True, False), "scheduler": schedule_of(kinds["scheduler"])}
     rules = []
     for section, maker in made.items():
@@ -122,7 +123,7 @@ def _check_options(found: Translation, section: str, made: Callable[[], Maker | 
             found.refuse(f"{section}.type", "Options need a type: name it, such as AdamW or WarmupLR.")
         return
     for name, entry in given.items():
-        goes = entry.target.partition(".")[0] in ("Options", "Schedule")
+        goes = entry.target.partition(".")[0] in ("optimizer", "lr_scheduler")
         if entry.counts and goes and name not in maker.options:
             words = f"{found.value(f'{section}.type')} takes {', '.join(maker.options)}"
             found.refuse(entry.path, f"{words}. {did_you_mean(name, maker.options, 'Leave it out.')}")
@@ -143,15 +144,16 @@ def _check_plan(found: Translation) -> None:
     """Refuse, or note, what does not go with the stage."""
     if found.decided(Decision.REFUSED):
         return  # what is to be placed is not known
-    try:
-        plan = plan_of(found)
-    except ConfigError as error:
-        found.refuse("zero_optimization.stage", f"{error.expected.capitalize()}; got {error.got}. {error.do}")
-        return
-    for path, what in _OF_SHARDED_PARAMETERS.items() if not plan.parameters.axes else ():
+    sharded = Plan.preset(found.into("zero").get("stage", 0)).parameters.axes
+    for path, what in _OF_SHARDED_PARAMETERS.items() if not sharded else ():
         if found.value(path):
             decision = Decision.REFUSED if what else Decision.NOTED
             found.amend(path, decision, what or "Without effect, as parameters are not sharded: that is stage 3.")
+    try:
+        if not found.decided(Decision.REFUSED):
+            plan_of(found)
+    except ConfigError as error:
+        found.refuse("zero_optimization.stage", f"Expected {error.expected}; got {error.got}. {error.do}")
 
 
 #: What says something of parameters that are sharded, and what to do elsewhere; nothing where it is without effect.

@@ -130,9 +130,16 @@ def _chosen(config: Config | None, config_params: Config | None, args: Any) -> C
 
 
 def _move(model: nn.Module, world: World, recipe: Recipe) -> None:
-    """Bring the model to this rank's device, but for what is on meta, and its buffers to their dtype."""
+    """Bring the model to this rank's device, but for what is on meta, and parameters and buffers to their dtypes.
+
+    So masters begin as what parameters are in 16 bits, as in DeepSpeed; under :func:`npuzero.zero` alone they begin as
+    what parameters were before.
+    """
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(world.device)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(recipe.plan.precision.parameter_of(parameter.dtype))
     dtype = recipe.conduct.buffers
     for buffer in model.buffers() if dtype is not None else ():
         if buffer.is_floating_point():

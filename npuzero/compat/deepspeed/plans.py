@@ -51,7 +51,7 @@ def plan_of(found: Translation) -> Plan:
         )
     if said.get("host_activations"):
         plan = replace(plan, activations=Placement((), Memory.HOST))
-    return _offloaded(plan, found.into("Offload"))
+    return _offloaded(plan, found.into("offload"))
 
 
 def _precision(found: Translation, said: dict[str, Any]) -> Precision:
@@ -84,6 +84,6 @@ def settings_of(found: Translation) -> Settings:
     elements = found.into("zero").get("bucket_elements")
     if elements is not None:
         said["bucket_bytes"] = min(elements * parameter_dtype(found).itemsize, _MOST_BUCKET_BYTES)
-    paths = found.into("Offload")
+    paths = found.into("offload")
     folders = {str(paths[key]) for key in ("optimizer_path", "param_path") if paths.get(key)}
     return Settings(nvme_paths=tuple(sorted(folders)), **said)

@@ -78,8 +78,8 @@ class Recipe:
             settings_of(found),
             _scale_of(found),
             cast.get("dtype", torch.bfloat16) if cast.get("enabled") else None,
-            _with_options(made_optimizer(found), found.into("Options")),
-            _with_options(made_schedule(found), found.into("Schedule")),
+            _with_options(made_optimizer(found), found.into("optimizer")),
+            _with_options(made_schedule(found), found.into("lr_scheduler")),
             bool(found.into("Loader").get("drop_last", False)),
             Conduct(**found.into("Engine")),
             int(found.into("zero").get("stage", 0)),
@@ -94,7 +94,7 @@ def _scale_of(found: Translation) -> dict[str, Any] | None:
     """Return the options of the loss scaler: one that moves, one that stays, or that of 1, which skips alone."""
     parameters = parameter_dtype(found)
     if parameters is torch.float16:
-        said = found.into("LossScale")
+        said = found.into("LossScaler")
         static, power = said.pop("static"), said.pop("power")
         return (
             {**said, "init_scale": max(2.0**power, said["floor"]), "growth_delay": 1} if not static else _still(static)

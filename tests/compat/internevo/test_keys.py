@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from npuzero.__main__ import main
+from npuzero.cli import main
 from npuzero.compat import Decision
 from npuzero.compat.internevo import RULES, evaluate, explain, load
 from npuzero.compat.rules import flattened

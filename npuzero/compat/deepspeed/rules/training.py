@@ -87,7 +87,7 @@ BATCH = (
         "Engine.clip",
         number(least=0),
         absent=1.0,
-        trap="Absent it is 1.0 in 0.19.8, and was 0, no clipping, in earlier versions: write the one that you mean.",
+        trap="Absent it is 1.0 since 0.19.3, and was 0, no clipping, before: write the one that you mean.",
     ),
     Rule("dataloader_drop_last", H, "The loader drops what does not fill a batch.", "Loader.drop_last", flag),
 )
@@ -154,7 +154,7 @@ def _bf16(section: str) -> tuple[Rule, ...]:
             flag,
             switch=on,
             absent=True if section == "bf16" else ABSENT,
-            trap="Absent it is true since 0.19; before, such updates were made." if section == "bf16" else "",
+            trap="Absent it is true since 0.19.3; before, such updates were made." if section == "bf16" else "",
         ),
         Rule(f"{section}.immediate_grad_update", N, "It moves no bit here.", reads=flag, switch=on),
         Rule(f"{section}.bf16_master_weights_and_grads", R, masters, reads=flag, unless=(False,), switch=on),
@@ -188,7 +188,7 @@ PRECISION = (
         "fp16.loss_scale",
         T,
         "0: the scale moves; else it stays so.",
-        "LossScale.static",
+        "LossScaler.static",
         number(least=0),
         switch=_FP16,
         absent=0,
@@ -197,7 +197,7 @@ PRECISION = (
         "fp16.initial_scale_power",
         T,
         "The first scale is 2 to its power.",
-        "LossScale.power",
+        "LossScaler.power",
         integer(0, 127),
         switch=_FP16,
         absent=16,
@@ -206,7 +206,7 @@ PRECISION = (
         "fp16.loss_scale_window",
         T,
         "After so many steps without an overflow the scale doubles.",
-        "LossScale.growth_interval",
+        "LossScaler.growth_interval",
         integer(1),
         switch=_FP16,
         absent=1000,
@@ -215,7 +215,7 @@ PRECISION = (
         "fp16.hysteresis",
         H,
         "Overflows before the scale halves.",
-        "LossScale.hysteresis",
+        "LossScaler.hysteresis",
         integer(1),
         switch=_FP16,
         absent=2,
@@ -224,7 +224,7 @@ PRECISION = (
         "fp16.consecutive_hysteresis",
         H,
         "Whether a step without an overflow begins their count anew.",
-        "LossScale.consecutive_hysteresis",
+        "LossScaler.consecutive_hysteresis",
         flag,
         switch=_FP16,
         absent=False,
@@ -233,7 +233,7 @@ PRECISION = (
         "fp16.min_loss_scale",
         T,
         "The scale goes no lower; an overflow there ends the run, as in DeepSpeed.",
-        "LossScale.floor",
+        "LossScaler.floor",
         number(above=0),
         switch=_FP16,
         absent=1,
@@ -277,10 +277,10 @@ OPTIMIZER = (
         "0.0 there, where torch's AdamW has 0.01.",
     ),
     Rule("optimizer.legacy_fusion", N, "It chooses among DeepSpeed's own kernels.", reads=flag),
-    Rule("optimizer.params.lr", H, "As it is.", "Options.lr", number(least=0)),
-    Rule("optimizer.params.betas", H, "As they are.", "Options.betas", list_of(number(least=0), 2)),
-    Rule("optimizer.params.eps", H, "As it is.", "Options.eps", number(least=0)),
-    Rule("optimizer.params.weight_decay", H, "As it is.", "Options.weight_decay", number(least=0)),
+    Rule("optimizer.params.lr", H, "As it is.", "optimizer.lr", number(least=0)),
+    Rule("optimizer.params.betas", H, "As they are.", "optimizer.betas", list_of(number(least=0), 2)),
+    Rule("optimizer.params.eps", H, "As it is.", "optimizer.eps", number(least=0)),
+    Rule("optimizer.params.weight_decay", H, "As it is.", "optimizer.weight_decay", number(least=0)),
     Rule(
         "optimizer.params.adam_w_mode",
         T,
@@ -296,8 +296,8 @@ OPTIMIZER = (
         flag,
         trap="With torch_adam weight_decay absent is torch's: 0.01 of AdamW.",
     ),
-    Rule("optimizer.params.bias_correction", H, "As it is.", "Options.bias_correction", flag),
-    Rule("optimizer.params.amsgrad", H, "As it is; DeepSpeed's own kernel refuses true.", "Options.amsgrad", flag),
+    Rule("optimizer.params.bias_correction", H, "As it is.", "optimizer.bias_correction", flag),
+    Rule("optimizer.params.amsgrad", H, "As it is; DeepSpeed's own kernel refuses true.", "optimizer.amsgrad", flag),
     Rule("optimizer.params.fp32_optimizer_states", R, _SCALE_OF_MEMORY, reads=optional(flag), unless=(True, None)),
     Rule("optimizer.params.foreach", N, "npuzero has kernels of its own.", reads=optional(flag)),
     Rule("optimizer.params.fused", N, "npuzero has kernels of its own.", reads=optional(flag)),
@@ -315,7 +315,7 @@ OPTIMIZER = (
 
 
 def _schedule(name: str, reads: Any, words: str = "As it is.") -> Rule:
-    return Rule(f"scheduler.params.{name}", H, words, f"Schedule.{name}", reads)
+    return Rule(f"scheduler.params.{name}", H, words, f"lr_scheduler.{name}", reads)
 
 
 _COUNT = integer(0)
