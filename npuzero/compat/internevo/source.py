@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from npuzero.errors import ConfigError
 
 #: Bytes of one file; files of one configuration; nodes and elements that are looked at in all.
-MOST_BYTES, MOST_FILES, MOST_STEPS = 2**20, 16, 2**21
+MOST_BYTES, MOST_FILES, MOST_STEPS = 2**20, 16, 2**18
 #: Bits of an integer; elements and characters of a value, with all that is inside; how deep it is, and expressions are.
-MOST_BITS, MOST_ELEMENTS, MOST_DEPTH = 1024, 2**16, 100
+MOST_BITS, MOST_ELEMENTS, MOST_DEPTH = 1024, 2**14, 100
 
 # What Python raises where a file's arithmetic does not work.
 _FAILURES = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)

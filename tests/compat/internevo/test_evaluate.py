@@ -108,11 +108,11 @@ BOMBS = {
     "powers": "x = 2**1000\ny = x**1000",
     "product": "x = 2**1000\n" + "x = x * x\n" * 100,
     "text": "x = 'a' * 10**9",
-    "texts": "x = 'a' * 60000\n" + "x = x + x\n" * 60,
+    "texts": "x = 'a' * 10000\n" + "x = x + x\n" * 60,
     "list": "x = [0] * 10**9",
-    "lists": "x = [0] * 60000\n" + "x += x\n" * 60,
+    "lists": "x = [0] * 10000\n" + "x += x\n" * 60,
     "laughs": "a = ['lol'] * 100\n" + "".join(f"{'abcdefgh'[i + 1]} = [{'abcdefgh'[i]}] * 100\n" for i in range(7)),
-    "shared text": "t = 'a' * 60000\nx = [t] * 60000\ny = str(x)",
+    "shared text": "t = 'a' * 10000\nx = [t] * 10000\ny = str(x)",
     "width": "x = f'{1:1000000000}'",
     "precision": "x = f'{1.5:.1000000000f}'",
     "made width": "w = '9' * 9\nx = f'{1:{w}}'",
@@ -122,17 +122,17 @@ BOMBS = {
     "long sum": "x = " + "+".join(["1"] * 20000),
     "parentheses": "x = " + "(" * 100000 + ")" * 100000,
     "digits": "x = " + "9" * 100000,
-    "work": "x = [0] * 60000\n" + "y = x + [1]\n" * 1000,
+    "work": "x = [0] * 10000\n" + "y = x + [1]\n" * 1000,
     "large file": "x = 1\n" + "# comment\n" * 200_000,
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_would_grow_is_refused_before_it_does(say, name):
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ConfigError):
         say(BOMBS[name])
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
 
 
 def test_a_file_of_bases_that_take_each_other_ends(say, tmp_path):
