@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from npuzero import comm
 from npuzero.api import AdamW, LossScaler
 from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
@@ -97,8 +98,8 @@ class Configuration:
         Raises:
             ConfigError: as for :meth:`sizes`.
         """
-        plain = mesh(world=world)
-        return mesh(**self.sizes(plain.world.size), world=plain.world)
+        ranks = comm.current_world() if world is None else world
+        return mesh(**self.sizes(ranks.size), world=ranks)
 
     def plan(self, ranks: int) -> Plan:
         """Return the plan for so many ranks, with the precision and ``local_size``.
@@ -134,6 +135,7 @@ class Configuration:
 
     @property
     def precision(self) -> Precision:
+        """Return what ``model.dtype`` is here."""
         return parse_precision(self.translation.value("model.dtype", "fp16"))
 
     @property

@@ -77,9 +77,10 @@ def _divide_sequences(found: Translation) -> None:
     """Say what tensor and weight sizes are by the mode."""
     weights = found.value("parallel.weight.size", 1)
     if found.value("parallel.tensor.mode") == ISP:
-        tensor = next(entry for entry in found.entries if entry.path == "parallel.tensor.size")
         words = "Under isp: neighbours that share a sequence."
-        found.add(replace(tensor, target="mesh.sequence", words=words))
+        for entry in found.entries:
+            if entry.target == "mesh.tensor" and entry.counts:
+                found.add(replace(entry, target="mesh.sequence", words=words))
         for path in ("parallel.zero1.fsdp", "parallel.fsdp.enable"):
             if found.value(path):
                 found.refuse(path, "isp shards parameters by weight.size: leave it False, or take another mode.")
