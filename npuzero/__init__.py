@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from npuzero import checkpoint as checkpoint
+from npuzero import schedules as schedules
 from npuzero.api import (
     Adam,
     AdamW,
@@ -33,6 +34,7 @@ from npuzero.api import (
     predict,
     register_forward_method,
     report,
+    skip_nonfinite_,
     zero,
 )
 from npuzero.checkpoint.weights import Weights
@@ -118,6 +120,7 @@ __all__ = [
     "predict",
     "register_forward_method",
     "report",
+    "skip_nonfinite_",
     "tiled",
     "zero",
 ]

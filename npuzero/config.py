@@ -173,6 +173,9 @@ class Settings(_Checked):
     )
     verify: bool = setting(True, bool, "compare checksums of what comes back from NVMe")
     io_threads: int = setting(4, int, "threads of a rank that read and write on NVMe", least=1, most=256)
+    ignore_unused_parameters: bool = setting(
+        True, bool, "take a step also where parameters that train took no part in it; False: that is an error"
+    )
     strict: bool = setting(False, bool, "refuse on one rank what the plan refuses on several; nothing is moved for it")
 
     @property

@@ -35,7 +35,7 @@ ROWS = (
     ("memory", "comm"),
     ("shard",),
     ("parallel",),
-    ("optim",),
+    ("optim", "schedules"),
     ("checkpoint",),
     ("api", "info"),
     ("planner",),

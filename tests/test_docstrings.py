@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import npuzero
-from npuzero import checkpoint, parallel
+from npuzero import checkpoint, parallel, schedules
 from npuzero.compat import internevo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,6 +66,7 @@ def public() -> dict[str, Any]:
     named = [(f"npuzero.{name}", getattr(npuzero, name)) for name in npuzero.__all__]
     named += [(f"checkpoint.{name}", getattr(checkpoint, name)) for name in checkpoint.__all__]
     named += [(f"parallel.{name}", getattr(parallel, name)) for name in parallel.__all__]
+    named += [(f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__]
     named += [(f"internevo.{name}", getattr(internevo, name)) for name in internevo.__all__]
     given = {"CutTensor", "Initialized", "Loaded", "Saving", "Stateful"}  # what calls return and take: nobody makes one
     return {

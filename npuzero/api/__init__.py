@@ -1,6 +1,6 @@
 """The composition root: the only place that knows every part."""
 
-from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms
+from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms, skip_nonfinite_
 from npuzero.api.model import gathered, init, no_sync, predict, register_forward_method, report, zero
 from npuzero.api.pipeline import pipeline
 from npuzero.checkpoint.export import export
@@ -28,5 +28,6 @@ __all__ = [
     "predict",
     "register_forward_method",
     "report",
+    "skip_nonfinite_",
     "zero",
 ]

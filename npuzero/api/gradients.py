@@ -74,6 +74,35 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     engine_over("clip_grad_value_", model).gradients.clip_values(float(clip_value))
 
 
+def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
+    """Have the next optimizer step change nothing if any gradient, on any rank, is inf or NaN; without a loss scale.
+
+    For float32 and bfloat16, where nothing else would skip it: DeepSpeed's ``check_grad_overflow``, and InternEvo's
+    step. A skipped step leaves parameters, masters, moments and step counts as they are; the host waits for nothing,
+    as under :class:`npuzero.LossScaler`, which looks by itself. :class:`npuzero.FiniteGuard` stops instead. Over the
+    stages of a pipeline the step of all is skipped. Collective: call it on every rank, after the step's last backward
+    and before :func:`clip_grad_value_`.
+
+    Args:
+        model: made by :func:`zero`, or all of its parameters that train.
+
+    Returns:
+        () bool on the device, the same on every rank: whether the step is skipped.
+
+    Raises:
+        StateError: the model is not sharded.
+        ConfigError: not on every rank, or the optimizer updates early.
+
+    Example::
+
+        loss.backward()
+        skipped = npuzero.skip_nonfinite_(model)
+        npuzero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    """
+    return engine_over("skip_nonfinite_", model).gradients.skip_nonfinite()
+
+
 def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0) -> dict[str, float]:
     """Measure the gradient of each parameter, over all ranks, by one collective: the same floats on every rank.
 

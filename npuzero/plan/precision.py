@@ -105,6 +105,14 @@ class Precision:
             "gathers": GATHERS,
             "feedback": FEEDBACKS,
         }
+        if self.accumulation in (torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"precision.accumulation={self.accumulation}",
+                expected="torch.float32: gradients of micro-batches and ranks add up in it under every plan",
+                got=str(self.accumulation),
+                do="Leave accumulation out. For fewer bytes let gradients travel in 16 bits, wires=torch.bfloat16, shard "
+                "them (stage 2 or 3), or keep them on the host.",
+            )
         for name, values in allowed.items():
             _check_among(name, getattr(self, name), values)
         for name, wire in said(self.wires):

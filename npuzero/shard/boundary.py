@@ -34,6 +34,9 @@ from npuzero.shard.unit import Unit
 from npuzero.shard.update import Update
 from npuzero.shard.values import Values
 
+#: Of how many parameters an error gives the names.
+_NAMED = 10
+
 #: The gradients of a flat, from which on their memory is lent between steps: moving less is not worth the calls.
 LENT_BYTES = 2**20
 
@@ -59,7 +62,7 @@ class Boundary:
         agreed: whether the ranks know which of them there are, for the update to come.
     """
 
-    def __init__(  # noqa: PLR0917 - the parts that act at the boundary, made and wired by the engine
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts that act at the boundary, made and wired by the engine
         self,
         units: Sequence[Unit],
         world: World,
@@ -70,6 +73,8 @@ class Boundary:
         early: Early,
         values: Values,
         census: Census,
+        *,
+        ignore_unused: bool,
     ) -> None:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
@@ -80,6 +85,7 @@ class Boundary:
         self.early = early
         self._values = values
         self._census = census
+        self._ignore_unused = ignore_unused
         self.accord = Accord(self._flats, world, pipe.world)
         self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
@@ -164,9 +170,13 @@ class Boundary:
         # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
         self._reducer.finish()
         self.accord.begin_vote()
-        self._used = self._pipe.tie(self._vote(present))
+        votes = self._vote(present)
+        in_use = {flat: [ranks > 0 for ranks in slots] for flat, slots in votes.items()}
+        self._used = self._pipe.tie(in_use)
         self._clear_unused(self._used)
         self._some = self._pipe.agree(_any(self._used), self.accord)
+        if self._some and not self._ignore_unused:
+            self._refuse_unused(votes)
         with torch._C.DisableTorchFunctionSubclass():
             for flat, used in self._used.items():
                 for i, (anywhere, here) in enumerate(zip(used, present[flat], strict=True)):
@@ -204,13 +214,43 @@ class Boundary:
             nothing = torch.empty(0, device=self.gradient_scale.device)
             group.communicator("gather").all_reduce(nothing, tag="a step without a backward pass").wait()
 
-    def _vote(self, present: dict[Flat, list[bool]]) -> dict[Flat, list[bool]]:
-        """Return True where any rank says True; clear a gradient that some rank dropped and no rank has.
+    def _refuse_unused(self, votes: Mapping[Flat, list[int]]) -> None:
+        """Raise where some rank has no gradient of a parameter that trains. Collective over the stages.
+
+        Raises:
+            ConfigError: an optimizer begins its updates before anybody can know.
+            StateError: on every rank of every stage: there is such a parameter.
+        """
+        self.early.refuse("Settings(ignore_unused_parameters=False)")
+        ranks = self._mesh.size(STAGE)
+        with torch._C.DisableTorchFunctionSubclass():
+            unused = [
+                flat.layout.slots[i].name
+                for flat, here in votes.items()
+                for i in flat.slots
+                if here[i] < ranks
+                and flat.parameters[i].requires_grad
+                and not (flat.rests.tied and self._used[flat][i])  # the other end of the pipeline has used it
+            ]
+        if any(self._pipe.any(bool(unused))):
+            names = self._pipe.names(unused)
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            raise StateError(
+                "a step with Settings(ignore_unused_parameters=False)",
+                expected="a gradient of every parameter that trains, on every rank",
+                got=f"none, on some rank, of {', '.join(names[:_NAMED])}{more}",
+                do="Let the loss of every rank depend on them, or freeze them by requires_grad_(False) on every rank. "
+                "Nothing was updated; zero_grad() drops these gradients.",
+                parameters=names,
+            )
+
+    def _vote(self, present: dict[Flat, list[bool]]) -> Mapping[Flat, list[int]]:
+        """Return on how many ranks each slot has a gradient; clear one that some rank dropped and no rank has.
 
         Where ranks follow different rules, or any has written into parameters, all compare.
         """
         if not present or self._mesh.size(STAGE) == 1:
-            return present
+            return {flat: [*map(int, here)] for flat, here in present.items()}
         flags = [flag for flat in self._flats for flag in present[flat]]
         ballot = [*flags, self._dropped, self._values.written, *self.accord.ballot(present)]
         votes = torch.tensor(ballot, dtype=torch.float32)
@@ -219,8 +259,8 @@ class Boundary:
         self.accord.look(sums[-DIGEST_BITS:])
         if written:
             self._values.compare_written()
-        votes_of = iter(used)
-        agreed = {flat: [next(votes_of) > 0 for _ in flat.slots] for flat in self._flats}
+        votes_of = map(int, used)
+        agreed = {flat: [next(votes_of) for _ in flat.slots] for flat in self._flats}
         if dropped:  # a rank dropped a gradient that the others have through it
             for flat, anywhere in agreed.items():
                 for i in flat.slots:

@@ -114,7 +114,8 @@ class Engine:
         census = Census(model, [p for flat in self._flats for p in flat.parameters], frozen)
         pipe = Pipe(self._flats, self.mesh, mesh.part((PIPE,)))
         self.boundary = Boundary(
-            self.units, world, self.mesh, pipe, reducer, self.update, self.early, self.values, census
+            *(self.units, world, self.mesh, pipe, reducer, self.update, self.early, self.values, census),
+            ignore_unused=settings.ignore_unused_parameters,
         )
         self.gradients = Gradients(self.units, world, pipe, self.boundary, self.values, self.alone)
         everyone = self.mesh.communicator(AXES, "control")

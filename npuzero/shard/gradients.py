@@ -73,6 +73,19 @@ class Gradients:
             self._boundary.sums.forget()
 
     @_disable_dynamo
+    @collective("skip_nonfinite_")
+    def skip_nonfinite(self) -> Tensor:
+        """Have the present step change nothing if any gradient has an inf or NaN; return () bool: it has."""
+        boundary = self._boundary
+        boundary.early.refuse("skip_nonfinite_")
+        boundary.accord.call("skip_nonfinite_", {})
+        if not boundary.finish():
+            return torch.zeros((), dtype=torch.bool, device=self._world.device)
+        bad = boundary.sums.total()[1] != 0  # counted by the pass that sums squares: clipping takes no other
+        boundary.skip_where(bad.float().view(1))
+        return bad
+
+    @_disable_dynamo
     @collective("grad_norms")
     def norms(self, p: float) -> dict[str, float]:
         """Return by name the p-norm of each unsharded gradient that any rank of any stage has."""

@@ -258,6 +258,7 @@ CASES: dict[str, Callable[[World, str], None]] = {
     "load_full_state_dict on rank 0 only": only_rank_0(_load_states),
     "clipping on one rank": only_the_culprit(lambda run: npuzero.clip_grad_norm_(run.model, 1.0)),
     "clipping by value on one rank": only_the_culprit(lambda run: npuzero.clip_grad_value_(run.model, 1.0)),
+    "skip_nonfinite_ on one rank": only_the_culprit(lambda run: npuzero.skip_nonfinite_(run.model)),
     "grad_norms on one rank": only_the_culprit(lambda run: npuzero.grad_norms(run.model)),
     "full_gradient on one rank": only_the_culprit(_gradient),
     "another step on one rank": only_the_culprit(lambda run: run.optimizer.step()),

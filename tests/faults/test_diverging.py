@@ -46,6 +46,7 @@ LEFT_OUT = {
     "zero() on rank 0 only": "zero",
     "clipping on one rank": "clip_grad_norm_",
     "clipping by value on one rank": "clip_grad_value_",
+    "skip_nonfinite_ on one rank": "skip_nonfinite_",
     "grad_norms on one rank": "grad_norms",
     "full_gradient on one rank": "full_gradient",
     "another step on one rank": "optimizer.step",

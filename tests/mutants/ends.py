@@ -53,8 +53,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an end that has not used a parameter leaves it as it was",
         "shard/boundary.py",
-        "self._used = self._pipe.tie(self._vote(present))",
-        "self._used = self._vote(present)",
+        "self._used = self._pipe.tie(in_use)",
+        "self._used = in_use",
         (f"{WORLD}test_an_end_that_does_not_use_it_takes_the_others_gradient",),
     ),
     Mutant(

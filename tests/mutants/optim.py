@@ -246,6 +246,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("world/test_optimizers.py::test_drop_in",),
     ),
     Mutant(
+        "a step that skip_nonfinite_ should skip is taken",
+        "shard/gradients.py",
+        "boundary.skip_where(bad.float().view(1))",
+        "pass",
+        ("world/test_skipping.py::test_a_skipped_step_leaves_no_trace",),
+    ),
+    Mutant(
+        "a parameter that one rank alone has not used is not missed",
+        "shard/boundary.py",
+        "if here[i] < ranks",
+        "if here[i] == 0",
+        ("world/test_skipping.py::test_an_unused_parameter_stops_every_rank",),
+    ),
+    Mutant(
+        "a parameter that was frozen later is missed",
+        "shard/boundary.py",
+        "                and flat.parameters[i].requires_grad\n",
+        "",
+        ("world/test_skipping.py::test_an_unused_parameter_stops_every_rank",),
+    ),
+    Mutant(
         "bias_correction=False is not heard of",
         "optim/adam.py",
         "            self._corrects,\n",

@@ -25,6 +25,7 @@ def test_the_settings_there_are_is_a_promise():
         "Settings.update_on",
         "Settings.verify",
         "Settings.io_threads",
+        "Settings.ignore_unused_parameters",
         "Settings.strict",
         "Environment.backend",
         "Environment.isa",
@@ -50,6 +51,7 @@ def test_defaults():
         "update_on": "auto",
         "verify": True,
         "io_threads": 4,
+        "ignore_unused_parameters": True,
         "strict": False,
     }
 

@@ -216,6 +216,7 @@ def test_lr_may_be_set_back() -> None:
 REFUSED: dict[str, Callable[[Session, torch.optim.Optimizer], Any]] = {
     "clip_grad_norm_": lambda session, _: session.clip(1.0),
     "clip_grad_value_": lambda session, _: npuzero.clip_grad_value_(session.model, 1.0),
+    "skip_nonfinite_": lambda session, _: npuzero.skip_nonfinite_(session.model),
     "LossScaler.unscale_": lambda session, optimizer: scaled(session).unscale_(optimizer),
     "FiniteGuard": lambda session, _: npuzero.FiniteGuard(session.model),
 }

@@ -13,14 +13,11 @@ from npuzero.compat.internevo.configuration import Configuration, explain, load
 from npuzero.compat.internevo.evaluate import evaluate
 from npuzero.compat.internevo.keys import RULES
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
-from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 from npuzero.compat.internevo.start import Initialized, initialize
 
 __all__ = [
     "RULES",
-    "Beta2Scheduler",
     "Configuration",
-    "FineTuneCosineAnnealingWarmupLR",
     "HybridZeroOptimizer",
     "Initialized",
     "evaluate",

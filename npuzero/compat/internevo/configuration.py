@@ -12,7 +12,6 @@ import torch
 from npuzero import comm
 from npuzero.api import AdamW, LossScaler
 from npuzero.comm import Mesh, World
-from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 from npuzero.compat.internevo.settle import ISP, Source, bubbles, overlapped, translated
 from npuzero.compat.rules import Decision
 from npuzero.compat.translation import Translation
@@ -20,6 +19,7 @@ from npuzero.config import Settings
 from npuzero.errors import ConfigError
 from npuzero.parallel.mesh import mesh
 from npuzero.plan import LOCAL, Placement, Plan, Precision, divisors, parse_precision
+from npuzero.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 
 # The stage behind each zero1.size and fsdp: over how many data ranks states are sharded, and whether parameters are.
 _STAGES = {("none", False): 0, ("all", False): 1, ("groups", False): 1.5, ("none", True): 0, ("all", True): 3}

@@ -16,11 +16,11 @@ from npuzero.checkpoint.weights import Weights
 from npuzero.comm import Mesh, World
 from npuzero.compat.internevo.configuration import Configuration, load
 from npuzero.compat.internevo.optimizer import HybridZeroOptimizer
-from npuzero.compat.internevo.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 from npuzero.compat.internevo.settle import Source
 from npuzero.errors import ConfigError, keywords
 from npuzero.parallel.pipeline import Loss, Pipeline
 from npuzero.plan import PIPE, SEQUENCE, TENSOR
+from npuzero.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
 from npuzero.shard.discover import discover
 
 #: Divides a model over the ranks of a mesh, and returns it.

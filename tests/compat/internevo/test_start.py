@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import parallel
 from npuzero.comm import World, run_threads
-from npuzero.compat.internevo import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR, initialize, load
+from npuzero.compat.internevo import initialize, load
 from npuzero.errors import ConfigError
 from world import toy
 
@@ -150,34 +150,3 @@ def test_sizes_that_the_ranks_do_not_have_are_refused_on_every_rank(tmp_path):
     config = config_at(tmp_path / "config.py", "tensor=3")
     with pytest.raises(ConfigError, match=r"parallel\.tensor\.size"):
         run_threads(2, lambda world: initialize(stack(), config, world=world))
-
-
-def test_schedules_go_on_from_their_states():
-    def made() -> tuple[Any, Any, Any]:
-        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3)
-        rates = FineTuneCosineAnnealingWarmupLR(optimizer, total_steps=10, warmup_ratio=0.2, eta_min=1e-4)
-        return optimizer, rates, Beta2Scheduler(optimizer, init_beta2=0.5, c=0.8)
-
-    def advance(parts: Any, steps: int) -> list[Any]:
-        optimizer, *schedules = parts
-        seen = []
-        for _ in range(steps):
-            optimizer.step()
-            for schedule in schedules:
-                schedule.step()
-            seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
-        return seen
-
-    straight, first, second = made(), made(), made()
-    seen = advance(straight, 8)
-    advance(first, 3)
-    for old, new in zip(first, second, strict=True):
-        new.load_state_dict(old.state_dict())
-    assert advance(second, 5) == seen[3:]
-    assert seen[-1][1][1] == 1 - 8**-0.8 and seen[1][0] == 1e-3
-
-
-def test_a_schedule_without_steps_for_its_cosine_is_refused():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    with pytest.raises(ConfigError, match="more than the 2 init_steps and 8"):
-        FineTuneCosineAnnealingWarmupLR(optimizer, total_steps=10, init_steps=2, warmup_ratio=0.8)
