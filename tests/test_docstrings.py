@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 import npuzero
 from npuzero import checkpoint, parallel, schedules
+from npuzero.compat import internevo
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,7 +67,8 @@ def public() -> dict[str, Any]:
     named += [(f"checkpoint.{name}", getattr(checkpoint, name)) for name in checkpoint.__all__]
     named += [(f"parallel.{name}", getattr(parallel, name)) for name in parallel.__all__]
     named += [(f"schedules.{name}", getattr(schedules, name)) for name in schedules.__all__]
-    given = {"CutTensor", "Loaded", "Saving", "Stateful"}  # what calls return and take: nobody makes one
+    named += [(f"internevo.{name}", getattr(internevo, name)) for name in internevo.__all__]
+    given = {"CutTensor", "Initialized", "Loaded", "Saving", "Stateful"}  # what calls return and take: nobody makes one
     return {
         name: each
         for name, each in named
@@ -106,4 +109,5 @@ def test_an_example_runs(name, names, tmp_path, monkeypatch):
     code = example_of(public()[name])
     assert code, f"{name}: end its docstring with a block 'Example::' that shows a call"
     monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "tests" / "compat" / "internevo" / "configs" / "7B_sft.py", tmp_path)
     exec(compile(code, f"<example of {name}>", "exec"), names)

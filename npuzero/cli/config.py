@@ -15,13 +15,17 @@ from npuzero.cli.table import table
 from npuzero.errors import ConfigError, did_you_mean
 
 #: By a file's ending whose configuration it is, and the part of the package that explains it.
-DOORS = {".json": ("DeepSpeed", "npuzero.compat.deepspeed")}
+DOORS = {
+    ".json": ("DeepSpeed", "npuzero.compat.deepspeed"),
+    ".py": ("InternEvo", "npuzero.compat.internevo"),
+}
 _WORDS_WIDTH = 78
 
 _EPILOG = """\
 examples:
   npuzero config explain ds_config.json
   npuzero config explain ds_config.json --world 8 --auto optimizer.params.lr=1e-4 bf16.enabled=true
+  npuzero config explain 7B_sft.py --world 64
   npuzero config keys .json
 
 honoured: npuzero has the same, and the value goes there; translated: it becomes another, or goes elsewhere; noted:
@@ -33,7 +37,7 @@ def add_parser(commands: Any) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "config",
-        help="what becomes of each key of a DeepSpeed configuration",
+        help="what becomes of each key of a DeepSpeed or InternEvo configuration",
         description="What becomes of each key of another engine's configuration.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -41,7 +45,12 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     one = actions.add_parser("explain", help="of one file: each key, what becomes of it, and where it goes")
     one.add_argument("file", type=Path, metavar="FILE", help=f"a configuration: {_endings()}")
-    one.add_argument("--world", type=number, metavar="N", help="ranks with data of their own, for what depends on them")
+    one.add_argument(
+        "--world",
+        type=number,
+        metavar="N",
+        help="ranks (of DeepSpeed those with data of their own), for what depends on them",
+    )
     one.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='values for keys that say "auto"')
     one.add_argument("--json", action="store_true", help="print the entries as JSON")
     one.set_defaults(run=run)

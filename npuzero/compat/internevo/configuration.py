@@ -1,0 +1,280 @@
+"""An InternEvo configuration in npuzero's words: mesh, plan, settings, precision, optimizer, scaler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import torch
+
+from npuzero import comm
+from npuzero.api import AdamW, LossScaler
+from npuzero.comm import Mesh, World
+from npuzero.compat.internevo.settle import ISP, Source, bubbles, overlapped, translated
+from npuzero.compat.rules import Decision
+from npuzero.compat.translation import Translation
+from npuzero.config import Settings
+from npuzero.errors import ConfigError
+from npuzero.parallel.mesh import mesh
+from npuzero.plan import LOCAL, Placement, Plan, Precision, divisors, parse_precision
+from npuzero.schedules import Beta2Scheduler, FineTuneCosineAnnealingWarmupLR
+
+# The stage behind each zero1.size and fsdp: over how many data ranks states are sharded, and whether parameters are.
+_STAGES = {("none", False): 0, ("all", False): 1, ("groups", False): 1.5, ("none", True): 0, ("all", True): 3}
+# The least scale, where a file says none: below it a float32 has fewer bits.
+_LEAST_SCALE = 2.0**-126
+
+
+class Sizes(TypedDict):
+    """Hold the arguments of :func:`npuzero.mesh`."""
+
+    pipe: int
+    pod: int
+    sequence: int
+    tensor: int
+    local_size: int | None
+
+
+class Division(TypedDict):
+    """Hold the arguments of :func:`npuzero.pipeline` that say how a model is divided by its depth."""
+
+    schedule: str
+    micro_batches: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Hold an InternEvo configuration, and what it comes to here. :func:`load` makes it.
+
+    Args:
+        source: the path of the file.
+        values: by name, what it says, as InternEvo's ``gpc.config`` has it before its own defaults.
+        translation: what became of each key.
+
+    Example::
+
+        from npuzero.compat import internevo
+
+        config = internevo.load("7B_sft.py")
+        print(config.sizes(64), config.plan(64), config.settings)
+    """
+
+    source: str
+    values: Mapping[str, Any]
+    translation: Translation
+
+    def sizes(self, ranks: int) -> Sizes:
+        """Return the arguments of :func:`npuzero.mesh` for so many ranks.
+
+        Raises:
+            ConfigError: what the file says does not divide them.
+        """
+        value = self.translation.value
+        pipe, tensor = value("parallel.pipeline.size", 1), value("parallel.tensor.size", 1)
+        isp = self.mode == ISP
+        local = max(1, value("parallel.weight.size", 1)) if isp else 1
+        data = _divided(ranks, "parallel.pipeline.size", pipe)
+        if isp:
+            _divided(data, "parallel.tensor.size", tensor)
+        else:
+            data = _divided(data, "parallel.tensor.size", tensor)
+        alike = _divided(data, "parallel.weight.size", local)  # ranks that have the same weights
+        zero1 = value("parallel.zero1.size", -1)
+        groups = 1 if zero1 <= 0 else _divided(alike, "parallel.zero1.size", zero1)
+        return Sizes(
+            pipe=pipe,
+            pod=groups if isp else 1,
+            sequence=tensor if isp else 1,
+            tensor=1 if isp else tensor,
+            local_size=local if isp else (zero1 if groups > 1 < zero1 else None),
+        )
+
+    def mesh(self, world: World | None = None) -> Mesh:
+        """Return the mesh of the ranks of ``world``; None: those of :func:`npuzero.init`. Every rank calls it.
+
+        Raises:
+            ConfigError: as for :meth:`sizes`.
+        """
+        ranks = comm.current_world() if world is None else world
+        return mesh(**self.sizes(ranks.size), world=ranks)
+
+    def plan(self, ranks: int) -> Plan:
+        """Return the plan for so many ranks, with the precision and ``local_size``.
+
+        Raises:
+            ConfigError: as for :meth:`sizes`.
+        """
+        sizes = self.sizes(ranks)
+        local_size = sizes["local_size"]
+        if self.mode == ISP:
+            plan = Plan.preset(ISP, precision=self.precision, local_size=local_size)
+            # The preset is for ranks that share sequences; without any the same placements are named otherwise.
+            return plan if sizes["sequence"] > 1 else replace(plan, name="weight")
+        whole = bool(self.translation.value("parallel.zero1.fsdp"))
+        zero1 = self.translation.value("parallel.zero1.size", -1)
+        spread = "groups" if local_size is not None else "none" if self._alone(zero1, ranks, sizes) else "all"
+        if self.translation.value("parallel.fsdp.enable"):
+            whole, spread = True, "all"
+        if (spread, whole) in _STAGES:
+            return Plan.preset(_STAGES[spread, whole], precision=self.precision, local_size=local_size)
+        local = Placement((LOCAL,))
+        return Plan(local, local, local, local, self.precision, local_size, "fsdp in groups")
+
+    @staticmethod
+    def _alone(zero1: int, ranks: int, sizes: Sizes) -> bool:
+        """Tell whether each data rank has states of its own, though there are several."""
+        return zero1 == 1 and ranks > sizes["pipe"] * sizes["tensor"]
+
+    @property
+    def mode(self) -> str:
+        """Return how tensor ranks divide work: mtp, msp, fsp or isp."""
+        return str(self.translation.value("parallel.tensor.mode") or "mtp")
+
+    @property
+    def precision(self) -> Precision:
+        """Return what ``model.dtype`` is here."""
+        return parse_precision(self.translation.value("model.dtype", "fp16"))
+
+    @property
+    def settings(self) -> Settings:
+        """Return what overlaps, and the bytes of a bucket."""
+        said = self.translation.into("Settings")
+        names = overlapped(self.translation)
+        overlap = names[0] if len(names) == 1 else bool(names)
+        return Settings.from_dict({"overlap": overlap, **{key: said[key] for key in ("bucket_bytes",) if key in said}})
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a step, ``data.micro_num``."""
+        return int(self.translation.into("pipeline").get("micro_batches", 1))
+
+    @property
+    def division(self) -> Division:
+        """Return the arguments of :func:`npuzero.pipeline`."""
+        chunks = self.translation.into("pipeline").get("chunks", 1)
+        schedule = "zero-bubble" if bubbles(self.translation) else "interleaved" if chunks > 1 else "1f1b"
+        return Division(schedule=schedule, micro_batches=self.micro_batches, chunks=chunks)
+
+    @property
+    def checkpointed(self) -> float:
+        """Return which part of the blocks runs again in backward, from 0 to 1."""
+        return float(self.translation.value("model.checkpoint", 0.0))
+
+    @property
+    def max_norm(self) -> float:
+        """Return what the norm of gradients is clipped to; 0: not at all."""
+        return float(self.translation.value("hybrid_zero_optimizer.clip_grad_norm", 0.0))
+
+    def adamw(self, parameters: Iterable[torch.nn.Parameter]) -> AdamW:
+        """Return AdamW over ``parameters`` as the section ``adam`` says.
+
+        Raises:
+            ConfigError: a key of it that InternEvo needs, too, is not there.
+        """
+        given = self.translation.into("AdamW")
+        keys = {"lr": "lr", "beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_eps"}
+        missing = [f"adam.{key}" for name, key in {**keys, "weight_decay": "weight_decay"}.items() if name not in given]
+        if missing:
+            do = "Add them; InternEvo needs them, too."
+            raise ConfigError(self.source, expected=", ".join(missing), got="no such key", do=do)
+        betas = (given.pop("beta1"), given.pop("beta2"))
+        return AdamW(parameters, betas=betas, **given)
+
+    def lr_scheduler(self, optimizer: torch.optim.Optimizer) -> FineTuneCosineAnnealingWarmupLR | None:
+        """Return the schedule of the learning rate; None where the file has none."""
+        said = self.translation.into("lr_scheduler")
+        return FineTuneCosineAnnealingWarmupLR(optimizer, **said) if said else None
+
+    def beta2_scheduler(self, optimizer: torch.optim.Optimizer) -> Beta2Scheduler | None:
+        """Return the schedule of Adam's second beta; None where the file has none."""
+        said = self.translation.into("beta2_scheduler")
+        return Beta2Scheduler(optimizer, **said) if said else None
+
+    def scaler(self) -> LossScaler:
+        """Return the loss scaler: in float32 one whose scale is 1, and which skips what is not finite all the same."""
+        said = self.translation.into("LossScaler")
+        if self.translation.value("model.dtype") in ("fp32", "tf32"):
+            return LossScaler(init_scale=1.0, floor=1.0, ceiling=1.0)
+        said["floor"] = said.get("floor") or _LEAST_SCALE
+        said["ceiling"] = said.get("ceiling") or math.inf
+        said["hysteresis"] = max(1, said.get("hysteresis", 1))
+        return LossScaler(**said)
+
+
+def explain(source: Source, world: int | None = None, auto: Mapping[str, Any] | None = None) -> Translation:
+    """Return what becomes of each key of a configuration; no key raises here.
+
+    Args:
+        source: the path of the file, or what it says as nested mappings.
+        world: ranks, to say of sizes what they come to; None: they are as they are.
+        auto: for other doors; InternEvo leaves no value to anybody, so there is nothing to fill in.
+
+    Raises:
+        ConfigError: the file says what would have to be run; values for "auto" are given.
+
+    Example::
+
+        from npuzero.compat import internevo
+
+        for key, value, decision, where, words in internevo.explain("7B_sft.py").rows():
+            print(key, value, decision, where, words)
+    """
+    if auto:
+        do = "Leave it out."
+        raise ConfigError("auto", expected="nothing: no key of InternEvo's is 'auto'", got=", ".join(auto), do=do)
+    evaluated, found = translated(source)
+    if world is not None and not found.decided(Decision.REFUSED):
+        _say_of(Configuration(evaluated.source, evaluated.values, found), world)
+    return found
+
+
+def _say_of(config: Configuration, world: int) -> None:
+    """Say of zero1.size what the sizes come to for so many ranks; refuse one that does not divide them."""
+    try:
+        sizes, plan = config.sizes(world), config.plan(world)
+    except ConfigError as error:
+        config.translation.refuse(error.subject, f"It is to be {error.expected}. {error.do}")
+        return
+    axes = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, None))
+    words = f"Of {world} ranks: the plan {plan.name!r}" + (f", and npuzero.mesh({axes})." if axes else ".")
+    config.translation.amend("parallel.zero1.size", Decision.TRANSLATED, words)
+
+
+def load(source: Source) -> Configuration:
+    """Evaluate an InternEvo configuration without running it, and translate it.
+
+    Args:
+        source: the path of the file, a ``.py``; bases that it takes under ``read_base()`` are looked for around it. Or
+            what it says, as nested mappings.
+
+    Raises:
+        ConfigError: the file says what would have to be run (with its line); or keys that npuzero cannot follow, each
+            with what to do instead.
+
+    Example::
+
+        from npuzero.compat import internevo
+
+        config = internevo.load("7B_sft.py")
+        print(config.plan(ranks=8), config.settings)
+    """
+    evaluated, translation = translated(source)
+    translation.check()
+    return Configuration(evaluated.source, evaluated.values, translation)
+
+
+def _divided(ranks: int, key: str, size: int) -> int:
+    """Return how many groups of ``size`` the ranks are."""
+    if ranks % size:
+        raise ConfigError(
+            key,
+            expected=f"a divisor of the {ranks} ranks that are left: {', '.join(map(str, divisors(ranks)))}",
+            got=str(size),
+            do="Choose among these, or start as many ranks as the sizes multiply to.",
+            ranks=ranks,
+            size=size,
+        )
+    return ranks // size

@@ -1,0 +1,135 @@
+"""A configuration's file and what of it is refused; how much one configuration may make an evaluator compute."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from npuzero.errors import ConfigError
+
+#: Bytes of one file; files of one configuration; nodes and elements that are looked at in all.
+MOST_BYTES, MOST_FILES, MOST_STEPS = 2**20, 16, 2**18
+#: Bits of an integer; elements and characters of a value, with all that is inside; how deep it is, and expressions are.
+MOST_BITS, MOST_ELEMENTS, MOST_DEPTH = 1024, 2**14, 100
+
+# What Python raises where a file's arithmetic does not work.
+_FAILURES = (ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
+# What a reader is told to do about a construct that is refused, by its class.
+_INSTEAD: dict[type[ast.AST], str] = {
+    ast.Attribute: "Write the value itself; a dtype is a text, as 'torch.bfloat16'.",
+    ast.Call: "Write its result.",
+    ast.For: "Write out what the loop makes.",
+    ast.FunctionDef: "Write the values that the function returns.",
+    ast.ImportFrom: "Write its values here, or import a base under `with read_base():`.",
+}
+
+
+@dataclass
+class Budget:
+    """Count what one configuration has taken, over all its files."""
+
+    steps: int = 0
+    files: int = 0
+
+    def spend(self, steps: int) -> None:
+        """Count steps.
+
+        Raises:
+            ValueError: too many.
+        """
+        self.steps += steps
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"more than {MOST_STEPS} steps to evaluate it")
+
+
+class Source:
+    """Read one file of a configuration, and refuse what is in it with its line.
+
+    Args:
+        path: of the file.
+        budget: of the configuration that it is of.
+
+    Raises:
+        ConfigError: no such file, too large, or no Python.
+    """
+
+    def __init__(self, path: Path, budget: Budget) -> None:
+        self.path = path
+        self.budget = budget
+        budget.files += 1
+        self.tree = self._parsed(self._read())
+
+    def _read(self) -> bytes:
+        subject, do = f"configuration {self.path}", "Give the path of an InternEvo configuration, a .py file."
+        try:
+            text = self.path.read_bytes()
+        except OSError as error:
+            raise ConfigError(subject, expected="a file to read", got=str(error), do=do) from None
+        if len(text) > MOST_BYTES:
+            raise ConfigError(subject, expected=f"at most {MOST_BYTES} bytes", got=f"{len(text)} bytes", do=do)
+        return text
+
+    def _parsed(self, text: bytes) -> ast.Module:
+        self._lines = text.decode("utf-8", "replace").splitlines()
+        try:
+            return ast.parse(text, str(self.path))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            where = f"{self.path}:{getattr(error, 'lineno', None) or 1}"
+            do = "Correct the file; it is Python, as InternEvo reads it."
+            raise ConfigError(where, expected="Python", got=f"{type(error).__name__}: {error}", do=do) from None
+
+    def line(self, node: ast.AST) -> str:
+        """Return the line on which a node begins, as it stands there."""
+        return " ".join(self._lines[node.lineno - 1].split()) if hasattr(node, "lineno") else ""
+
+    def fail(self, node: ast.AST, expected: str, got: str, do: str) -> NoReturn:
+        """Raise ConfigError whose subject is file and line of the node."""
+        line = getattr(node, "lineno", 1)
+        raise ConfigError(f"{self.path}:{line}", expected=expected, got=got, do=do, path=str(self.path), line=line)
+
+    def refuse(self, node: ast.AST, what: str | None = None) -> NoReturn:
+        """Refuse what would have to be run; ``what`` says it in words."""
+        do = _INSTEAD.get(type(node), "Write the value itself.") + " The file is not run."
+        expected = "literals, dict(...), arithmetic, comparisons, subscripts and names said before"
+        self.fail(node, expected, what or f"{type(node).__name__}: {self.line(node)[:80]}", do)
+
+    def large(self, node: ast.AST, what: str) -> NoReturn:
+        """Refuse a value that is too large for a configuration."""
+        self.fail(node, "values of a configuration's size", what, "Write a smaller one.")
+
+    def attempt(self, node: ast.AST, function: Callable[..., Any], *values: Any, **options: Any) -> Any:
+        """Return what ``function`` returns; what it raises is told with the node's line."""
+        try:
+            return function(*values, **options)
+        except _FAILURES as error:
+            got = f"{type(error).__name__}: {error}"[:200]
+            self.fail(node, "an expression that has a value", got, "Correct it.")
+
+    def bound(self, node: ast.AST, value: Any) -> Any:
+        """Return ``value`` if it is of the few kinds that there are, and not too large with all that is inside."""
+        level, elements, depth = [value], 0, 0
+        while level:
+            depth += 1
+            inner: list[Any] = []
+            for part in level:
+                elements += 1 + self._inside(node, part, inner)
+                if elements + len(inner) > MOST_ELEMENTS or depth > MOST_DEPTH:
+                    self.large(node, f"more than {MOST_ELEMENTS} elements, or {MOST_DEPTH} inside of one another")
+            level = inner
+        self.attempt(node, self.budget.spend, elements)
+        return value
+
+    def _inside(self, node: ast.AST, part: Any, inner: list[Any]) -> int:
+        """Add to ``inner`` what is inside of ``part``; return how many characters it is."""
+        if isinstance(part, dict):
+            inner += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple)):
+            inner += part
+        elif isinstance(part, int) and part.bit_length() > MOST_BITS:
+            self.large(node, f"an integer of {part.bit_length()} bits")
+        elif part is not None and not isinstance(part, (int, float, str)):
+            self.refuse(node, f"a value of type {type(part).__name__}")
+        return len(part) if isinstance(part, str) else 0

@@ -1,0 +1,86 @@
+# InternLM/InternEvo, configs/deepseek3_hf.py (Apache-2.0): what it says, written anew without comments.
+JOB_NAME = "deepseekv3_hf"
+DO_ALERT = False
+SEQ_LEN = 2048
+
+MODEL_ONLY_FOLDER = "local:llm_ckpts/xxxx"
+SAVE_CKPT_FOLDER = "local:llm_ckpts"
+LOAD_CKPT_FOLDER = "local:llm_ckpts/49"
+CHECKPOINT_EVERY = 50
+ckpt = dict(
+    enable_save_ckpt=False,
+    save_ckpt_folder=SAVE_CKPT_FOLDER,
+    load_ckpt_info=dict(path=MODEL_ONLY_FOLDER, content=("model",), ckpt_type="hh"),
+    auto_resume=False,
+    checkpoint_every=CHECKPOINT_EVERY,
+    async_upload=True,
+    async_upload_tmp_folder="/dev/shm/internlm_tmp_ckpt/",
+    oss_snapshot_freq=int(CHECKPOINT_EVERY / 2),
+)
+
+TRAIN_FOLDER = None
+VALID_FOLDER = None
+data = dict(
+    seq_len=SEQ_LEN,
+    micro_num=1,
+    num_worker=0,
+    use_packed_dataset=True,
+    micro_bsz=1,
+    valid_micro_num=4,
+    valid_every=0,
+    total_steps=10000,
+    pack_sample_into_one=False,
+    skip_batches="",
+    rampup_batch_size="",
+    min_length=50,
+    train_folder=TRAIN_FOLDER,
+    valid_folder=VALID_FOLDER,
+    empty_cache_and_diag_interval=200,
+    diag_outlier_ratio=1.1,
+)
+grad_scaler = dict(
+    fp16=dict(initial_scale=2**16, min_scale=1, growth_interval=1000),
+    growth_factor=2,
+    backoff_factor=0.5,
+    max_scale=2**24,
+    hysteresis=2,
+)
+hybrid_zero_optimizer = dict(
+    overlap_sync_grad=True, overlap_sync_param=False, reduce_bucket_size=512 * 1024 * 1024, clip_grad_norm=1.0
+)
+loss = dict(label_smoothing=0, op_type="py_vocab_parallel", mtp_loss_coeff=0.3)
+adam = dict(lr=1e-4, adam_beta1=0.9, adam_beta2=0.95, adam_beta2_c=0, adam_eps=1e-8, weight_decay=0.01)
+lr_scheduler = dict(total_steps=data["total_steps"], init_steps=0, warmup_ratio=0.01, eta_min=1e-5, last_epoch=-1)
+beta2_scheduler = dict(init_beta2=adam["adam_beta2"], c=adam["adam_beta2_c"], cur_iter=-1)
+use_fp32_norm = False
+model = dict(parallel_output=True, checkpoint=0, dtype="torch.bfloat16", device="meta")
+parallel = dict(
+    fsdp=dict(enable=True, mode="v2", init_method="cuda"),
+    zero1=dict(size=1),
+    tensor=dict(size=1, mode="mtp"),
+    pipeline=dict(size=1, interleaved_overlap=True),
+    weight=dict(size=1, overlap=True, memory_pool=False),
+    expert=dict(size=8),
+    expert_weight=dict(size=1, overlap=True, memory_pool=False),
+    expert_zero1=dict(size=1),
+)
+cudnn_deterministic = False
+cudnn_benchmark = False
+monitor = dict(
+    alert=dict(
+        enable_feishu_alert=DO_ALERT,
+        feishu_alert_address=None,
+        light_monitor_address=None,
+        alert_file_path=f"llm_alter/{JOB_NAME}_alert.log",
+    ),
+    tensorboard=dict(queue_max_length=10),
+)
+hf = dict(
+    cfg="huggingface_models.deepseek3_model.configuration_deepseek3",
+    cfg_cls="DeepseekV3Config",
+    cfg_extra_kwargs=dict(),
+    mod="huggingface_models.deepseek3_model.modeling_deepseek3",
+    mod_cls="DeepseekV3ForCausalLM",
+)
+fsdp_wrap_cls = [dict(mod=hf["mod"], mod_cls="DeepseekV3DecoderLayer")]
+pad_token_id = 0

@@ -1,0 +1,115 @@
+# InternLM/InternEvo, configs/qwen3_30B_A3B.py (Apache-2.0): what it says, written anew without comments.
+JOB_NAME = "qwen3_30B_A3B"
+model_type = "QWEN3MOE"
+DO_ALERT = False
+SEQ_LEN = 4096
+HIDDEN_SIZE = 2048
+NUM_ATTENTION_HEAD = 32
+NUM_KV_ATTENTION_HEAD = 4
+MLP_RATIO = 768 / 2048
+NUM_LAYER = 48
+VOCAB_SIZE = 151936
+HEAD_DIM = 128
+
+MODEL_ONLY_FOLDER = "local:llm_ckpts/xxxx"
+SAVE_CKPT_FOLDER = "local:llm_ckpts"
+LOAD_CKPT_FOLDER = "local:llm_ckpts/49"
+CHECKPOINT_EVERY = 50
+ckpt = dict(
+    enable_save_ckpt=False,
+    save_ckpt_folder=SAVE_CKPT_FOLDER,
+    load_ckpt_folder="local:llm_ckpts/",
+    load_ckpt_info=dict(path=MODEL_ONLY_FOLDER, content=("model",), ckpt_type="internevo"),
+    auto_resume=True,
+    checkpoint_every=CHECKPOINT_EVERY,
+    async_upload=True,
+    async_upload_tmp_folder="/dev/shm/internlm_tmp_ckpt/",
+    oss_snapshot_freq=int(CHECKPOINT_EVERY / 2),
+)
+
+TRAIN_FOLDER = None
+VALID_FOLDER = None
+data = dict(
+    seq_len=SEQ_LEN,
+    micro_num=4,
+    micro_bsz=2,
+    valid_micro_num=4,
+    valid_every=50,
+    total_steps=50000,
+    pack_sample_into_one=False,
+    skip_batches="",
+    rampup_batch_size="",
+    min_length=50,
+    train_folder=TRAIN_FOLDER,
+    valid_folder=VALID_FOLDER,
+    empty_cache_and_diag_interval=200,
+    diag_outlier_ratio=1.1,
+)
+grad_scaler = dict(
+    fp16=dict(initial_scale=2**16, min_scale=1, growth_interval=1000),
+    growth_factor=2,
+    backoff_factor=0.5,
+    max_scale=2**24,
+    hysteresis=2,
+)
+hybrid_zero_optimizer = dict(
+    overlap_sync_grad=False, overlap_sync_param=False, reduce_bucket_size=512 * 1024 * 1024, clip_grad_norm=1.0
+)
+loss = dict(label_smoothing=0, moe_loss_coeff=0.001)
+adam = dict(lr=1e-4, adam_beta1=0.9, adam_beta2=0.95, adam_beta2_c=0, adam_eps=1e-8, weight_decay=0.01)
+lr_scheduler = dict(total_steps=data["total_steps"], init_steps=0, warmup_ratio=0.01, eta_min=1e-5, last_epoch=-1)
+beta2_scheduler = dict(init_beta2=adam["adam_beta2"], c=adam["adam_beta2_c"], cur_iter=-1)
+use_fp32_norm = False
+model = dict(
+    checkpoint=1,
+    num_attention_heads=NUM_ATTENTION_HEAD,
+    embed_split_hidden=True,
+    vocab_size=VOCAB_SIZE,
+    embed_grad_scale=1,
+    parallel_output=True,
+    hidden_size=HIDDEN_SIZE,
+    num_layers=NUM_LAYER,
+    mlp_ratio=MLP_RATIO,
+    apply_post_layer_norm=False,
+    dtype="torch.bfloat16",
+    norm_type="rmsnorm",
+    layer_norm_epsilon=1e-6,
+    use_flash_attn=True,
+    num_chunks=1,
+    num_kv_attention_heads=NUM_KV_ATTENTION_HEAD,
+    max_position_embeddings=40960,
+    head_dim=HEAD_DIM,
+    qk_interleaved=False,
+    use_sliding_window=False,
+    rope_base=1000000.0,
+    moe_type="Dropless",
+    num_experts=128,
+    num_shared_experts=0,
+    top_k=8,
+    moe_layer_kwargs=dict(
+        capacity_factor=None,
+        aux_loss_by_layer=False,
+        normalize_expert_weights=True,
+        scoring_func="softmax",
+        routed_scaling_factor=1.0,
+    ),
+)
+parallel = dict(
+    zero1=dict(size=-1),
+    tensor=dict(size=1, mode="isp"),
+    pipeline=dict(size=1, interleaved_overlap=True),
+    weight=dict(size=8, overlap=True),
+    expert=dict(size=8, no_tp=True),
+    expert_weight=dict(size=2, overlap=True),
+)
+cudnn_deterministic = False
+cudnn_benchmark = False
+monitor = dict(
+    alert=dict(
+        enable_feishu_alert=DO_ALERT,
+        feishu_alert_address=None,
+        light_monitor_address=None,
+        alert_file_path=f"llm_alter/{JOB_NAME}_alert.log",
+    ),
+    tensorboard=dict(queue_max_length=10),
+)
