@@ -48,6 +48,7 @@ from npuzero.errors import (
     NonFiniteError,
     NpuZeroError,
     OutOfSpace,
+    PackageMissing,
     StateError,
     StorageError,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "NonFiniteError",
     "NpuZeroError",
     "OutOfSpace",
+    "PackageMissing",
     "Placement",
     "Plan",
     "Precision",

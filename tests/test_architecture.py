@@ -38,9 +38,12 @@ ROWS = (
     ("optim",),
     ("checkpoint",),
     ("api", "info"),
+    ("adopt",),
     ("planner",),
     ("bench",),
     ("compat", "cli"),
+    ("accelerate",),
+    ("transformers", "lightning"),
     ("__main__",),
     ("__init__",),
 )
