@@ -73,6 +73,10 @@ class ZeroAccelerator(Accelerator):
         accelerator.save_model(model, "weights")
     """
 
+    # accelerate's own.
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
     def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._zero = adopt.check_options("ZeroAccelerator", zero)
         asked = [name for name in _PLUGINS if kwargs.get(name) is not None]

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -29,7 +29,7 @@ from npuzero.shard.ownership import engine_of, owners
 Model = TypeVar("Model", bound=nn.Module)
 
 #: Optimizers of torch that have a class of their own here; any other is a ZeroOptimizer over its class.
-OWN: dict[type[Optimizer], type[ZeroOptimizer]] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
+OWN: dict[type[Optimizer], Callable[..., ZeroOptimizer]] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
 
 #: The folder for checkpoints of sharded models, within what a framework saves.
 FOLDER = "npuzero"

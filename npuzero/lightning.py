@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,11 @@ class ZeroStrategy(DDPStrategy):
         trainer = Trainer(strategy=ZeroStrategy(zero={"stage": 2}), devices=2, gradient_clip_val=1.0)
         trainer.fit(module, loader)
     """
+
+    # Lightning's own.
+    model: Any
+    optimizers: list[Any]
+    _lightning_module: Any
 
     def __init__(self, zero: Mapping[str, Any] | None = None, full_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -108,7 +113,6 @@ class ZeroStrategy(DDPStrategy):
     def teardown(self) -> None:
         """End as Lightning does, and leave the module where it is: it cannot be moved."""
         module, self._lightning_module = self._lightning_module, None
-        self._optimizers = []
         super().teardown()
         self._lightning_module = module
 
@@ -127,10 +131,9 @@ class ZeroStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             scaler.unscale_(optimizer)  # else the plugin has: it thinks that such an optimizer does it itself
-        clip = {"norm": clip_grad_norm_, "value": clip_grad_value_}[
-            str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-        ]
-        clip((p for group in optimizer.param_groups for p in group["params"]), clip_val)
+        kind = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+        clip: Callable[..., object] = clip_grad_value_ if kind == "value" else clip_grad_norm_
+        clip((parameter for group in optimizer.param_groups for parameter in group["params"]), clip_val)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

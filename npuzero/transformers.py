@@ -16,7 +16,7 @@ from torch import nn
 
 from npuzero import adopt
 from npuzero.api import load_full_state_dict
-from npuzero.errors import CheckpointError, ConfigError
+from npuzero.errors import ConfigError
 
 try:
     import safetensors.torch

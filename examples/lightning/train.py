@@ -16,8 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import npuzero
-import npuzero.lightning
+import npuzero.lightning  # registers the strategy
 
 STRATEGY = "npuzero"  # it was: "ddp"
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
