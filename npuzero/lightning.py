@@ -54,7 +54,7 @@ class ZeroStrategy(DDPStrategy):
 
     Example::
 
-        trainer = Trainer(strategy=ZeroStrategy(zero={"stage": 2}), devices=2, gradient_clip_val=1.0)
+        trainer = Trainer(strategy=ZeroStrategy(zero={"stage": 2}), max_epochs=1, gradient_clip_val=1.0)
         trainer.fit(module, loader)
     """
 

@@ -403,7 +403,8 @@ print(json.dumps({
     "cuda": torch.cuda.is_initialized(),
     "group": torch.distributed.is_available() and torch.distributed.is_initialized(),
     "heavy": sorted(sys.modules.keys() & {
-        "torch_npu", "matplotlib", "rich", "safetensors", "setuptools", "torch.distributed.checkpoint"}),
+        "torch_npu", "matplotlib", "rich", "safetensors", "setuptools", "torch.distributed.checkpoint",
+        "accelerate", "transformers", "lightning", "pytorch_lightning"}),
 }))
 """
 

@@ -1,8 +1,8 @@
 """Train a small Llama by accelerate's own loop, its training state sharded over the ranks.
 
-    accelerate launch --cpu --num_processes 2 examples/accelerate/train.py --out runs/accelerate
-    torchrun --standalone --nproc-per-node 2 examples/accelerate/train.py --out runs/accelerate
-    python examples/accelerate/train.py --epochs 4 --resume runs/accelerate/state
+    torchrun --standalone --nproc-per-node 2 examples/accelerate/train.py
+    accelerate launch --multi_gpu --num_processes 2 examples/accelerate/train.py
+    python examples/accelerate/train.py --resume --epochs 4
 
 The line with ``ZeroAccelerator`` is what differs from a script of accelerate's. What is left in ``--out`` are weights
 that ``from_pretrained`` loads, and the state that ``--resume`` goes on from, on any number of ranks.
@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from npuzero.accelerate import ZeroAccelerator as Accelerator  # it was: from accelerate import Accelerator
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+STEPS = 40  # of the schedule
 
 parser = argparse.ArgumentParser(description="Train a Llama by accelerate.")
 parser.add_argument("--out", default="runs/accelerate", help="folder for weights and state")
-parser.add_argument("--epochs", type=int, default=2, help="in all")
+parser.add_argument("--epochs", type=int, default=2, help="of this run")
 parser.add_argument("--precision", default="no", help="accelerate's mixed_precision: no, bf16 or fp16")
-parser.add_argument("--resume", default=None, help="folder of a state to go on from")
+parser.add_argument("--resume", action="store_true", help="go on from the state in --out")
 options = parser.parse_args()
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=options.precision)
@@ -30,13 +31,12 @@ torch.manual_seed(0)
 rows = torch.randint(64, (64, 16))
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, use_cache=False, **SIZES))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
 loader = DataLoader(rows, batch_size=4)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-scheduler_of_epochs = torch.tensor(0)
 if options.resume:
-    accelerator.load_state(options.resume)
-for epoch in range(options.epochs):
+    accelerator.load_state(f"{options.out}/state")
+for _ in range(options.epochs):
     for tokens in loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=tokens, labels=tokens).loss
@@ -46,7 +46,7 @@ for epoch in range(options.epochs):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    accelerator.print(f"epoch {epoch}: loss {accelerator.reduce(loss.detach(), 'mean'):.3f}")
+    accelerator.print(f"loss {accelerator.reduce(loss.detach(), 'mean'):.3f}")
 accelerator.save_state(f"{options.out}/state")
 accelerator.save_model(model, options.out)
 if accelerator.is_main_process:

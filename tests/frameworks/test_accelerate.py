@@ -23,6 +23,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from frameworks.accelerate_ranks import Training
 from npuzero.accelerate import ZeroAccelerator
+from test_docstrings import example_of
 
 RANKS = ROOT / "tests" / "frameworks" / "accelerate_ranks.py"
 QUICK = ("1-no-4", "3-bf16-1", "3-fp16-4")
@@ -250,3 +251,13 @@ def test_sharding_by_something_else_is_refused(
 def test_options_are_checked_where_the_accelerator_is_made(accelerator: Callable[..., ZeroAccelerator]) -> None:
     with pytest.raises(npuzero.ConfigError, match="as a mapping"):
         accelerator(zero=3)
+
+
+def test_the_example_of_its_docstring_runs(
+    accelerator: Callable[..., ZeroAccelerator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = net()
+    names = {"ZeroAccelerator": accelerator, "model": model, "loader": loader(), "loss_of": nn.functional.mse_loss}
+    exec(example_of(ZeroAccelerator), names | {"optimizer": torch.optim.AdamW(model.parameters())})
+    assert (tmp_path / "weights" / "model.safetensors").is_file()

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from frameworks.lightning_ranks import CASES
 from npuzero.lightning import ZeroStrategy
+from test_docstrings import example_of
 
 RANKS = ROOT / "tests" / "frameworks" / "lightning_ranks.py"
 QUICK = ("folders",)
@@ -152,3 +153,14 @@ def test_the_loss_scale_is_npuzeros_with_the_settings_of_torchs() -> None:
     assert isinstance(scaler, npuzero.LossScaler)
     scaler.scale(torch.ones(()))
     assert (scaler.get_scale(), scaler.get_growth_interval(), scaler.get_backoff_factor()) == (512.0, 7, 0.25)
+
+
+@pytest.mark.slow
+def test_the_example_of_its_docstring_runs(tmp_path: Path) -> None:
+    before = (
+        "from lightning import Trainer\nfrom frameworks.lightning_ranks import Regression, loader\n"
+        f"import os\nfrom npuzero.lightning import ZeroStrategy\nos.chdir({str(tmp_path)!r})\n"
+        "module, loader = Regression(), loader()\n"
+    )
+    (tmp_path / "program.py").write_text(before + example_of(ZeroStrategy) + "\nprint(trainer.global_step, 'steps')")
+    assert "12 steps" in launch(tmp_path / "program.py", ranks=1)

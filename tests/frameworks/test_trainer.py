@@ -20,8 +20,9 @@ pytest.importorskip("accelerate")
 
 from transformers import AutoModelForCausalLM, Trainer
 
-from frameworks.trainer_ranks import CASES, STEPS, Case, adapted, llama, trainer_of, weights
+from frameworks.trainer_ranks import CASES, STEPS, Case, adapted, llama, rows, trainer_of, weights
 from npuzero.transformers import ZeroTrainer
+from test_docstrings import example_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 RANKS = ROOT / "tests" / "frameworks" / "trainer_ranks.py"
@@ -149,3 +150,12 @@ def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     trainer.state.save_to_json(str(tmp_path / "checkpoint-1" / "trainer_state.json"))
     with pytest.raises(npuzero.CheckpointError, match=r"model\.embed_tokens\.weight"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_the_example_of_its_docstring_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = trainer_of(Trainer, Case({"max_steps": 1}), tmp_path / "run")
+    names = {"ZeroTrainer": ZeroTrainer, "model": llama(), "arguments": plain.args, "rows": rows()}
+    plain.args.eval_strategy = plain.args.save_strategy = "no"
+    exec(example_of(ZeroTrainer), names)
+    assert (tmp_path / "weights" / "model.safetensors").is_file()
