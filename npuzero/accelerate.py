@@ -21,7 +21,7 @@ from npuzero.errors import ConfigError
 try:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType, GradScalerKwargs, convert_file_size_to_int
+    from accelerate.utils import DDPCommunicationHookType, DistributedType, GradScalerKwargs, convert_file_size_to_int
 except ImportError as error:
     raise adopt.missing("npuzero.accelerate", "accelerate", error) from error
 
@@ -86,6 +86,8 @@ class ZeroAccelerator(Accelerator):
             asked = [self.distributed_type.value] if self.distributed_type in _OTHERS else []
             asked += ["parallelism_config"] if self.parallelism_config is not None else []
             asked += ["fp8"] if self.fp8_enabled else []
+            hook = DDPCommunicationHookType.NO if self.ddp_handler is None else self.ddp_handler.comm_hook
+            asked += [] if hook == DDPCommunicationHookType.NO else ["comm_hook"]
         if asked:
             raise ConfigError(
                 "ZeroAccelerator",
@@ -93,6 +95,8 @@ class ZeroAccelerator(Accelerator):
                 got=", ".join(asked),
                 do="Leave it out, and choose the plan by zero={...}; or keep accelerate's Accelerator.",
             )
+        if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
+            self._zero.setdefault("buffers", None)
         if self.mixed_precision == "fp16":
             self.native_amp = True
             self.scaler = LossScaler(**asdict(self.scaler_handler or GradScalerKwargs()))

@@ -54,7 +54,8 @@ def shard(model: Model, device: torch.device, options: Mapping[str, Any]) -> Mod
         model: anywhere; it is moved to ``device`` first, but for what is on meta. One that :func:`npuzero.zero` has
             seen, or that has no parameters, is left as it is.
         device: of this rank.
-        options: keyword arguments of :func:`npuzero.zero`.
+        options: keyword arguments of :func:`npuzero.zero`. Buffers are rank 0's, as DistributedDataParallel has it,
+            unless these say otherwise.
 
     Raises:
         ConfigError: a part of it is sharded by itself, or ``options`` that :func:`npuzero.zero` refuses.
@@ -71,7 +72,7 @@ def shard(model: Model, device: torch.device, options: Mapping[str, Any]) -> Mod
     init(device)
     if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         model.to(device)
-    return zero(model, **options)
+    return zero(model, **{"buffers": "broadcast", **options})
 
 
 def is_sharded(model: object) -> bool:

@@ -65,12 +65,13 @@ class ZeroStrategy(DDPStrategy):
 
     def __init__(self, zero: Mapping[str, Any] | None = None, full_checkpoints: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if self._ddp_kwargs:
+        refused = [*self._ddp_kwargs, *(name for name in kwargs if name.startswith(("ddp_", "model_averaging")))]
+        if refused:
             raise ConfigError(
                 "ZeroStrategy",
                 expected="zero, full_checkpoints, and arguments of Lightning's strategies for several processes",
-                got=", ".join(self._ddp_kwargs),
-                do="Leave DistributedDataParallel's arguments out: npuzero reduces the gradients.",
+                got=", ".join(refused),
+                do="Leave DistributedDataParallel's out: npuzero reduces the gradients, and zero={...} says how.",
             )
         self._zero = adopt.check_options("ZeroStrategy", zero)
         self._full = full_checkpoints
@@ -101,6 +102,9 @@ class ZeroStrategy(DDPStrategy):
         self.model = adopt.shard(self.precision_plugin.convert_module(self.model), self.root_device, self._zero)
         if fits:
             self.setup_optimizers(trainer)
+        else:  # whatever training has left each rank
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, 0)
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -117,6 +121,33 @@ class ZeroStrategy(DDPStrategy):
         self._lightning_module = module
 
     # -- a step ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step within a call of the module: that is its forward to npuzero. Not where the module steps
+        its optimizers itself, which no forward does.
+        """
+        if not self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            return self._within("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step within a call of the module."""
+        with self.precision_plugin.val_step_context():
+            return self._within("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step within a call of the module."""
+        with self.precision_plugin.test_step_context():
+            return self._within("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step within a call of the module."""
+        with self.precision_plugin.predict_step_context():
+            return self._within("predict_step", *args, **kwargs)
+
+    def _within(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -181,7 +212,11 @@ class ZeroStrategy(DDPStrategy):
             CheckpointError: they do not fit.
         """
         if self._shards is None:
-            load_full_state_dict(self.lightning_module, checkpoint["state_dict"])
+            state = checkpoint["state_dict"]
+            if not strict:  # what is not there stays as it is
+                own = full_state_dict(self.lightning_module, rank0_only=False)
+                state = {name: state.get(name, value) for name, value in own.items()}
+            load_full_state_dict(self.lightning_module, state)
             return
         with_states = self.optimizers and "optimizer_states" in checkpoint
         adopt.load(self._shards, self.lightning_module, self._only_optimizer() if with_states else None)

@@ -20,8 +20,11 @@ from npuzero.errors import ConfigError
 
 try:
     import safetensors.torch
-    from transformers import Trainer
+    from transformers import Trainer, __version__
     from transformers.trainer import SCHEDULER_NAME
+
+    if not hasattr(Trainer, "_build_accelerator_args"):
+        raise ImportError(f"transformers {__version__}, which is older than 5.3")
 except ImportError as error:
     raise adopt.missing("npuzero.transformers", "transformers", error) from error
 

@@ -51,6 +51,7 @@ class Training:
         )
 
     def epoch(self) -> None:
+        self.model.train()
         for inputs, targets in self.loader:
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(mse(self.model(inputs), targets))
@@ -62,6 +63,7 @@ class Training:
 
     def evaluate(self) -> float:
         found: list[Tensor] = []
+        self.model.eval()  # by the statistics of BatchNorm, which are rank 0's
         with torch.no_grad():
             for inputs, targets in self.loader:
                 found.append(self.accelerator.gather_for_metrics(mse(self.model(inputs), targets)[None]))

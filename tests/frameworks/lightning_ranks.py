@@ -44,6 +44,24 @@ class Regression(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
+class Scaled(Regression):
+    """Its step uses a parameter of its own, and its files have not all names."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(lr)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.strict_loading = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        return self.scale * mse(self(batch[0]), batch[1])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"].pop("net.1.num_batches_tracked", None)
+
+
 class Manual(Regression):
     """Two optimizers of halves of the model, stepped by hand."""
 
@@ -87,6 +105,7 @@ CASES = {
     "bf16": Case({**AUTOMATIC, "precision": "bf16-mixed"}, lr=1e-3),
     "fp16": Case(AUTOMATIC, half=True, lr=1e-3),
     "manual": Case(module=Manual),
+    "scaled": Case({"gradient_clip_val": 0.5}, {"full_checkpoints": True}, module=Scaled),
 }
 
 
@@ -109,7 +128,7 @@ def trainer_of(strategy: Any, case: Case, folder: Path, epochs: int = 5, **more:
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     state = npuzero.full_state_dict(module) if adopt.is_sharded(module) else module.state_dict()
-    return {name.removeprefix("net."): value.clone() for name, value in state.items()}
+    return {name.removeprefix("net."): value.clone() for name, value in state.items() if "tracked" not in name}
 
 
 def result(trainer: lightning.Trainer, module: Regression, checkpoint: str | None = None) -> dict[str, Any]:

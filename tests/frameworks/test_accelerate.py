@@ -13,19 +13,22 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npuzero
-from frameworks.toys import BOUND, ROOT, distance, launch, loader, moved, net
+from frameworks.toys import BOUND, ROOT, distance, launch, loader, moved, net, rows
 from npuzero import adopt
 
 pytest.importorskip("accelerate")
 
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DDPCommunicationHookType
 
 from frameworks.accelerate_ranks import Training
 from npuzero.accelerate import ZeroAccelerator
 from test_docstrings import example_of
 
+FP16 = DDPCommunicationHookType.FP16
 RANKS = ROOT / "tests" / "frameworks" / "accelerate_ranks.py"
+INPUTS, TARGETS = (tensor[:16] for tensor in rows().tensors)
 QUICK = ("1-no-4", "3-bf16-1", "3-fp16-4")
 CELLS = ("-".join(cell) for cell in itertools.product("0123", ("no", "bf16", "fp16"), "14"))
 REST = tuple(cell for cell in CELLS if cell not in QUICK)
@@ -218,7 +221,7 @@ def test_a_step_that_overflows_is_told_and_no_step_of_the_schedule(
 def test_clipping_is_of_all_parameters_of_a_model(accelerator: Callable[..., ZeroAccelerator]) -> None:
     made = accelerator()
     model = made.prepare(net())
-    model(torch.ones(1, 4)).sum().backward()
+    nn.functional.mse_loss(model(INPUTS), TARGETS).backward()
     with pytest.raises(npuzero.StateError, match="parameters that train"):
         made.clip_grad_norm_(model[0].parameters(), 1.0)
     norm = made.clip_grad_norm_(model.parameters(), 0.1)
@@ -233,19 +236,36 @@ def test_uneven_inputs_are_refused(accelerator: Callable[..., ZeroAccelerator]) 
     made = accelerator()
     model = made.prepare(net())
     with made.join_uneven_inputs([model]):
-        model(torch.ones(1, 4))
+        model(INPUTS)
     with pytest.raises(npuzero.ConfigError, match="as many batches"), made.join_uneven_inputs([model], False):
         pass
 
 
 @pytest.mark.parametrize(
-    "options", [{"fsdp_plugin": FullyShardedDataParallelPlugin}, {"parallelism_config": object}], ids=str
+    ("what", "options"),
+    [
+        ("fsdp_plugin", lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin()}),
+        ("parallelism_config", lambda: {"parallelism_config": object()}),
+        ("comm_hook", lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=FP16)]}),
+    ],
 )
-def test_sharding_by_something_else_is_refused(
-    options: dict[str, Callable[[], Any]], accelerator: Callable[..., ZeroAccelerator]
+def test_what_would_shard_or_reduce_beside_npuzero_is_refused(
+    what: str, options: Callable[[], dict[str, Any]], accelerator: Callable[..., ZeroAccelerator]
 ) -> None:
-    with pytest.raises(npuzero.ConfigError, match=rf"got {next(iter(options))}\. Leave it out"):
-        accelerator(**{name: make() for name, make in options.items()})
+    with pytest.raises(npuzero.ConfigError, match=rf"got {what}\. Leave it out"):
+        accelerator(**options())
+
+
+def test_buffers_are_rank_0s_unless_ddp_would_leave_them(accelerator: Callable[..., ZeroAccelerator]) -> None:
+    """Seen by what the ranks agree on: of one rank nothing is sent."""
+    left = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    asked = []
+    for options in ({}, {"kwargs_handlers": left}, {"zero": {"buffers": "average"}, "kwargs_handlers": left}):
+        made = accelerator(**options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adopt, "zero", lambda model, **options: asked.append(options["buffers"]) or model)
+            made.prepare_model(net())
+    assert asked == ["broadcast", None, "average"]
 
 
 def test_options_are_checked_where_the_accelerator_is_made(accelerator: Callable[..., ZeroAccelerator]) -> None:

@@ -22,7 +22,7 @@ def net() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3)]
-        return nn.Sequential(nn.Linear(4, 8), *blocks, nn.Linear(8, 2))
+        return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), *blocks, nn.Linear(8, 2))
 
 
 def rows(count: int = 48) -> TensorDataset:

@@ -105,7 +105,8 @@ CASES = {
         resumes=False,
     ),
     "own": Case(plain=OwnTrainer, sharded=OwnZeroTrainer),
-    "given": Case(options=given, zero={"stage": 1}),
+    "given": Case({"activation_checkpointing": True}, options=given, zero={"stage": 1}),
+    "compiled": Case({"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "tied": Case(
         {**BEST, "greater_is_better": True, "save_only_model": True},
         model=functools.partial(llama, tied=True),
