@@ -128,7 +128,9 @@ class ZeroAccelerator(Accelerator):
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
         """Put an optimizer over sharded parameters in the place of ``optimizer``."""
-        if getattr(optimizer, "_is_accelerate_prepared", False) or not adopt.over_sharded(_parameters(optimizer)):
+        if getattr(optimizer, "_is_accelerate_prepared", False) or not adopt.over_sharded(
+            adopt.parameters_of(optimizer)
+        ):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = ShardedOptimizer(adopt.adopt(optimizer), device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)
@@ -296,13 +298,9 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return self.scaler is not None and self.scaler.skipped > self._skipped_before
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _is_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     mine = {id(parameter) for parameter in model.parameters()}
-    return all(id(parameter) in mine for parameter in _parameters(optimizer))
+    return all(id(parameter) in mine for parameter in adopt.parameters_of(optimizer))
 
 
 def _listed(parameters: Iterable[nn.Parameter] | nn.Parameter) -> list[nn.Parameter]:

@@ -24,6 +24,7 @@ from npuzero import checkpoint
 from npuzero.api import Adam, AdamW, ZeroOptimizer, init, no_sync, zero
 from npuzero.config import describe
 from npuzero.errors import ConfigError, PackageMissing, StateError
+from npuzero.shard.everyone import agree
 from npuzero.shard.ownership import engine_of, owners
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -101,7 +102,7 @@ def adopt(optimizer: Optimizer) -> Optimizer:
     heir = getattr(optimizer, _HEIR, None)
     if heir is not None:
         return cast(Optimizer, heir)
-    if isinstance(optimizer, ZeroOptimizer) or not over_sharded(_parameters(optimizer)):
+    if isinstance(optimizer, ZeroOptimizer) or not over_sharded(parameters_of(optimizer)):
         return optimizer
     state = optimizer.state_dict() if optimizer.state else None
     own = OWN.get(type(optimizer))
@@ -131,7 +132,7 @@ def repoint(scheduler: Any) -> None:
     if heir is not None:
         scheduler.optimizer = heir
         _Follower(heir)
-    elif not isinstance(optimizer, ZeroOptimizer) and over_sharded(_parameters(optimizer)):
+    elif not isinstance(optimizer, ZeroOptimizer) and over_sharded(parameters_of(optimizer)):
         raise ConfigError(
             type(scheduler).__name__,
             expected="a scheduler whose optimizer updates the sharded model",
@@ -157,9 +158,13 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer | None) -> None:
 
     Frameworks write to one place again and again; :func:`npuzero.checkpoint.save` never writes over a step.
     """
-    last = checkpoint.latest(folder)
-    number = 0 if last is None else int(last.name.rpartition("-")[2]) + 1
-    number = engine_of(model).world.exchange(number)[0]  # others may not see yet what rank 0 does
+    world, number, problem = engine_of(model).mesh.world, 0, None
+    try:
+        last = checkpoint.latest(folder) if world.rank == 0 else None  # others may not see it yet
+        number = 0 if last is None else int(last.name.rpartition("-")[2]) + 1
+    except Exception as error:
+        problem = error
+    number = agree(world, f"save {folder}", problem, number)[0]
     checkpoint.save(folder, model, optimizer, step=number, rng=False, keep_last=1)
 
 
@@ -194,7 +199,8 @@ def _over(kind: type[Optimizer], optimizer: Optimizer) -> ZeroOptimizer:
     return ZeroOptimizer(kind, optimizer.param_groups, **options)
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
