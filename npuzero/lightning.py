@@ -1,7 +1,7 @@
 """The door of Lightning: the strategy "npuzero", which importing this module registers.
 
-Needs the package lightning, or pytorch-lightning, which nothing else here imports. Where a program has imported one of
-them already, the strategy is for that one.
+Needs the package lightning, or pytorch-lightning, which nothing else here imports. Where a program has imported the
+latter alone, the strategy is for that one.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,15 +19,25 @@ from npuzero import adopt
 from npuzero.api import LossScaler, clip_grad_norm_, clip_grad_value_, full_state_dict, load_full_state_dict
 from npuzero.errors import ConfigError
 
-try:
-    if TYPE_CHECKING or "lightning" in sys.modules or "pytorch_lightning" not in sys.modules:
-        from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-        from lightning.pytorch.trainer.states import TrainerFn
-    else:
-        from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
-        from pytorch_lightning.trainer.states import TrainerFn
-except ImportError as error:
-    raise adopt.missing("npuzero.lightning", "lightning", error) from error
+
+def _packages() -> tuple[Any, Any]:
+    """Return the modules of strategies and of a trainer's states, of the package that is meant.
+
+    Raises:
+        PackageMissing: there is none.
+    """
+    homes = ["lightning.pytorch", "pytorch_lightning"]
+    if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:
+        homes.reverse()
+    for home in homes:
+        try:
+            return import_module(f"{home}.strategies"), import_module(f"{home}.trainer.states")
+        except ImportError as error:
+            missing = error
+    raise adopt.missing("npuzero.lightning", "lightning", missing) from missing
+
+
+_strategies, _states = _packages()
 
 __all__ = ["ZeroStrategy"]
 
@@ -34,7 +45,7 @@ __all__ = ["ZeroStrategy"]
 _REST = "lightning.ckpt"
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     """Train a LightningModule whose training state is sharded: ``Trainer(strategy="npuzero")``.
 
     The module is sharded in place as a whole, when its layers are made (``__init__`` or ``configure_model``) and before
@@ -95,7 +106,7 @@ class ZeroStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, whatever the trainer is to do with it, and make its optimizers where it trains."""
-        fits = trainer.state.fn == TrainerFn.FITTING
+        fits = trainer.state.fn == _states.TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if fits and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
@@ -248,4 +259,4 @@ def _scaler_of(scaler: torch.amp.GradScaler) -> LossScaler:
     )
 
 
-ZeroStrategy.register_strategies(StrategyRegistry)
+ZeroStrategy.register_strategies(_strategies.StrategyRegistry)
