@@ -51,6 +51,7 @@ from npuzero.errors import (
     NonFiniteError,
     NpuZeroError,
     OutOfSpace,
+    PackageMissing,
     StateError,
     StorageError,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "NonFiniteError",
     "NpuZeroError",
     "OutOfSpace",
+    "PackageMissing",
     "Placement",
     "Plan",
     "Precision",

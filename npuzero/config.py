@@ -295,15 +295,20 @@ def tasks(variables: Mapping[str, str] | None = None) -> int:
     return max((int(text) for text in told if text.isdecimal()), default=1)
 
 
-def launch(variables: Mapping[str, str] | None = None) -> Launch:
+def launch(variables: Mapping[str, str] | None = None, *, group: tuple[int, int] | None = None) -> Launch:
     """Read torchrun's variables (of this process unless given).
+
+    Args:
+        group: rank and size of torch.distributed's group, where it runs: a launcher may have told that alone.
 
     Raises:
         ConfigError: some are set and others are missing, or a text is no integer in range.
     """
     variables = os.environ if variables is None else variables
     found = {key: variables[key.upper()] for key in Launch.names() if key.upper() in variables}
-    if launched(variables):
+    if group is not None and found:
+        found = dict(zip(("rank", "world_size"), map(str, group), strict=True)) | found
+    elif launched(variables):
         for key in ("rank", "world_size"):
             if key not in found:
                 raise ConfigError(

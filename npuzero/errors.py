@@ -95,6 +95,10 @@ class CoreMissing(NpuZeroError, ImportError):
     """Say that the compiled core is not there: the package was not built where it is imported from."""
 
 
+class PackageMissing(NpuZeroError, ImportError):
+    """Say that a package is not installed which only a part of this one needs, and how to install it."""
+
+
 class StateError(NpuZeroError, RuntimeError):
     """Refuse a call that does not fit the present state of a unit, model or optimizer."""
 

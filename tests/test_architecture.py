@@ -38,10 +38,13 @@ ROWS = (
     ("optim", "schedules"),
     ("checkpoint",),
     ("api", "info"),
+    ("adopt",),
     ("planner",),
     ("bench",),
     ("compat",),
     ("cli",),
+    ("accelerate",),
+    ("transformers", "lightning"),
     ("__main__",),
     ("__init__",),
 )
@@ -401,7 +404,8 @@ print(json.dumps({
     "cuda": torch.cuda.is_initialized(),
     "group": torch.distributed.is_available() and torch.distributed.is_initialized(),
     "heavy": sorted(sys.modules.keys() & {
-        "torch_npu", "matplotlib", "rich", "safetensors", "setuptools", "torch.distributed.checkpoint"}),
+        "torch_npu", "matplotlib", "rich", "safetensors", "setuptools", "torch.distributed.checkpoint",
+        "accelerate", "transformers", "lightning", "pytorch_lightning"}),
 }))
 """
 

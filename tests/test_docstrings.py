@@ -33,10 +33,10 @@ VERBS = frozenset(
         Filter Find Finish Follow Forget Format Forward Free Gather Generate Give Go Group Guard Handle Have
         Hold Identify Import Initialize Insert Install Iterate Join Keep Know Launch Lay Leave Lend Let List
         Load Locate Look Make Map Mark Measure Meet Merge Move Multiply Name Note Observe Open Order Pack Parse
-        Pass Pause Pickle Place Plot Predict Prepare Present Print Probe Process Provide Push Put Quantize Queue Quote
-        Raise Read Receive Record Recover Reduce Refer Refuse Register Release Remember Remove Render Repeat
+        Pass Pause Pickle Place Plot Point Predict Prepare Present Print Probe Process Provide Push Put Quantize Queue
+        Quote Raise Read Receive Record Recover Reduce Refer Refuse Register Release Remember Remove Render Repeat
         Replace Report Represent Reset Resolve Restart Restore Resume Return Round Run Save Say Scale Scatter
-        Search Select Send Serve Set Shard Share Show Skip Sort Split Stand Start Stop Store Sum Summarize Swap
+        Search Select Send Serve Set Shard Share Show Skip Sort Split Stand Start Step Stop Store Sum Summarize Swap
         Take Tell Time Trace Train Translate Treat Try Turn Unpack Unscale Unshard Update Use Validate Verify
         View Visit Wait Walk Warn Watch Wrap Write Yield Zero
     """,

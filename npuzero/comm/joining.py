@@ -57,7 +57,7 @@ def process_world(
         StateError: this process is a forked child of a rank.
     """
     default_s = config.environment().timeout_s  # read in any case: a misspelt variable is an error
-    launch = config.launch()
+    launch = _launch()
     here = _choose_device(device, launch.local_rank)
     _check_backend(backend, here)
     wishes = {"device": device and here, "timeout_s": timeout_s, "backend": backend, "buffer_mb": buffer_mb}
@@ -88,7 +88,7 @@ def current_world() -> World:
     if joined is not None:
         return joined
     if dist.is_available() and dist.is_initialized():
-        _join(_on_torch(_choose_device(None, config.launch().local_rank), None, TIMEOUT_S, None), {})
+        _join(_on_torch(_choose_device(None, _launch().local_rank), None, TIMEOUT_S, None), {})
     elif config.launch().world_size > 1:  # ranks that nobody joined must not train apart in silence
         process_world()
     else:
@@ -134,6 +134,12 @@ def _joined() -> World | None:
     # A world of one uses no group, so torch.distributed may begin beside it; any other is stale beside a new group.
     alone = world.size == 1 and (group is None or dist.get_world_size() == 1)
     return world if alone or group is None or group is _group else None
+
+
+def _launch() -> config.Launch:
+    """Read what the launcher tells, to this process or to torch.distributed."""
+    group = (dist.get_rank(), dist.get_world_size()) if _default_group() is not None else None
+    return config.launch(group=group)
 
 
 def _default_group() -> Any:

@@ -104,7 +104,8 @@ class Hooks:
     def _watch(self, unit: Unit) -> None:
         module = unit.module()
         assert module is not None
-        Entrance.of(module).add(self._visit(unit, unit.index == 0))
+        visit = self._visit(unit, unit.index == 0)
+        Entrance.of(module).add(_outermost(visit) if unit.index == 0 else visit)
 
     def _visit(self, unit: Unit, is_root: bool) -> Visit:
         events = self._events
@@ -240,6 +241,32 @@ class Hooks:
                 parameter.grad = marker
 
         return hook
+
+
+def _outermost(visit: Visit) -> Visit:
+    """Return the visit of a model that may call itself within its call, as a framework's training step does: of that
+    the outermost call counts.
+    """
+    depth = 0
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal depth
+        depth += 1
+        return visit.before(module, args, kwargs) if depth == 1 else None
+
+    def leave(module: nn.Module, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            visit.after(module, output)
+
+    def fail() -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            visit.failed()
+
+    return Visit(enter, leave, fail)
 
 
 def second_derivatives(unit: Unit) -> StateError:

@@ -20,6 +20,6 @@ NEEDS = ("accelerate", "transformers", "lightning")
 def test_the_program_runs(framework: str, ranks: int, tmp_path: Path) -> None:
     if find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
-    program = next(text for text in PROGRAMS if f"import {framework}" in text or f"from {framework} " in text)
+    program = next(text for text in PROGRAMS if f"npuzero.{framework}" in text)
     assert run(program, ranks, tmp_path).count("loss") >= ranks
     assert (tmp_path / "weights" / "model.safetensors").is_file()

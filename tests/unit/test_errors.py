@@ -13,6 +13,7 @@ KINDS = {
     errors.ContractError: ValueError,
     errors.KernelUnavailable: RuntimeError,
     errors.CoreMissing: ImportError,
+    errors.PackageMissing: ImportError,
     errors.StateError: RuntimeError,
     errors.NonFiniteError: FloatingPointError,
     errors.OutOfSpace: MemoryError,

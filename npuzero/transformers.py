@@ -1,0 +1,171 @@
+"""The door of transformers: a Trainer that shards the model it trains.
+
+Needs the packages transformers and accelerate, which nothing else here imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from npuzero import adopt
+from npuzero.api import load_full_state_dict
+from npuzero.errors import ConfigError
+
+try:
+    import safetensors.torch
+    from transformers import Trainer, __version__
+    from transformers.trainer import SCHEDULER_NAME
+
+    if not hasattr(Trainer, "_build_accelerator_args"):
+        raise ImportError(f"transformers {__version__}, which is older than 5.3")
+except ImportError as error:
+    raise adopt.missing("npuzero.transformers", "transformers", error) from error
+
+from npuzero.accelerate import ZeroAccelerator
+from npuzero.checkpoint.weights import tensors_at
+
+__all__ = ["ZeroTrainer"]
+
+
+class ZeroTrainer(Trainer):
+    """Be transformers' Trainer, and shard the model when training begins.
+
+    A script changes the name of the class. A Trainer of one's own, or of a library, gets it as its first base:
+    ``class MyTrainer(ZeroTrainer, SFTTrainer)``. Optimizer, scheduler, accumulation, clipping, mixed precision,
+    evaluation, early stopping and the arguments are the Trainer's. On CPU ranks give ``ddp_backend="gloo"``, as for any
+    Trainer.
+
+    ``save_model`` leaves what ``from_pretrained`` loads, gathered on rank 0; a ``checkpoint-N`` has beside it each
+    rank's shards, from which ``resume_from_checkpoint`` goes on under any plan and number of ranks, to the bit on the
+    same ones. Checkpoints of the plain Trainer are resumed from, too.
+
+    Args:
+        zero: keyword arguments of :func:`npuzero.zero`, such as ``{"stage": 2}``; None: those of the class's attribute
+            ``zero``, which is stage 3.
+        args, kwargs: the Trainer's own.
+
+    Raises:
+        ConfigError: the training arguments ask for DeepSpeed or FSDP as well.
+
+    Example::
+
+        trainer = ZeroTrainer(model, arguments, train_dataset=rows, zero={"stage": 3})
+        trainer.train()
+        trainer.save_model("weights")
+    """
+
+    zero: Mapping[str, Any] | None = None
+
+    def __init__(self, *args: Any, zero: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if zero is not None:
+            self.zero = zero
+        super().__init__(*args, **kwargs)
+
+    # -- preparing -------------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_arguments
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator that shards, of the arguments that the Trainer makes one of."""
+        if self.args.deepspeed or self.args.fsdp:
+            raise ConfigError(
+                "ZeroTrainer",
+                expected="training arguments that leave sharding to npuzero",
+                got="deepspeed" if self.args.deepspeed else "fsdp",
+                do="Leave it out, and choose the plan by zero={...}.",
+            )
+        super().create_accelerator_and_postprocess()
+        self.accelerator = ZeroAccelerator(zero=self.zero, **self._accelerator_arguments)
+        self.gather_function = self.accelerator.gather_for_metrics
+        if "use_gather_object" in inspect.signature(self.gather_function).parameters:
+            self.gather_function = functools.partial(
+                self.gather_function, use_gather_object=self.args.eval_use_gather_object
+            )
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """Point a scheduler that the Trainer was given at the optimizer that is used."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        adopt.repoint(scheduler)
+        return scheduler
+
+    # -- saving and loading ----------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save what ``from_pretrained`` loads. Collective where the model is sharded, as it is once it trains."""
+        if not adopt.is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        # Every rank gathers; the one that writes has all of it in the host's memory.
+        self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not adopt.is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        adopt.save(Path(output_dir, adopt.FOLDER), self.model, _inner(self.optimizer))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not adopt.is_sharded(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif not _has_shards(resume_from_checkpoint):  # else they come with the optimizer's
+            _load_weights(self.model, Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _has_shards(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        adopt.load(Path(checkpoint, adopt.FOLDER), self.model, _inner(self.optimizer))
+        state = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if not adopt.is_sharded(self.model):
+            super()._load_best_model()
+        elif _has_shards(best):
+            adopt.load(Path(best, adopt.FOLDER), self.model, None)
+        else:
+            _load_weights(self.model, Path(best))
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return npuzero's optimizer, within accelerate's wrapper."""
+    inner: torch.optim.Optimizer = optimizer.optimizer
+    return inner
+
+
+def _has_shards(folder: str) -> bool:
+    return Path(folder, adopt.FOLDER).is_dir()
+
+
+def _load_weights(model: nn.Module, folder: Path) -> None:
+    """Load what ``save_pretrained`` left into a sharded model. Collective.
+
+    Raises:
+        CheckpointError: there are no such files, or they do not fit.
+    """
+    files = {entry.file for entry in tensors_at(folder).values()}
+    state = {name: value for file in sorted(files) for name, value in safetensors.torch.load_file(file).items()}
+    # Of tied tensors there is one name in the files.
+    names: dict[int, str] = {}
+    named = model.state_dict(keep_vars=True)
+    for name, tensor in named.items():
+        if name in state:
+            names[id(tensor)] = name
+    state.update({name: state[names[id(t)]] for name, t in named.items() if name not in state and id(t) in names})
+    load_full_state_dict(model, state)

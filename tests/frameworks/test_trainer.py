@@ -1,0 +1,161 @@
+"""transformers' door: the weights of DistributedDataParallel, checkpoints that go on, what from_pretrained loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import npuzero
+from frameworks.toys import BOUND, ROOT, distance, launch
+from npuzero.shard.ownership import engine_of
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import AutoModelForCausalLM, Trainer
+
+from frameworks.trainer_ranks import CASES, STEPS, Case, adapted, llama, rows, trainer_of, weights
+from npuzero.transformers import ZeroTrainer
+from test_docstrings import example_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+RANKS = ROOT / "tests" / "frameworks" / "trainer_ranks.py"
+QUICK = ("best",)
+REST = tuple(name for name in CASES if name not in QUICK)
+every_case = pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in REST)])
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder with a case's results; the quick one, and the others, come of one run on two ranks each."""
+    ran: dict[tuple[str, ...], Path] = {}
+
+    def folder_of(name: str) -> Path:
+        group = QUICK if name in QUICK else REST
+        if group not in ran:
+            ran[group] = tmp_path_factory.mktemp("cases")
+            launch(RANKS, ran[group], *group)
+        return ran[group]
+
+    return folder_of
+
+
+@pytest.mark.world
+@every_case
+def test_two_ranks_train_as_under_ddp(name: str, cases: Callable[[str], Path]) -> None:
+    """Schedules, accumulation, clipping, evaluation, early stopping and the best model are the Trainer's."""
+    found = torch.load(cases(name) / f"{name}.pt", weights_only=True)
+    ddp, zero = found["ddp"], found["zero"]
+    begin = (adapted if name == "lora" else lambda: llama(tied=name == "tied"))().state_dict()
+    assert distance(zero["weights"], begin) > 1e-3
+    assert distance(ddp["weights"], zero["weights"]) < BOUND
+    assert zero["loss"] == pytest.approx(ddp["loss"], abs=BOUND)
+    assert zero["steps"] == ddp["steps"] == (4 if name == "stops" else STEPS)
+    assert len(zero["history"]) == len(ddp["history"]) > 4
+    for ours, theirs in zip(zero["history"], ddp["history"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.world
+@every_case
+def test_a_second_trainer_goes_on_from_a_checkpoint(name: str, cases: Callable[[str], Path]) -> None:
+    """To the bit from one's own; from one of the plain Trainer's within what both differ."""
+    if not CASES[name].resumes:
+        pytest.skip("its checkpoints have no optimizer, or it has stopped before")
+    found = torch.load(cases(name) / f"{name}.pt", weights_only=True)
+    assert distance(found["resumed"]["weights"], found["zero"]["weights"]) == 0
+    assert distance(found["taken over"]["weights"], found["ddp"]["weights"]) < BOUND
+    assert found["resumed"]["steps"] == STEPS
+
+
+@pytest.mark.world
+@every_case
+def test_from_pretrained_loads_what_save_model_left(name: str, cases: Callable[[str], Path]) -> None:
+    folder = cases(name) / f"{name}.saved"
+    trained = torch.load(cases(name) / f"{name}.pt", weights_only=True)["zero"]["weights"]
+    if name == "lora":
+        from peft import PeftModel
+
+        assert {file.name for file in folder.glob("*.safetensors")} == {"adapter_model.safetensors"}
+        loaded = PeftModel.from_pretrained(llama(), folder)
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert distance(loaded.state_dict(), trained) == 0
+
+
+@pytest.mark.world
+def test_a_checkpoint_of_two_ranks_goes_on_on_one(cases: Callable[[str], Path], tmp_path: Path) -> None:
+    checkpoint = cases("best") / "best.zero" / "checkpoint-4"
+    trainer = trainer_of(ZeroTrainer, Case({"max_steps": 5, "save_strategy": "no"}), tmp_path, zero={"stage": 2})
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    begun = load_file(checkpoint / "model.safetensors")
+    assert 1e-4 < distance(weights(trainer), begun) < 0.1 and trainer.state.global_step == 5
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[-1] == pytest.approx(1e-2 * 0.75), "where the cosine of 8 steps was at step 4, after 2 of warmup"
+
+
+def test_evaluation_comes_before_training_and_training_again(tmp_path: Path) -> None:
+    """The second train() finds the model sharded, and a checkpoint without shards."""
+    trainer = trainer_of(ZeroTrainer, Case({"max_steps": 2, "save_only_model": True}), tmp_path)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(tmp_path / "whole"))
+    assert distance(AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict(), llama().state_dict()) == 0
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    trained = weights(trainer)
+    kept = shutil.copytree(tmp_path / "checkpoint-2", tmp_path / "kept")
+    trainer.args.max_steps = 4
+    trainer.train()
+    assert distance(weights(trainer), trained) > 1e-3
+    trainer.args.max_steps = 2
+    trainer.train(resume_from_checkpoint=str(kept))  # one more step, of a rate that is still zero
+    assert distance(weights(trainer), trained) == 0
+
+
+def test_the_plan_is_said_by_the_class_or_where_it_is_made(tmp_path: Path) -> None:
+    class Second(ZeroTrainer):
+        zero: ClassVar[dict[str, int]] = {"stage": 2}
+
+    case = Case({"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"})
+    plans = {}
+    for name, kind, more in (
+        ("default", ZeroTrainer, {}),
+        ("class", Second, {}),
+        ("made", Second, {"zero": {"plan": "hsdp"}}),
+    ):
+        trainer = trainer_of(kind, case, tmp_path, **more)
+        trainer.train()
+        plans[name] = engine_of(trainer.model).plan.name
+    assert plans == {"default": "zero3", "class": "zero2", "made": "hsdp"}
+
+
+@pytest.mark.parametrize("other", ["deepspeed", "fsdp"])
+def test_sharding_by_something_else_is_refused(other: str, tmp_path: Path) -> None:
+    arguments = trainer_of(Trainer, Case(), tmp_path).args
+    setattr(arguments, other, "full_shard")
+    with pytest.raises(npuzero.ConfigError, match=rf"got {other}\. Leave it out"):
+        ZeroTrainer(llama(), arguments)
+
+
+def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(ZeroTrainer, Case({"max_steps": 1, "save_strategy": "no"}), tmp_path)
+    trainer.train()
+    llama().model.save_pretrained(tmp_path / "checkpoint-1")
+    trainer.state.save_to_json(str(tmp_path / "checkpoint-1" / "trainer_state.json"))
+    with pytest.raises(npuzero.CheckpointError, match=r"model\.embed_tokens\.weight"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_the_example_of_its_docstring_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = trainer_of(Trainer, Case({"max_steps": 1}), tmp_path / "run")
+    names = {"ZeroTrainer": ZeroTrainer, "model": llama(), "arguments": plain.args, "rows": rows()}
+    plain.args.eval_strategy = plain.args.save_strategy = "no"
+    exec(example_of(ZeroTrainer), names)
+    assert (tmp_path / "weights" / "model.safetensors").is_file()
