@@ -1,6 +1,6 @@
 """Keep the store in which torchrun's agents meet, apart from them all: then any node may end, the first as well.
 
-    python examples/elastic/store.py --port 29400
+python examples/elastic/store.py --port 29400
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     options.out.mkdir(parents=True, exist_ok=True)
     kept = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    with npuzero.checkpoint.Checkpointer(options.out / "checkpoints", every=options.every, keep_last=3, **kept) as saves:
+    with npuzero.checkpoint.Checkpointer(
+        options.out / "checkpoints", every=options.every, keep_last=3, **kept
+    ) as saves:
         first = saves.resume()
         for step in range(first, options.steps):
             loss = torch.zeros((), device=world.device)

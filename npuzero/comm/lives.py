@@ -1,9 +1,9 @@
 """Lives: torchrun starts ranks again, and its agent's store may still have what those before have left there.
 
-torch.distributed writes addresses into that store under the same keys in every life, so a rank that is quick reads those
-of ranks that have ended. Nothing that torchrun tells a rank says which life it is in: agents count their own restarts,
-and one that came back counts from 0. So the ranks of a life find each other by words that nobody used before, and get
-a part of the store for themselves:
+torch.distributed writes addresses into that store under the same keys in every life, so a rank that is quick reads
+those of ranks that have ended. Nothing that torchrun tells a rank says which life it is in: agents count their own
+restarts, and one that came back counts from 0. So the ranks of a life find each other by words that nobody used before,
+and get a part of the store for themselves:
 
     rank r        here/<r> = its word; waits for welcome/<its word>, which says the name of this life
     rank 0        welcomes each word that it finds, anew where one of a life before has been replaced, until

@@ -9,11 +9,13 @@ import torch
 
 from npuzero import comm
 from npuzero.comm import Mesh
-from npuzero.config import Rule, describe, public_name
+from npuzero.config import Rule
 from npuzero.errors import ConfigError, keywords
+from npuzero.parallel.mesh import given
 from npuzero.plan import DATA, divisors
 
 _COUNT = Rule(int, "how many", least=1, most=2**62)
+_STEP = Rule(int, "steps taken before", least=0, most=2**62)
 _SEED = Rule(int, "where the order of samples begins", least=0, most=2**31 - 1)
 
 
@@ -27,10 +29,10 @@ _SEED = Rule(int, "where the order of samples begins", least=0, most=2**31 - 1)
 class GlobalBatch:
     """Divide each step's batch over the data ranks there are, as micro-batches of equal size.
 
-    Which samples a step sees follows from ``samples``, ``size`` and ``seed`` alone, and their order too: a run that goes
-    on from a checkpoint with fewer ranks, or more, takes the same steps, in more micro-batches or fewer. Nothing is
-    kept between steps, so the number of the step is the whole position in the data. Ranks that share their batches (of
-    the tensor, pipe or sequence axis) get the same.
+    Which samples a step sees follows from ``samples``, ``size`` and ``seed`` alone, and their order too: a run that
+    goes on from a checkpoint with fewer ranks, or more, takes the same steps, in more micro-batches or fewer. Nothing
+    is kept between steps, so the number of the step is the whole position in the data. Ranks that share their batches
+    (of the tensor, pipe or sequence axis) get the same.
 
     Args:
         samples: in the data set, each of which every epoch visits once; a batch may lie in two epochs.
@@ -55,16 +57,12 @@ class GlobalBatch:
                 loss = torch.ones(len(rows)).mean() / batch.accumulate
     """
 
-    def __init__(
-        self, samples: int, size: int, *, micro: int, seed: int | None = 0, mesh: Mesh | None = None
-    ) -> None:
+    def __init__(self, samples: int, size: int, *, micro: int, seed: int | None = 0, mesh: Mesh | None = None) -> None:
         for name, value in {"samples": samples, "size": size, "micro": micro}.items():
             _COUNT.check(f"GlobalBatch: {name}", value)
         if seed is not None:
             _SEED.check("GlobalBatch: seed", seed)
-        if mesh is not None and not isinstance(mesh, Mesh):
-            do = "Pass what npuzero.mesh() returned, or leave it out."
-            raise ConfigError("GlobalBatch: mesh", expected=f"a {public_name(Mesh)}", got=describe(mesh), do=do)
+        given(None, mesh, "GlobalBatch")
         mesh = Mesh(comm.current_world(), 1) if mesh is None else mesh
         sharing = mesh.shape.sequence
         self._rank, ranks = mesh.index(DATA) // sharing, mesh.size(DATA) // sharing
@@ -96,7 +94,7 @@ class GlobalBatch:
             rows = (rows for step in range(3) for rows in batch.micro_batches(step))
             loader = torch.utils.data.DataLoader(torch.arange(100), batch_sampler=rows)
         """
-        _COUNT.check("micro_batches: step + 1", step + 1 if type(step) is int else step)
+        _STEP.check("micro_batches: step", step)
         share = self.accumulate * self.micro
         first = step * self.size + self._rank * share
         return (

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -133,18 +133,19 @@ def running(folder: Path) -> Iterator[Slurm]:
 
 @contextmanager
 def _daemon(slurm: Slurm, name: str, command: list[str], kill: bool = False) -> Iterator[None]:
-    with (slurm.folder / f"{name}.log").open("wb") as log, subprocess.Popen(
-        command, env=slurm.variables, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-    ) as process:
+    with (
+        (slurm.folder / f"{name}.log").open("wb") as log,
+        subprocess.Popen(
+            command, env=slurm.variables, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        ) as process,
+    ):
         try:
             yield
         finally:
             if not kill:
                 process.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(20)
-                except subprocess.TimeoutExpired:
-                    pass
             process.kill()
 
 

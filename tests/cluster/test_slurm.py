@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import slurm as slurms
 
+from cluster import slurm as slurms
 from npuzero.bench import Record
 from npuzero.checkpoint import latest
 

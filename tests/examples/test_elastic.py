@@ -127,7 +127,9 @@ def disturb(run: Nodes, out: Path, victim: int) -> None:
     killed = steps(out)[-1]["step"]
     run.until(lambda: steps(out)[-1]["ranks"] == 2 and steps(out)[-1]["step"] >= killed + 5)
     first = steps(out)[-1]["first"]
-    assert killed - 2 * EVERY <= first <= killed + 1, "it goes on from the last checkpoint, which may just have been made"
+    assert killed - 2 * EVERY <= first <= killed + 1, (
+        "it goes on from the last checkpoint, which may just have been made"
+    )
     run.start(victim)
     run.until(lambda: steps(out)[-1]["ranks"] == 4)
     assert steps(out)[-1]["first"] > killed

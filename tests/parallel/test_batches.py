@@ -45,14 +45,20 @@ def test_an_epoch_visits_each_sample_once_and_epochs_differ():
     assert flat(taken(2, 4, seed=None)) == [*range(96, 100), *range(20)]
 
 
-@pytest.mark.parametrize(("ranks", "micro", "parts"), [(1, 4, 6), (2, 4, 3), (3, 5, 2), (4, 4, 2), (6, 100, 1), (2, 1, 12)])
+@pytest.mark.parametrize(
+    ("ranks", "micro", "parts"), [(1, 4, 6), (2, 4, 3), (3, 5, 2), (4, 4, 2), (6, 100, 1), (2, 1, 12)]
+)
 def test_micro_batches_are_equal_and_as_large_as_may_be(ranks, micro, parts):
     assert [len(each) for each in taken(ranks, 0, micro=micro)] == [parts] * ranks
 
 
 def test_ranks_that_share_a_batch_get_the_same():
     def each(world: comm.World) -> list[list[list[int]]]:
-        meshes = (npuzero.mesh(tensor=2, world=world), npuzero.mesh(sequence=2, world=world), npuzero.mesh(pipe=4, world=world))
+        meshes = (
+            npuzero.mesh(tensor=2, world=world),
+            npuzero.mesh(sequence=2, world=world),
+            npuzero.mesh(pipe=4, world=world),
+        )
         return [next(npuzero.GlobalBatch(SAMPLES, 8, micro=4, mesh=mesh).micro_batches(0)) for mesh in meshes]
 
     tensor, sequence, pipe = zip(*comm.run_threads(4, each), strict=True)
