@@ -100,7 +100,7 @@ def running(folder: Path) -> Iterator[Slurm]:
     """Run a Slurm whose nodes are idle; ``folder`` must be reachable by all users (munge asks for it)."""
     for path in (folder / "state", *(folder / f"spool.{name}" for name in NODES)):
         path.mkdir(parents=True)
-    host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
+    host, ports = socket.gethostname(), free_ports(1 + len(NODES))
     nodes = "".join(
         NODE.format(name=name, host=host, port=port, cpus=os.cpu_count())
         for name, port in zip(NODES, ports[1:], strict=True)
@@ -157,7 +157,8 @@ def _await(slurm: Slurm, what: str, there: Callable[[], bool]) -> None:
     wait_for(there, START_S, said)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
