@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from images.dockerfile import Settings, instructions, left_out, options
@@ -38,7 +38,7 @@ class Image:
         ignored: for shutil.copytree, what it leaves out.
     """
 
-    def __init__(self, root: Path, context: Path, ignored) -> None:
+    def __init__(self, root: Path, context: Path, ignored: Callable[[str, list[str]], set[str]]) -> None:
         self.settings = Settings()
         self._root, self._context, self._ignored = root, context, ignored
         self._lent = pip_settings() | {name: os.environ[name] for name in PROXIES if name in os.environ}
@@ -146,7 +146,7 @@ def pip_settings() -> dict[str, str]:
     return {f"PIP_{key.replace('-', '_').upper()}": value for key, value in found}
 
 
-def named_paths(values: Sequence[str]) -> list[Path]:
+def named_paths(values: Iterable[str]) -> list[Path]:
     """Files and folders of this machine that values name; of an index what lies beside it, too, to which it links."""
     found = set()
     for word in (word for value in values for word in value.split()):
