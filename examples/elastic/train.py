@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             optimizer.zero_grad()
             mean = world.mean(loss).item()
             if world.rank == 0:
-                line = {"step": step, "loss": mean, "ranks": world.size, "first": first, "process": os.getpid()}
+                line = {"step": step, "loss": mean, "ranks": world.size, "first": first}
                 with (options.out / "steps.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
             saves.after(step + 1)
