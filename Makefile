@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo demo-offload test test-all test-aarch64 test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-planner bench-disk bench-quick figures lint format build clean
+.PHONY: help demo demo-offload test test-all test-aarch64 test-slurm test-docker test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-planner bench-disk bench-quick figures lint format build clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -65,6 +65,19 @@ test-aarch64: $(VENV)/.installed-dev  ## the op tests and the store's on emulate
 	$(VENV)/bin/cmake --build $(AARCH64)
 	EMULATED_DRIVER="$(EMULATOR) $(AARCH64)/driver" $(PY) -m pytest -q tests/ops -k emulated $(ARGS)
 	$(PY) -m pytest -q tests/disk -k aarch64 $(ARGS)
+
+# Slurm's own daemons, as two nodes on this machine, in a temporary folder; nothing of theirs is left.
+SLURM := PATH="$$PATH:/usr/sbin:/sbin"
+test-slurm: $(VENV)/.installed-dev  ## slurm.sbatch on a Slurm of two nodes, requeued in mid-run (needs slurm-wlm, munge, root)
+	@for tool in munged slurmctld slurmd sbatch; do $(SLURM) command -v $$tool >/dev/null || \
+	{ echo "make test-slurm needs $$tool: on Debian, apt install slurm-wlm munge"; exit 1; }; done
+	@test $$(id -u) = 0 || { echo "make test-slurm needs root: each node gets a namespace of process ids"; exit 1; }
+	$(PY) -m pytest -q tests/cluster $(ARGS)
+
+# The steps of cpu.Dockerfile in a chroot, and then SMOKE instead of all tests, which SMOKE= runs.
+SMOKE ?= sh -c '.venv/bin/npuzero info && .venv/bin/python -m pytest -q -m "not slow" tests/ops/test_cast.py tests/unit/test_plan.py'
+test-docker: $(VENV)/.installed-dev  ## the image of docker/cpu.Dockerfile, without a container engine (needs debootstrap, root)
+	PYTHONPATH=tests $(PY) -m images.chroot docker/cpu.Dockerfile $(SMOKE)
 
 # The npu kernels, compiled for this machine, in an emulator that checks what a device would not: docs/npu.md.
 emulate: $(VENV)/.installed-dev  ## the npu kernels in an emulator: op tests under all schedules, mutants, counts (g++)

@@ -56,6 +56,7 @@ from npuzero.errors import (
     StorageError,
 )
 from npuzero.info import info
+from npuzero.parallel.batches import GlobalBatch
 from npuzero.parallel.mesh import mesh
 from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, THINNED, Memory, MeshShape, Placement, Plan, Precision, Report
 from npuzero.shard.absence import offloaded
@@ -83,6 +84,7 @@ __all__ = [
     "ContractError",
     "CoreMissing",
     "FiniteGuard",
+    "GlobalBatch",
     "KernelUnavailable",
     "Lion",
     "LossScaler",

@@ -8,7 +8,7 @@
 #   IMAGE      an image with a checkout of npuzero, installed, in FOLDER (/opt/npuzero), and with the accelerator's torch
 #   RESOURCE   the devices' resource name; DEVICES of it per node (8)
 #   NODES      pods (1)
-#   SUITES, PIPE, TENSOR, DATA, LOCAL_SIZE, MESH_ARGUMENTS   as for torchrun.sh, where they are set
+#   SUITES, PIPE, TENSOR, DATA, LOCAL_SIZE, MESH_ARGUMENTS, TRAIN_ARGUMENTS   as for torchrun.sh, where they are set
 #   NAME       of the job (npuzero-bench)
 # The records lie in the master's FOLDER/runs/cluster and are printed at the end of its log.
 set -euo pipefail
@@ -16,7 +16,7 @@ set -euo pipefail
 : "${NODES:=1}" "${DEVICES:=8}" "${NAME:=npuzero-bench}" "${FOLDER:=/opt/npuzero}"
 
 variables=""
-for name in SUITES PIPE TENSOR DATA LOCAL_SIZE MESH_ARGUMENTS; do
+for name in SUITES PIPE TENSOR DATA LOCAL_SIZE MESH_ARGUMENTS TRAIN_ARGUMENTS; do
     if [[ -n ${!name:-} ]]; then
         variables+=$'\n'"                - {name: $name, value: \"${!name}\"}"
     fi

@@ -8,9 +8,11 @@
 #
 # Arguments go to `python -m benchmarks.step`, COMM_ARGUMENTS to `npuzero bench comm`. Variables, beside torchrun's usual ones:
 #   DEVICES      ranks per node
-#   SUITES       "step comm", some of them, or "mesh": examples/pipeline_gpt, to see all axes work between these devices
+#   SUITES       "step comm", some of them, or "mesh": examples/pipeline_gpt, to see all axes work between these devices,
+#                or "train": examples/gpt, which saves checkpoints in OUT and goes on from the last one there
 #   PIPE, TENSOR, DATA, LOCAL_SIZE   sizes of the mesh's axes, of the ranks on all nodes (see npuzero.mesh)
 #   MESH_ARGUMENTS   more for the example, such as "--schedule interleaved --chunks 2 --preset zero3"
+#   TRAIN_ARGUMENTS   of the other, such as "--preset zero3 --steps 5000 --checkpoint-every 200"
 #   OUT          folder for the records (runs/cluster)
 #   PYTHON       the interpreter npuzero is installed for (python)
 #   ASCEND_ENV   CANN's set_env.sh (of /usr/local/Ascend/cann, else of ascend-toolkit there)
@@ -61,7 +63,10 @@ for suite in $SUITES; do
     case $suite in
         step) ranks -m benchmarks.step --threads "$OMP_NUM_THREADS" --out "$OUT/step.json" "$@" ;;
         mesh) ranks examples/pipeline_gpt/train.py "${mesh[@]}" ${MESH_ARGUMENTS:-} ;;
+        train)
+            ranks examples/gpt/train.py --out "$OUT/gpt" --checkpoint-dir "$OUT/gpt/checkpoints" --resume ${TRAIN_ARGUMENTS:-}
+            ;;
         comm) ranks -m npuzero bench comm --device "$kind" --out "$OUT" ${COMM_ARGUMENTS:-} ;;
-        *) echo "SUITES: expected step, comm or mesh, got $suite" >&2 && exit 2 ;;
+        *) echo "SUITES: expected step, comm, mesh or train, got $suite" >&2 && exit 2 ;;
     esac
 done

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from npuzero import config, device, observe
 from npuzero.comm import fork
 from npuzero.comm.calls import collective
+from npuzero.comm.lives import store_of_this_life
 from npuzero.comm.process_world import ProcessWorld
 from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRoll
 from npuzero.comm.world import TIMEOUT_S, SingleWorld, World
@@ -242,8 +243,12 @@ def _init_process_group(here: torch.device, timeout_s: float) -> None:
     call = RollCall(StoredRoll(launch.rank, launch.world_size, meeting), timeout_s)
     try:
         with call:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    except (RuntimeError, ValueError) as error:
+            told: dict[str, Any] = {}
+            if config.agent_keeps_store():
+                store = store_of_this_life(launch.rank, launch.world_size, meeting, timeout_s)
+                told = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **told)
+    except (RuntimeError, ValueError, TimeoutError) as error:
         raise CollectiveError(
             "init",
             expected=f"{EXPECTED}: all meet at {meeting} by {backend}",

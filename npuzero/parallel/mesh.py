@@ -52,8 +52,8 @@ def mesh(
     return made
 
 
-def given(world: object, mesh: object) -> World | Mesh | None:
-    """Return the ranks that a program gave: a world, a mesh, a mesh and its world, or none.
+def given(world: object, mesh: object, subject: str = "npuzero.zero()") -> World | Mesh | None:
+    """Return the ranks that a program gave ``subject``: a world, a mesh, a mesh and its world, or none.
 
     Raises:
         ConfigError: neither is what it should be, or they are not of one another.
@@ -67,8 +67,8 @@ def given(world: object, mesh: object) -> World | Mesh | None:
             if mesh is None
             else "Pass what npuzero.mesh() returned."
         )
-        raise ConfigError(f"npuzero.zero(): {name}", expected=f"a {public_name(kind)}", got=describe(ranks), do=do)
+        raise ConfigError(f"{subject}: {name}", expected=f"a {public_name(kind)}", got=describe(ranks), do=do)
     if isinstance(ranks, Mesh) and world not in (None, ranks.world):
         do = "Give the mesh alone."
-        raise ConfigError("npuzero.zero()", expected="the world of the mesh", got=f"{world} and {mesh}", do=do)
+        raise ConfigError(subject, expected="the world of the mesh", got=f"{world} and {mesh}", do=do)
     return ranks

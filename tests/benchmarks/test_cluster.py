@@ -1,13 +1,18 @@
-"""The scripts for clusters: shells and a cluster's parser can read them, and torchrun's runs here."""
+"""The scripts for clusters: shells can read them, a cluster's schema accepts them, and torchrun's runs here.
+
+Slurm's runs in tests/cluster.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
@@ -23,15 +28,47 @@ def test_bash_can_read_it(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
+SCHEMA = json.loads(Path(__file__).with_name("pytorchjob.json").read_text())["schema"]
+
+
+def job_of(nodes: int, **variables: str) -> dict:
+    """What pytorchjob.sh writes."""
+    given = {"IMAGE": "some/image:1", "RESOURCE": "huawei.com/Ascend910", "NODES": str(nodes)} | variables
+    command = [CLUSTER / "pytorchjob.sh", "--dim", "64"]
+    made = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=True)
+    return yaml.safe_load(made.stdout)
+
+
+def test_the_operators_schema_accepts_the_job():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    for nodes in (1, 3):
+        jsonschema.validate(job_of(nodes, SUITES="train", TRAIN_ARGUMENTS="--steps 9", PIPE="2"), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        ("spec", "pytorchReplicaSpec", {}, "was unexpected"),
+        ("spec/pytorchReplicaSpecs/Master", "replicas", "1", "is not of type 'integer'"),
+        ("spec/pytorchReplicaSpecs/Master/template/spec", "container", [], "was unexpected"),
+        ("spec/pytorchReplicaSpecs/Master/template/spec/containers/0", "command", "bash", "is not of type 'array'"),
+        ("spec/pytorchReplicaSpecs/Master/template/spec/containers/0/env/0", "value", 3, "is not of type 'string'"),
+        ("spec/pytorchReplicaSpecs/Master/template/spec/containers/0/resources/limits", "x", "8 of", "does not match"),
+    ],
+)
+def test_the_schema_would_see_a_mistake(where, name, value, said):
+    at = job = job_of(1)
+    for key in where.split("/"):
+        at = at[int(key) if isinstance(at, list) else key]
+    at[name] = value
+    with pytest.raises(jsonschema.ValidationError, match=said):
+        jsonschema.validate(job, SCHEMA)
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_the_job_is_yaml_with_a_pod_per_node(nodes):
-    made = subprocess.run(
-        [CLUSTER / "pytorchjob.sh", "--dim", "64"],
-        env=os.environ | {"IMAGE": "some/image:1", "RESOURCE": "huawei.com/Ascend910", "NODES": str(nodes)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    job = yaml.safe_load(made.stdout)
-    assert job["kind"] == "PyTorchJob"
+def test_the_job_has_a_pod_per_node(nodes):
+    job = job_of(nodes)
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     roles = job["spec"]["pytorchReplicaSpecs"]
     assert sum(role["replicas"] for role in roles.values()) == nodes
     for role in roles.values():
@@ -44,14 +81,8 @@ def test_the_job_is_yaml_with_a_pod_per_node(nodes):
 
 
 def test_the_job_passes_the_mesh_on():
-    made = subprocess.run(
-        [CLUSTER / "pytorchjob.sh"],
-        env=os.environ | {"IMAGE": "i", "RESOURCE": "r", "SUITES": "mesh", "PIPE": "2", "MESH_ARGUMENTS": "--steps 8"},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    (container,) = yaml.safe_load(made.stdout)["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"][
-        "containers"
-    ]
+    job = job_of(1, SUITES="mesh", PIPE="2", MESH_ARGUMENTS="--steps 8")
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     given = {each["name"]: each["value"] for each in container["env"]}
     assert given == {"NODES": "1", "DEVICES": "8", "SUITES": "mesh", "PIPE": "2", "MESH_ARGUMENTS": "--steps 8"}
 

@@ -1,0 +1,115 @@
+"""The batch of a step over whatever ranks there are: the same samples in the same order, divided anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from npuzero import comm
+from npuzero.comm import Mesh
+from npuzero.config import Rule
+from npuzero.errors import ConfigError, keywords
+from npuzero.parallel.mesh import given
+from npuzero.plan import DATA, divisors
+
+_COUNT = Rule(int, "how many", least=1, most=2**62)
+_STEP = Rule(int, "steps taken before", least=0, most=2**62)
+_SEED = Rule(int, "where the order of samples begins", least=0, most=2**31 - 1)
+
+
+@keywords(
+    train_batch_size="size",
+    global_batch_size="size",
+    micro_batch_size="micro",
+    train_micro_batch_size_per_gpu="micro",
+    shuffle="seed",
+)
+class GlobalBatch:
+    """Divide each step's batch over the data ranks there are, as micro-batches of equal size.
+
+    Which samples a step sees follows from ``samples``, ``size`` and ``seed`` alone, and their order too: a run that
+    goes on from a checkpoint with fewer ranks, or more, takes the same steps, in more micro-batches or fewer. Nothing
+    is kept between steps, so the number of the step is the whole position in the data. Ranks that share their batches
+    (of the tensor, pipe or sequence axis) get the same.
+
+    Args:
+        samples: in the data set, each of which every epoch visits once; a batch may lie in two epochs.
+        size: samples in a step, of all ranks together.
+        micro: samples in a micro-batch at most; fewer where that does not divide a rank's share.
+        seed: of the order of epochs (8 bytes a sample are kept); None: in the order of the data, epoch by epoch.
+        mesh: the ranks; None: all of this run, each with data of its own.
+
+    Attributes:
+        size: as given.
+        micro: samples in each micro-batch.
+        accumulate: micro-batches of this rank in each step, equally many on every rank.
+
+    Raises:
+        ConfigError: the data ranks do not divide ``size``, or an argument is no such number.
+
+    Example::
+
+        batch = npuzero.GlobalBatch(samples=100, size=16, micro=4)
+        for step in range(3):
+            for rows in batch.micro_batches(step):  # indices into the data set
+                loss = torch.ones(len(rows)).mean() / batch.accumulate
+    """
+
+    def __init__(self, samples: int, size: int, *, micro: int, seed: int | None = 0, mesh: Mesh | None = None) -> None:
+        for name, value in {"samples": samples, "size": size, "micro": micro}.items():
+            _COUNT.check(f"GlobalBatch: {name}", value)
+        if seed is not None:
+            _SEED.check("GlobalBatch: seed", seed)
+        given(None, mesh, "GlobalBatch")
+        mesh = Mesh(comm.current_world(), 1) if mesh is None else mesh
+        sharing = mesh.shape.sequence
+        self._rank, ranks = mesh.index(DATA) // sharing, mesh.size(DATA) // sharing
+        if size % ranks:
+            raise ConfigError(
+                "GlobalBatch: size",
+                expected=f"a multiple of the {ranks} ranks with data of their own",
+                got=str(size),
+                do=f"Start as many as divide it: {', '.join(map(str, divisors(size)))}; or choose another size.",
+            )
+        self.size = size
+        self.micro = max(divisor for divisor in divisors(size // ranks) if divisor <= micro)
+        self.accumulate = size // ranks // self.micro
+        self._samples = samples
+        self._seed = seed
+
+    def micro_batches(self, step: int) -> Iterator[list[int]]:
+        """Yield this rank's part of a step, as indices into the data set, a micro-batch at a time.
+
+        Args:
+            step: from 0.
+
+        Raises:
+            ConfigError: it is no such number.
+
+        Example::
+
+            batch = npuzero.GlobalBatch(samples=100, size=16, micro=4)
+            rows = (rows for step in range(3) for rows in batch.micro_batches(step))
+            loader = torch.utils.data.DataLoader(torch.arange(100), batch_sampler=rows)
+        """
+        _STEP.check("micro_batches: step", step)
+        share = self.accumulate * self.micro
+        first = step * self.size + self._rank * share
+        return (
+            [self._sample(place) for place in range(begin, begin + self.micro)]
+            for begin in range(first, first + share, self.micro)
+        )
+
+    def _sample(self, place: int) -> int:
+        """Return the index of the sample at ``place``, counted from the first epoch's beginning."""
+        epoch, index = divmod(place, self._samples)
+        return index if self._seed is None else int(_order(self._samples, self._seed, epoch)[index])
+
+
+@lru_cache(maxsize=2)  # a batch may lie in two epochs
+def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the order in which an epoch visits its samples: int64[samples], the same on every machine."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(samples, generator=generator)
