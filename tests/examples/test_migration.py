@@ -1,0 +1,71 @@
+"""docs/migration.md: twelve lines a side, and the same weights by both sides, where the left one runs on CPU ranks."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import documents
+from documents import ROOT
+from examples.pages import run
+
+PAGE = "docs/migration.md"
+TEXT = (ROOT / PAGE).read_text("utf-8")
+PAIRS = dict(re.findall(r"^## ([^\n]+)\n\n(<table>.*?</table>)", TEXT, re.DOTALL | re.MULTILINE))
+SETUP = documents.blocks(PAGE)[0].code
+#: What the left programs leave, as float32: a package, and how to ask for their weights.
+LEFT = {
+    "DeepSpeed": (
+        "deepspeed",
+        "from deepspeed.utils import safe_get_full_fp32_param\n"
+        "weights = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}",
+    ),
+    "FSDP2": ("torch", "weights = {name: value.full_tensor() for name, value in model.state_dict().items()}"),
+    "accelerate": ("accelerate", "weights = accelerator.unwrap_model(model).state_dict()"),
+}
+SAVE = "if RANK == 0:\n    __import__('safetensors.torch').torch.save_file(weights, 'left.safetensors')\n"
+
+
+def sides(pair: str) -> list[str]:
+    """Left and right program of a pair."""
+    return re.findall(r"^```(?:python|sh)\n(.*?)^```", PAIRS[pair], re.DOTALL | re.MULTILINE)
+
+
+def test_there_is_a_pair_for_each() -> None:
+    assert set(PAIRS) == {"DeepSpeed", "FSDP2", "MindSpeed", "InternEvo", "accelerate"}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_side_has_twelve_lines_and_npuzero_is_the_right_one(pair: str) -> None:
+    left, right = sides(pair)
+    assert all(len([line for line in side.splitlines() if line]) <= 12 for side in (left, right))
+    assert "npuzero." in right and "npuzero" not in left
+
+
+@pytest.mark.slow
+@pytest.mark.world
+@pytest.mark.parametrize("pair", LEFT)
+def test_both_sides_end_with_the_same_weights(pair: str, tmp_path: Path) -> None:
+    package, asked = LEFT[pair]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    left, right = sides(pair)
+    run(f"{SETUP}\n{left}\n{asked}\n{SAVE}", 2, tmp_path)
+    run(f"{SETUP}\n{right}\nnpuzero.export(model, 'right', dtype='fp32')\n", 2, tmp_path)
+    theirs, ours = load_file(tmp_path / "left.safetensors"), load_file(tmp_path / "right" / "model.safetensors")
+    first = {name: value.detach() for name, value in _first_weights().items()}
+    assert theirs.keys() == ours.keys() == first.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-5)
+        assert (value - first[name]).abs().max() > 1e-2  # they were trained
+
+
+def _first_weights() -> dict[str, torch.Tensor]:
+    namespace: dict[str, object] = {}
+    exec(SETUP, namespace)
+    return namespace["net"]().state_dict()
