@@ -63,9 +63,7 @@ def test_both_sides_end_with_the_same_weights(
     package, asked, changes = LEFT[pair]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    monkeypatch.setenv(
-        "ACCELERATE_USE_CPU", "true"
-    )  # `accelerate launch --cpu`; else ranks without a device do not meet
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as `accelerate launch --cpu`: else CPU ranks do not meet
     left, right = sides(pair)
     close = 1e-5
     if precision == "float32":
