@@ -65,20 +65,19 @@ def test_both_sides_end_with_the_same_weights(
         pytest.skip(f"{package} is not installed")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # as `accelerate launch --cpu`: else CPU ranks do not meet
     left, right = sides(pair)
-    close = 1e-5
+    rounds = bool(changes) and precision == "as shown"  # in bfloat16, where Adam makes a step of a gradient's last bit
     if precision == "float32":
         for shown, changed in changes.items():
             left, right = left.replace(shown, changed), right.replace(shown, changed)
-    elif changes:
-        close = 2e-3  # a fifth of a step: in bfloat16 a last bit of a master can be a rounding's other side
     run(f"{SETUP}\n{left}\n{asked}\n{SAVE}", 2, tmp_path)
     run(f"{SETUP}\nimport npuzero\n{right}\nnpuzero.export(model, 'right', dtype='fp32')\n", 2, tmp_path)
     theirs, ours = load_file(tmp_path / "left.safetensors"), load_file(tmp_path / "right" / "model.safetensors")
     first = _first_weights()
     assert theirs.keys() == ours.keys() == first.keys()
     for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=close)
-        assert (value - first[name]).abs().max() > 1e-2  # they were trained
+        apart, trained = (value - theirs[name]).abs(), (value - first[name]).abs()
+        assert trained.max() > 1e-2
+        assert apart.mean() < 0.02 * trained.mean() if rounds else apart.max() < 1e-5
 
 
 def _first_weights() -> dict[str, torch.Tensor]:
