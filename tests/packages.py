@@ -13,12 +13,13 @@ project(stub NONE)
 file(WRITE "${NPUZERO_OUTPUT}/_C.so" "")
 """
 
+_UNNEEDED = shutil.ignore_patterns("*.so", "__pycache__", "kernels")
+
 
 def copy_project(folder: Path) -> Path:
     """Make ``folder`` a copy of what an installation reads; its extension module is an empty file."""
-    unneeded = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("npuzero", "csrc/npu"):
-        shutil.copytree(ROOT / name, folder / name, ignore=unneeded)
+    for name in ("npuzero", "csrc"):
+        shutil.copytree(ROOT / name, folder / name, ignore=_UNNEEDED)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "csrc" / "CMakeLists.txt").write_text(_STUB)
