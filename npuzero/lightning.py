@@ -205,7 +205,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             path.unlink()
         self.barrier()
         path.mkdir(parents=True, exist_ok=True)
-        optimizer = self._only_optimizer() if "optimizer_states" in checkpoint else None
+        optimizer = _only(self.optimizers) if "optimizer_states" in checkpoint else None
         adopt.save(path / adopt.FOLDER, self.lightning_module, optimizer)
         super().save_checkpoint(checkpoint, path / _REST, storage_options)
 
@@ -230,7 +230,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             load_full_state_dict(self.lightning_module, state)
             return
         with_states = self.optimizers and "optimizer_states" in checkpoint
-        adopt.load(self._shards, self.lightning_module, self._only_optimizer() if with_states else None)
+        adopt.load(self._shards, self.lightning_module, _only(self.optimizers) if with_states else None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what optimizers have, unless it came with the weights."""
@@ -238,14 +238,15 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             if state:
                 optimizer.load_state_dict(state)
 
-    def _only_optimizer(self) -> Any:
-        """Return the optimizer whose shards go with the module's; None where several share it."""
-        return self.optimizers[0] if len(self.optimizers) == 1 else None
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register "npuzero"."""
         strategy_registry.register("npuzero", cls, description="ZeRO stage 3, by npuzero", override=True)
+
+
+def _only(optimizers: list[Any]) -> Any:
+    """Return the optimizer whose shards go with the module's; None where several share it."""
+    return optimizers[0] if len(optimizers) == 1 else None
 
 
 def _scaler_of(scaler: torch.amp.GradScaler) -> LossScaler:

@@ -55,7 +55,7 @@ class Image:
     def run(self, words: Sequence[str]) -> int:
         """The exit status of a command in the image, by its user and in its folder."""
         set_here = self.settings
-        home = "/root" if set_here.user == "root" else f"/home/{set_here.user}"
+        home = "/root" if set_here.user == "root" else str(Path("/home", set_here.user))
         variables = {"PATH": PATH, "HOME": home} | self._lent | set_here.arguments | set_here.variables
         given = [f"{name}={value}" for name, value in variables.items()]
         inside = ["chroot", f"--userspec={set_here.user}", str(self._root), "/usr/bin/env", "-i", *given]
