@@ -92,11 +92,4 @@ MUTANTS: tuple[Mutant, ...] = (
         "return (run.micro_batches + 2 * mesh.pipe) * each",
         ("planner/test_search_axes.py::test_what_fits_does_and_nothing_faster_is_passed_over",),
     ),
-    Mutant(
-        "parameters of a pipeline stay unsharded whatever memory there is",
-        "planner/stages.py",
-        "max(map(held_bytes, found.values())) <= BETWEEN_SHARE * memory_bytes",
-        "True",
-        ("planner/test_search_axes.py::test_a_pipeline_keeps_parameters_unsharded_where_it_would",),
-    ),
 )

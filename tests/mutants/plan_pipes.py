@@ -21,7 +21,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "planner/stages.py",
         "max(map(held_bytes, found.values())) <= BETWEEN_SHARE * memory_bytes",
         "True",
-        (f"{FILE}::test_parameters_stay_unsharded_between_micro_batches_where_memory_allows",),
+        (
+            f"{FILE}::test_parameters_stay_unsharded_between_micro_batches_where_memory_allows",
+            "planner/test_search_axes.py::test_a_pipeline_keeps_parameters_unsharded_where_it_would",
+        ),
     ),
     Mutant(
         "what a size leaves over is on no rank of a pipeline",
