@@ -50,7 +50,7 @@ def launch(program: Path, *arguments: object, ranks: int = 2) -> str:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     ended = subprocess.run(
         [sys.executable, *torchrun, str(program), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))},
         timeout=400,
         text=True,
         stdout=subprocess.PIPE,
