@@ -51,7 +51,9 @@ def test_each_size_of_each_axis_is_looked_at_beside_each_other():
     assert meshes == {(t, q, p) for t in (1, 2) for q in (1, 2) for p in (1, 2)}
     for each in every():
         assert each.run.mesh.world == 8
-        assert each.tokens == 64 * SEQUENCE, "ranks that share a sequence have it once"
+        assert each.tokens == 64 * SEQUENCE
+        own = each.run.micro_batch * each.run.micro_batches
+        assert own * each.run.mesh.data == 64 * each.run.mesh.sequence, "ranks that share a sequence have it once"
         assert each.axes() == {k: n for k in ("pipe", "tensor", "sequence") if (n := getattr(each.run.mesh, k)) > 1}
 
 
