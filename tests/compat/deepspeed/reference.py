@@ -13,6 +13,7 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.compat.deepspeed import Engine
+from npuzero.ops import storage
 from npuzero.shard.ownership import engine_of
 from world.toy import VOCABULARY, ToyGPT, build, loss_of, tokens_of
 
@@ -76,18 +77,27 @@ class Case:
         return f"stage{self.stage}-{self.dtype}-{self.accumulation}-{self.clip:g}"
 
 
-def by_engine(case: Case) -> tuple[State, list[float | None]]:
-    """The masters in the end, and the gradient norms on the way, by npuzero.initialize."""
+def by_engine(case: Case) -> tuple[list[State], list[float | None]]:
+    """The masters and the gradient norm after each update, by npuzero.initialize."""
 
-    def rank(world: World) -> tuple[State, list[float | None]]:
+    def rank(world: World) -> tuple[list[State], list[float | None]]:
         engine, *_ = npuzero.initialize(model=build(make=case.make), config=case.config())
-        norms = list(trained(engine, case, world.rank))
-        masters, state = masters_of(engine), npuzero.full_state_dict(engine.module, rank0_only=False)
-        for name, master in masters.items():
-            assert torch.equal(state[name], master.to(DTYPES[case.dtype])), f"{name} is its master, rounded"
-        return masters, norms
+        steps, norms = [], []
+        for norm in trained(engine, case, world.rank):
+            masters, state = masters_of(engine), npuzero.full_state_dict(engine.module, rank0_only=False)
+            for name, master in masters.items():
+                assert torch.equal(state[name], rounded(master, case)), f"{name} is its master, rounded"
+            steps.append(masters)
+            norms.append(norm)
+        return steps, norms
 
     return comm.run_threads(case.world, rank)[0]
+
+
+def rounded(master: Tensor, case: Case) -> Tensor:
+    """The parameter that a master is beside: in bfloat16, whose lower half is kept apart, ties go away from zero."""
+    dtype = DTYPES[case.dtype]
+    return storage.upper_half(master.detach()) if dtype == torch.bfloat16 else master.detach().to(dtype)
 
 
 def masters_of(engine: Engine) -> State:
@@ -112,9 +122,11 @@ def trained(engine: Engine, case: Case, rank: int) -> Any:
         yield engine.get_global_grad_norm()
 
 
-def by_torch(case: Case) -> tuple[State, list[float]]:
+def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]:
     """The same, written out: gradients of each rank in the parameters' dtype, which is that of the wire; sums, masters
-    and moments in float32; torch's AdamW and clipping.
+    and moments in float32; torch's AdamW and clipping. Each update begins at the masters that ``follow`` has after
+    the one before: a difference in a master's last bit may round a 16-bit parameter to the other side, which the
+    gradients of all later steps would see.
     """
     dtype = DTYPES[case.dtype]
     scale = SCALE if case.dtype == "fp16" else 1.0
@@ -124,7 +136,7 @@ def by_torch(case: Case) -> tuple[State, list[float]]:
     masters = {name: nn.Parameter(p.detach().float(), p.requires_grad) for name, p in net.named_parameters()}
     trains = [master for master in masters.values() if master.requires_grad]
     optimizer = torch.optim.AdamW(trains, **{**ADAM, "betas": tuple(ADAM["betas"])})
-    norms = []
+    steps, norms = [], []
     for step in range(case.steps):
         passes = [
             [_gradients(net, case, scale, step, micro_batch, rank) for rank in range(case.world)]
@@ -137,10 +149,11 @@ def by_torch(case: Case) -> tuple[State, list[float]]:
         norms.append(_clip([master for master in trains if master.numel()], case.clip))
         optimizer.step()
         optimizer.zero_grad()
+        steps.append({name: master.detach().clone() for name, master in masters.items() if master.requires_grad})
         with torch.no_grad():
             for name, parameter in net.named_parameters():
-                parameter.copy_(masters[name])
-    return {name: master.detach() for name, master in masters.items() if master.requires_grad}, norms
+                parameter.copy_(rounded(masters[name].copy_(follow[step].get(name, masters[name])), case))
+    return steps, norms
 
 
 def _gradients(net: nn.Module, case: Case, scale: float, step: int, micro_batch: int, rank: int) -> State:

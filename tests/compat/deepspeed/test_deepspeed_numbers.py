@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,12 @@ QUICK = {
     Case(3, "bf16", 4, 0.05),
     Case(3, "fp16", 4, 0.05),
 }
-#: A difference in a master's last bit may round a 16-bit parameter to the other side, which later gradients see: beyond
-#: the quick cases, where that does not happen, 16 bits are compared after the first update.
 GRID = [
-    case if dtype == "fp32" or case in QUICK else replace(case, steps=1)
+    Case(stage, dtype, accumulation, clip)
     for stage in range(4)
     for dtype in ("fp32", "bf16", "fp16")
     for accumulation in (1, 4)
     for clip in (0.0, 0.05)
-    for case in (Case(stage, dtype, accumulation, clip),)
 ]
 
 
@@ -40,8 +36,10 @@ GRID = [
     "case", [pytest.param(case, id=str(case), marks=() if case in QUICK else pytest.mark.slow) for case in GRID]
 )
 def test_the_numbers_are_plain_torchs(case):
-    (found, norms), (expected, plain) = by_engine(case), by_torch(case)
-    assert difference(found, expected) <= BOUND
+    """Each of three updates, from the parameters that the one before has left."""
+    found, norms = by_engine(case)
+    expected, plain = by_torch(case, follow=found)
+    assert max(map(difference, found, expected)) <= BOUND
     assert norms == pytest.approx(plain, rel=1e-5)
 
 
@@ -62,7 +60,7 @@ def test_the_numbers_are_deepspeeds(case, tmp_path):
     if deepspeed.__version__ != VERSION:
         pytest.skip(f"of DeepSpeed {deepspeed.__version__}, not {VERSION}")
     masters, _ = by_deepspeed(case, tmp_path)
-    assert difference(by_engine(case)[0], masters) <= REAL[case]
+    assert difference(by_engine(case)[0][-1], masters) <= REAL[case]
 
 
 def by_deepspeed(case: Case, folder: Path) -> tuple[dict[str, torch.Tensor], list[object]]:
