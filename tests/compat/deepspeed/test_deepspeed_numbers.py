@@ -43,8 +43,9 @@ def test_the_numbers_are_plain_torchs(case):
     assert norms == pytest.approx(plain, rel=1e-5)
 
 
-#: DeepSpeed's CPU accelerator has no float16, and its stage 0 no float32 gradients beside bfloat16. Its stage 3 rounds
-#: bfloat16 gradients once more than its own stages 1 and 2: there a few roundings are allowed.
+#: DeepSpeed's CPU accelerator has no float16, and its stage 0 no float32 gradients beside bfloat16. In the first update
+#: its stages 1 and 2 have our bits; its stage 3 differs from them by about a rounding of the gradients to bfloat16,
+#: which is allowed there.
 REAL = {
     **{Case(stage, "fp32", passes, 0.05, make=Simple, wide=True): BOUND for stage in range(4) for passes in (1, 4)},
     **{Case(stage, "bf16", passes, 0.05, make=Simple, wide=True): BOUND for stage in (1, 2) for passes in (1, 4)},
