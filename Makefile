@@ -34,7 +34,8 @@ test: lint test-binding $(VENV)/.installed-dev  ## lint, then all tests that are
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: lint test-torch-npu test-cuda-source $(VENV)/.installed-dev  ## lint, then every test
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --ignore tests/mutants $(ARGS)
+	$(PYTEST) --dist worksteal tests/mutants $(ARGS)
 	EMULATED_NPU=1 $(PYTEST) tests/ops -k emulated $(ARGS)
 
 # The real torch_npu, installed apart (nothing else imports it), over libraries of our own that stand for CANN's.

@@ -3,9 +3,9 @@
     python -m images.chroot docker/cpu.Dockerfile [COMMAND ...]      # as root; COMMAND in place of the image's CMD
 
 For images that begin with ``FROM python:3.N``: debootstrap makes this machine's Debian from the mirror that apt is
-configured for, with its Python, which must be that 3.N. The steps get what pip here is configured for, and the folders
-it names, as one would hand them to a build. Every step has namespaces of its own, for mounts and process ids, so
-nothing stays mounted or running. What an engine does beside that (layers, networks, limits) is not tried.
+configured for, with its Python and the headers for it, which must be that 3.N. The steps get what pip here is
+configured for, and the folders it names, as one would hand them to a build. Every step has namespaces of its own, for
+mounts and process ids, so nothing stays mounted or running. What an engine does beside that (layers, networks, limits) is not tried.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Image:
         if wanted is None:
             raise ValueError(f"FROM {text}: only python:3.N and python:3.N-slim can be made here")
         suite, mirror = debian()
-        packages = "--include=python3,python3-venv,ca-certificates"
+        packages = "--include=python3,python3-dev,python3-venv,ca-certificates"
         subprocess.run(["debootstrap", "--variant=minbase", packages, suite, self._root, mirror], check=True)
         says = "import sys; sys.exit('%d.%d' % sys.version_info[:2] != sys.argv[1])"
         if self.run(["python3", "-c", says, wanted[1]]):
