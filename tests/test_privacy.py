@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 USERS = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 USERS = [path for path in USERS if path.parent.name != "mutants" and path != Path(__file__).resolve()]  # which quote
-PACKAGE = sorted((ROOT / "npuzero").rglob("*.py"))
+PACKAGE = frozenset((ROOT / "npuzero").rglob("*.py"))
 
 # Names that are public in spite of their underscore: the extension, the one module that imports it, a NamedTuple's own.
 DOORS = {"_C", "_native", "_replace"}

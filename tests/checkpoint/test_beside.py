@@ -66,9 +66,8 @@ def on_disk(precision: str, ranks: int, **where: Any) -> Plan:
     ("precision", "ranks", "where"),
     [
         ("bf16", 1, {}),
-        ("8 bits", 2, {"share": 0.6}),
         ("split", 2, {"parameters": NVME}),
-        ("split", 2, {"parameters": NVME}),
+        pytest.param("8 bits", 2, {"share": 0.6}, marks=pytest.mark.slow),
         pytest.param("split", 2, {}, marks=pytest.mark.slow),
         pytest.param("drawn", 3, {}, marks=pytest.mark.slow),
         pytest.param("fp32", 2, {"share": 0.3}, marks=pytest.mark.slow),

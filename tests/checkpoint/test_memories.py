@@ -46,13 +46,9 @@ KINDS = {
 }
 QUICK = [
     ("8 bits", "files", "a part"),
-    ("bf16", "files", "three ranks"),
     ("split", "three ranks", "other chunks"),
     ("drawn", "host", "files"),
-    ("split", "parameters in files", "device"),
-    ("8 bits", "three ranks", "parameters in files"),
     ("bf16", "parameters in files", "parameters on the host"),
-    ("split", "parameters on the host", "parameters in files"),
 ]
 ALL = [(precision, saved, loaded) for precision in PRECISIONS for saved in KINDS for loaded in KINDS]
 

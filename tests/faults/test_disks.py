@@ -289,7 +289,7 @@ def lanes() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "npuzero-update"]
 
 
-@pytest.mark.parametrize("fault", [None, "a bad sector that is written"])
+@pytest.mark.parametrize("fault", [pytest.param(None, marks=pytest.mark.slow), "a bad sector that is written"])
 def test_a_model_that_is_dropped_in_an_update_takes_all_with_it(fault: str | None, folder: Path) -> None:
     """Thread, files and buffers; while the update is under way, and where it has failed."""
     gc.collect()

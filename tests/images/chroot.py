@@ -5,7 +5,8 @@
 For images that begin with ``FROM python:3.N``: debootstrap makes this machine's Debian from the mirror that apt is
 configured for, with its Python and the headers for it, which must be that 3.N. The steps get what pip here is
 configured for, and the folders it names, as one would hand them to a build. Every step has namespaces of its own, for
-mounts and process ids, so nothing stays mounted or running. What an engine does beside that (layers, networks, limits) is not tried.
+mounts and process ids, so nothing stays mounted or running. What an engine does beside that (layers, networks, limits)
+is not tried.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.shown import outputs, written
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("parallelism.md", "planner.md")
+PAGES = ("parallelism.md", pytest.param("planner.md", marks=pytest.mark.slow))
 ECHO = """\
 ```sh
 npuzero plan --parameters 1B --world 2 | grep -E '^zero[01] '
@@ -45,7 +45,7 @@ def test_pages_show_what_is_printed(page: str) -> None:
     assert text.count("```text") >= 3 and "```text\n```" not in text
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["parallelism.md", "planner.md"])
 def test_numbers_in_prose_are_printed_above(page: str) -> None:
     text = (DOCS / page).read_text("utf-8")
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)

@@ -22,7 +22,7 @@ from npuzero.errors import CollectiveError, OutOfSpace
 from world import comm_cases
 from world.comm_ranks import SLOT_BYTES, run_ranks, values
 
-THREADS = (2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
+SIZES = (2, 3, pytest.param(4, marks=pytest.mark.slow))
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", SLOT_BYTES)
 
 
-@pytest.mark.parametrize("size", THREADS)
+@pytest.mark.parametrize("size", (*SIZES, pytest.param(8, marks=pytest.mark.slow)))
 def test_threads(size: int, _small_slots: None) -> None:
     comm.run_threads(size, lambda world: comm_cases.all_cases(world, few=size == 8))
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("size", (2, 3, 4))
+@pytest.mark.parametrize("size", SIZES)
 def test_processes(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, comm_cases.all_cases, size == 4, folder=tmp_path))
 
