@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from npuzero import MeshShape, Placement, Plan, Settings, comm
+from npuzero import MeshShape, Placement, Plan, Settings, StateError, comm
 from npuzero.comm import World
 from npuzero.plan import THINNED
 from world.toy import build
@@ -269,6 +269,48 @@ def test_a_scaled_loss_gives_the_same_update():
         torch.testing.assert_close(own, losses, rtol=1e-6, atol=0)
         for name, value in found.items():
             torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_gradient_that_is_no_number_in_one_stage_skips_the_step_of_all():
+    def train(world: World, pipe: Any) -> Any:
+        optimizer = SGD.optimizer(pipe.parameters(), plain=False)
+        bad = False
+        if world.rank == 0:  # the embedding's gradient is the last: no other stage sees it
+            next(pipe.parameters()).register_hook(lambda gradient: gradient * float("nan") if bad else gradient)
+        skipped = []
+        for step in (0, 7, 1, 2):
+            bad = step == 7
+            tokens, target = SGD.batch(step, 0)
+            pipe.step(tokens, target=target)
+            skipped.append(npuzero.skip_nonfinite_(pipe).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return npuzero.full_state_dict(pipe, rank0_only=False), skipped
+
+    state, _, _ = plainly(SGD)
+    for found, skipped in on_two_ranks(train):
+        assert skipped == [False, True, False, False]
+        for name, value in found.items():
+            torch.testing.assert_close(value, state[name], rtol=1e-5, atol=1e-7)
+
+
+class Idle(Deep):
+    """Its last block has a parameter that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[-1].idle = nn.Parameter(torch.ones(3))
+
+
+def test_an_unused_parameter_of_one_stage_is_named_by_all():
+    def train(world: World, pipe: Any) -> None:
+        optimizer = SGD.optimizer(pipe.parameters(), plain=False)
+        tokens, target = SGD.batch(0, 0)
+        pipe.step(tokens, target=target)
+        with pytest.raises(StateError, match=r"none, on some rank, of blocks\.13\.idle\."):
+            optimizer.step()
+
+    on_two_ranks(train, Idle, settings=Settings(ignore_unused_parameters=False))
 
 
 def test_outputs_of_several_tensors_travel():
