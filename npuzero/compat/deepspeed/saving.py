@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -155,14 +156,22 @@ class Saving:
             exclude_frozen_parameters: leave out what does not train.
 
         Returns:
-            False, and nothing is written, where parameters are sharded and the configuration does not say
-            ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
+            False, and nothing is written but a warning, where parameters are sharded and the configuration does not
+            say ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed.
 
         Example::
 
             engine.save_16bit_model("exported", "model.safetensors")
         """
         if self.recipe.plan.parameters.axes and not self.recipe.conduct.gathers_on_save:
+            if self.world.rank == 0:
+                warnings.warn(
+                    f"save_16bit_model() wrote nothing into {save_dir}: parameters are sharded, and the configuration "
+                    "lacks zero_optimization.stage3_gather_16bit_weights_on_model_save: true. Say it, or call "
+                    "npuzero.export(engine.module, path).",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return False
         frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
         left_out = frozen if exclude_frozen_parameters else set()

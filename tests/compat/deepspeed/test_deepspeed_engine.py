@@ -257,10 +257,16 @@ def test_deepspeeds_own_checkpoints_are_refused_with_a_way_out(tmp_path):
         engine.load_checkpoint(tmp_path, "global_step1")
 
 
+def test_weights_that_are_not_to_be_gathered_are_not_saved_in_silence(tmp_path):
+    def rank(world: World) -> None:
+        assert made(config(3, **LOW)).save_16bit_model(tmp_path) is False and not [*tmp_path.iterdir()]
+
+    with pytest.warns(UserWarning, match="wrote nothing .* lacks .*stage3_gather_16bit_weights_on_model_save: true"):
+        comm.run_threads(2, rank)
+
+
 def test_weights_are_saved_for_others(tmp_path):
     def rank(world: World) -> None:
-        shy = made(config(3, **LOW))
-        assert shy.save_16bit_model(tmp_path) is False and not [*tmp_path.iterdir()]
         engine = made(
             config(3, **LOW) | {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
         )
