@@ -91,8 +91,8 @@ import torch
 from frameworks.lightning_ranks import Case, Regression, loader, result, trainer_of
 import npuzero.lightning
 
-folder, checkpoint, devices = sys.argv[1], sys.argv[2] or None, int(sys.argv[3])
-trainer = trainer_of("npuzero", Case(), folder, epochs=1 if checkpoint is None else 2, devices=devices)
+strategy, folder, checkpoint, devices = sys.argv[1], sys.argv[2], sys.argv[3] or None, int(sys.argv[4])
+trainer = trainer_of(strategy, Case(), folder, epochs=1 if checkpoint is None else 2, devices=devices)
 module = Regression()
 found = result(trainer, module, checkpoint)
 trainer.save_checkpoint(f"{folder}/after.ckpt")
@@ -108,16 +108,20 @@ if trainer.is_global_zero:
 @pytest.mark.world
 @pytest.mark.slow
 def test_lightning_starts_the_ranks_itself_and_one_goes_on_from_two(tmp_path: Path) -> None:
-    """By its name in the registry, and from a checkpoint that a program saved after training."""
+    """By its name in the registry, and from a checkpoint that a program saved after training; as under DDP."""
     program = tmp_path / "program.py"
     program.write_text(SPAWNED)
-    assert "ranks 2" in launch(program, tmp_path / "two", "", 2, ranks=1)
-    two = torch.load(tmp_path / "two" / "found.pt", weights_only=True)
-    assert "ranks 1" in launch(program, tmp_path / "one", tmp_path / "two" / "after.ckpt", 1, ranks=1)
-    one = torch.load(tmp_path / "one" / "found.pt", weights_only=True)
-    assert (two["epochs"], one["epochs"]) == (1, 2)
-    assert 1e-3 < distance(one["weights"], two["weights"]) < 0.2
-    assert one["rates"] == [pytest.approx(1e-2 * 0.8**2)]
+    found = {}
+    for strategy in ("ddp", "npuzero"):
+        two, one = tmp_path / strategy / "two", tmp_path / strategy / "one"
+        assert "ranks 2" in launch(program, strategy, two, "", 2, ranks=1)
+        assert "ranks 1" in launch(program, strategy, one, two / "after.ckpt", 1, ranks=1)
+        found[strategy] = [torch.load(folder / "found.pt", weights_only=True) for folder in (two, one)]
+    for ours, theirs in zip(found["npuzero"], found["ddp"], strict=True):
+        assert distance(ours["weights"], theirs["weights"]) < BOUND
+        assert (ours["epochs"], ours["rates"]) == (theirs["epochs"], theirs["rates"])
+    two, one = found["npuzero"]
+    assert distance(one["weights"], two["weights"]) > 1e-3 and one["rates"] == [pytest.approx(1e-2 * 0.8**2)]
 
 
 PACKAGE = """
