@@ -51,7 +51,7 @@ test-binding: $(VENV)/.installed-dev
 
 $(TORCH_NPU)/.installed: | $(VENV)/.installed-dev
 	@echo "installing torch_npu for $(firstword $(TORCH)) into $(TORCH_NPU)"
-	@$(PIP) install --no-compile --upgrade --no-deps --target $(TORCH_NPU) $(subst torch==,torch_npu==,$(firstword $(TORCH)))
+	@$(PIP) install --upgrade --no-deps --target $(TORCH_NPU) $(subst torch==,torch_npu==,$(firstword $(TORCH)))
 	@touch $@
 
 # The aarch64 kernels, cross-compiled, under the op tests: the program they are in runs in an emulator; so does the
@@ -229,11 +229,11 @@ $(VENV)/.created:
 	@echo "making $(VENV) and installing $(TORCH)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "npuzero needs Python 3.10 or later; try make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --no-compile $(TORCH)
+	@$(PIP) install $(TORCH)
 	@touch $@
 
 # The package is installed as a link to this folder, with one of its extras, and built again when its C++ changes.
 $(VENV)/.installed-%: $(VENV)/.created $(BUILT_FROM)
 	@echo "installing npuzero[$*] from this folder"
-	@$(PIP) install --no-compile --editable ".[$*]"
+	@$(PIP) install --editable ".[$*]"
 	@touch $@
