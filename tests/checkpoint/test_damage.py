@@ -55,14 +55,14 @@ def outcomes(folder: Path, trials: int, seed: int = 0) -> Counter[str]:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("trials", (30, pytest.param(1000, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("trials", (15, pytest.param(1000, marks=pytest.mark.slow)))
 def test_ours_is_checked_before_it_is_used(trials: int, tmp_path: Path) -> None:
     assert outcomes(save(tmp_path, foreign=False), trials) == {"detected": trials}
 
 
 @pytest.mark.world
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
-@pytest.mark.parametrize("trials", (15, pytest.param(1000, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("trials", (8, pytest.param(1000, marks=pytest.mark.slow)))
 def test_torchs_is_detected_or_harmless(trials: int, tmp_path: Path) -> None:
     """It has checksums of its own in each item only."""
     assert outcomes(save(tmp_path, foreign=True), trials)["detected"] > trials / 4

@@ -379,7 +379,7 @@ def _nursery(*arguments: Any) -> str:
 
 @pytest.mark.parametrize(
     ("what", "times"),
-    [("kill", 20), ("train", 3), *(pytest.param(what, 100, marks=pytest.mark.slow) for what in ("kill", "train"))],
+    [("kill", 20), *(pytest.param(what, 100, marks=pytest.mark.slow) for what in ("kill", "train"))],
 )
 def test_nothing_is_left_of_a_process_that_is_killed(folder, what, times):
     """While it writes, and while it trains."""

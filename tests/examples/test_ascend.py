@@ -23,6 +23,7 @@ def losses(output: str) -> dict[int, float]:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_it_trains_on_two_ranks_and_leaves_what_transformers_loads(tmp_path: Path) -> None:
     found = losses(run(PROGRAM, 2, tmp_path))
     assert list(found) == [1, 3, 5] and found[5] < found[3] < found[1]

@@ -161,6 +161,7 @@ def test_a_node_is_lost_and_comes_back(victim: int, undisturbed: list[float], tm
     assert undisturbed[-1] < 0.5 * undisturbed[0]
 
 
+@pytest.mark.slow
 def test_ranks_take_the_same_steps_however_many_they_are(tmp_path: Path) -> None:
     alone, other = tmp_path / "alone", tmp_path / "other"
     few = ("--steps", "6", "--every", "3", "--out")

@@ -41,12 +41,6 @@ def fine_tune(ranks: int, pretrained: Path, out: Path, *how: str) -> None:
     assert result["ranks"] == ranks and result["losses"][-1] < 0.5 * result["losses"][0]
 
 
-def on_ranks(usual: int) -> pytest.MarkDecorator:
-    """On one rank and on two, the less usual of them when there is time."""
-    less = 3 - usual
-    return pytest.mark.parametrize("ranks", [usual, pytest.param(less, marks=pytest.mark.slow)])
-
-
 @pytest.mark.world
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fine_tuning(ranks: int, pretrained: Path, tmp_path: Path) -> None:
@@ -57,7 +51,7 @@ def test_fine_tuning(ranks: int, pretrained: Path, tmp_path: Path) -> None:
 
 @pytest.mark.world
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's, of transformers' names
-@on_ranks(usual=1)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_adapters_of_peft(ranks: int, pretrained: Path, tmp_path: Path) -> None:
     fine_tune(ranks, pretrained, tmp_path, "--lora", "8", "--precision", "fp32", *LONGER)
     adapter = load_file(tmp_path / "adapter_model.safetensors")
@@ -68,7 +62,8 @@ def test_adapters_of_peft(ranks: int, pretrained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-@on_ranks(usual=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_of_ones_own_are_merged_under_the_names_of_the_base(
     ranks: int, pretrained: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def steps_of(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_a_resumed_run_is_that_which_was_not_stopped_to_the_bit(tmp_path: Path) -> None:
     """Of five steps of two micro-batches each, the resumed run takes the last three."""
     how = ["--preset", "zero3", "--steps", "5", "--accumulate", "2", "--checkpoint-every", "2", "--sample", "0"]

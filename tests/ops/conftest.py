@@ -40,7 +40,12 @@ def emulated() -> Iterator[Driver | Emulator]:
         driver.close()
 
 
-@pytest.fixture(params=["emulated"] if _DRIVER or _NPU else _native.supported_isas())
+#: The least and the best are in `make test`, what is between them in `make test-all`.
+_ISAS = _native.supported_isas()
+_BETWEEN = [pytest.param(isa, marks=pytest.mark.slow) for isa in _ISAS[1:-1]]
+
+
+@pytest.fixture(params=["emulated"] if _DRIVER or _NPU else [*_ISAS[:1], *_BETWEEN, *_ISAS[1:][-1:]])
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every built instruction set that this machine can run, in turn; or the one that is emulated."""
     if request.param == "emulated":

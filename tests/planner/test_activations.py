@@ -38,7 +38,10 @@ def measured(case: Case, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENC
 @pytest.mark.parametrize(
     ("name", "attention"),
     # Those in plain torch ask for F.scaled_dot_product_attention, with which the CPU keeps no scores.
-    [*((name, "flash") for name in ALL), *((name, "plain") for name in CONFIGS)],
+    [
+        *((name, "flash") for name in ALL),
+        *(pytest.param(name, "plain", marks=[pytest.mark.slow] * (name == "t5")) for name in CONFIGS),
+    ],
 )
 def test_the_peak_of_a_step_is_predicted(name, attention, recompute):
     case = Case.of(name, attention=attention, recompute=recompute)

@@ -134,6 +134,7 @@ def test_one_rank_has_no_collectives_to_measure() -> None:
 
 
 @pytest.mark.world
+@pytest.mark.slow
 def test_the_command_leaves_a_cluster_that_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "cluster.json"
     assert main(["bench", "cluster", "--quick", "--nvme", str(tmp_path), "--out", str(path)]) == 0

@@ -42,7 +42,7 @@ def test_processes(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("size", (2, pytest.param(4, marks=pytest.mark.slow)))
 def test_gloo_sums_bit_for_bit_as_shared_memory(size: int, tmp_path: Path) -> None:
     values(run_ranks(size, comm_cases.all_cases, True, folder=tmp_path, backend="gloo"))
 

@@ -180,7 +180,8 @@ def test_a_model_compiled_as_a_whole_is_compiled_unit_by_unit(plan: str) -> None
     assert_close({name: states[0][name] for name in expected}, expected)
 
 
-@pytest.mark.parametrize("plan", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_what_is_compiled_while_there_are_gradients(plan: str) -> None:
     """Between two micro-batches, as happens to whoever meets a new shape there: Dynamo looks at gradients, too."""
 

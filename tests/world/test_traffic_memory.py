@@ -78,9 +78,9 @@ def test_report_equals_predict_however_states_are_stored(plan: str, masters: str
     assert_foretold(ONE, plan, precision=Precision(torch.bfloat16, masters=masters, moments=moments))
 
 
-#: Cut as deep as can be, held in between, summed in two levels; the others are swept by `make test-all`.
+#: Cut as deep as can be and held in between, summed in two levels; the others are swept by `make test-all`.
 QUICK_PLANS = [
-    pytest.param(plan, marks=() if plan in ("zero3", "hpz", "hsdp") else pytest.mark.slow) for plan in npuzero.PRESETS
+    pytest.param(plan, marks=() if plan in ("hpz", "hsdp") else pytest.mark.slow) for plan in npuzero.PRESETS
 ]
 WIRES = {
     "bf16 reduced in fp32": Precision(torch.bfloat16, wires=torch.float32),
@@ -94,7 +94,7 @@ WIRES = {
 }
 
 
-@pytest.mark.parametrize("plan", [*QUICK_PLANS, "zero1.5"])
+@pytest.mark.parametrize("plan", QUICK_PLANS)
 @pytest.mark.parametrize("precision", WIRES.values(), ids=WIRES)
 def test_wires_of_another_dtype(plan: str, precision: Precision) -> None:
     assert_foretold(TWO, plan, precision=precision)
