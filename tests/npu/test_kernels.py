@@ -45,7 +45,7 @@ def caught(call: Callable[[], None]) -> str:
 _UNNEEDED_ORDER = {("flat.h", "WaitFlag"), ("norm.cpp", "FreeTensor")}
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, marks=[pytest.mark.slow] * (op == "flat_adam")) for op in OPS])
+@pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.slow if op == "flat_adam" else ()) for op in OPS])
 def test_every_synchronization_is_needed(op: str, install: Install) -> None:
     """Each one removed from the kernel, wholly or but for its bookkeeping, is found; one schedule is enough.
 

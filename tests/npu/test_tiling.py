@@ -56,7 +56,7 @@ def lines(draw: st.DrawFn) -> list[Part]:
     return parts
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=80)
 @given(lines(), st.integers(1, 48))
 def test_shares_cover_the_line_and_no_two_cores_write_one_memory_line(parts: list[Part], cores: int) -> None:
     shares = cut(parts, cores)

@@ -40,7 +40,7 @@ def measured(case: Case, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENC
     # Those in plain torch ask for F.scaled_dot_product_attention, with which the CPU keeps no scores.
     [
         *((name, "flash") for name in ALL),
-        *(pytest.param(name, "plain", marks=[pytest.mark.slow] * (name == "t5")) for name in CONFIGS),
+        *(pytest.param(name, "plain", marks=pytest.mark.slow if name == "t5" else ()) for name in CONFIGS),
     ],
 )
 def test_the_peak_of_a_step_is_predicted(name, attention, recompute):

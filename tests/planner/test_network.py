@@ -47,7 +47,7 @@ def groups(mesh: MeshShape, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 @given(settings_of())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_group_has_on_a_node_as_many_ranks_as_counting_finds(drawn):
     cluster, mesh, axes = drawn
     group = group_of(cluster, mesh, axes)

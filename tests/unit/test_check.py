@@ -238,6 +238,9 @@ def with_one_row(op: Op, messages: Any, out: Any, rows: int, *rest: Any) -> None
     op(_C.View(messages.data, messages.count // rows, messages.dtype, 0), out, 1, *rest)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("op", "mutant", "among", "told"),
     [
@@ -245,44 +248,22 @@ def with_one_row(op: Op, messages: Any, out: Any, rows: int, *rest: Any) -> None
         ("flat_adam", with_nan_for_no, ": skip", {"skip = nan"}),
         ("flat_adam", with_any_skip, ": skip", {"skip = 0"}),
         ("cast", partial(with_offsets_of, 31), ": draws", {"across 2^31", "across 2^32", "across 2^45", "up to 2^62"}),
-        pytest.param(
-            "cast",
-            partial(with_offsets_of, 32),
-            ": draws",
-            {"across 2^32", "across 2^45", "up to 2^62"},
-            marks=pytest.mark.slow,
-        ),
+        slow("cast", partial(with_offsets_of, 32), ": draws", {"across 2^32", "across 2^45", "up to 2^62"}),
         ("cast", partial(with_offsets_of, 45), ": draws", {"across 2^45", "up to 2^62"}),
-        pytest.param(
-            "flat_adam",
-            partial(with_places_of, 32),
-            ": draws",
-            {"across 2^32", "across 2^45", "up to 2^62"},
-            marks=pytest.mark.slow,
-        ),
+        slow("flat_adam", partial(with_places_of, 32), ": draws", {"across 2^32", "across 2^45", "up to 2^62"}),
         ("flat_adam", partial(with_places_of, 45), ": draws", {"across 2^45", "up to 2^62"}),
         ("flat_adam", with_the_first_row, ": coefficients", {"coefficients on the device"}),
         ("flat_lion", without_skip, "flat_lion", {"skip = 1", "skip = nan"}),
-        pytest.param(
-            "flat_lion", partial(with_places_of, 45), "flat_lion", {"across 2^45", "up to 2^62"}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "flat_lion", with_the_first_row, "flat_lion", {"coefficients on the device"}, marks=pytest.mark.slow
-        ),
+        slow("flat_lion", partial(with_places_of, 45), "flat_lion", {"across 2^45", "up to 2^62"}),
+        slow("flat_lion", with_the_first_row, "flat_lion", {"coefficients on the device"}),
         (
             "flat_lion",
             with_the_betas_swapped,
             "flat_lion f32",
             {"flat_lion f32 to bf16", "flat_lion f32 to f16", "flat_lion f32 to nothing"},
         ),
-        pytest.param("flat_lion", without_maximize, "flat_lion", {"flat_lion maximize"}, marks=pytest.mark.slow),
-        pytest.param(
-            "flat_adam",
-            with_the_first_tensor,
-            "flat_adam ",
-            {"flat_adam of many tensors by one launch"},
-            marks=pytest.mark.slow,
-        ),
+        slow("flat_lion", without_maximize, "flat_lion", {"flat_lion maximize"}),
+        slow("flat_adam", with_the_first_tensor, "flat_adam ", {"flat_adam of many tensors by one launch"}),
         ("cast", with_half_away, "cast f32 to bf16:", {"ties"}),
         ("quantize", without_residual, "quantize f16 to int8", {"quantize f16 to int8, fed back"}),
         ("quantize", with_half_up, "quantize f32 to int8:", {"ties"}),

@@ -17,7 +17,7 @@ from world.toy import Block, ToyGPT, loss_of, tokens_of
 from world.train import Session, State, check
 
 #: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
-PLANS = ("zero1", "zero3", "hpz")
+PLANS = ("zero1", "zero3", "hpz", "hsdp")
 every_plan = pytest.mark.parametrize(
     "plan", [pytest.param(plan, marks=() if plan in PLANS else pytest.mark.slow) for plan in npuzero.PRESETS]
 )

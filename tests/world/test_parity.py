@@ -24,7 +24,7 @@ FOUR = Recipe(steps=2, micro_batches=4, clip=0.5, groups=True)
 LONG = (Recipe(steps=10), Recipe(steps=10, micro_batches=4, clip=0.5, groups=True))
 
 #: Plans in which every rule of the table is at work; the others are swept by `make test-all`.
-QUICK = ("zero3", "hpz", "hsdp")
+QUICK = ("zero1", "zero3", "hpz", "hsdp")
 PLANS = [
     pytest.param(plan, marks=() if plan in QUICK else pytest.mark.slow)
     for plan in ("zero1", "zero2", "zero3", "zero3-keep", "hpz", "hsdp")

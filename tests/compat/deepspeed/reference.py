@@ -124,8 +124,8 @@ def trained(engine: Engine, case: Case, rank: int) -> Any:
 
 def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]:
     """The same, written out: gradients of each rank in the parameters' dtype, which is that of the wire; sums, masters
-    and moments in float32; torch's AdamW and clipping. Each update begins at the masters that ``follow`` has after
-    the one before: a difference in a master's last bit may round a 16-bit parameter to the other side, which the
+    and moments in float32; torch's AdamW and clipping. In 16 bits each update begins at the masters that ``follow`` has
+    after the one before: a difference in a master's last bit may round a parameter to the other side, which the
     gradients of all later steps would see.
     """
     dtype = DTYPES[case.dtype]
@@ -151,8 +151,10 @@ def by_torch(case: Case, follow: list[State]) -> tuple[list[State], list[float]]
         optimizer.zero_grad()
         steps.append({name: master.detach().clone() for name, master in masters.items() if master.requires_grad})
         with torch.no_grad():
+            for name, master in masters.items() if dtype != torch.float32 else ():
+                master.copy_(follow[step].get(name, master))
             for name, parameter in net.named_parameters():
-                parameter.copy_(rounded(masters[name].copy_(follow[step].get(name, masters[name])), case))
+                parameter.copy_(rounded(masters[name], case))
     return steps, norms
 
 
