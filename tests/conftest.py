@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     found = KINDS["cuda"].available()
     if item.get_closest_marker("gpu") and not found.ok:
         pytest.skip(f"needs an NVIDIA GPU: {found.reason}")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end; tests that ask for a full collection need not wait for it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from trees import tree_of, trees_end_with_these_tests  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "npuzero"
@@ -68,11 +69,6 @@ TALKS = ("cli", "__main__")
 
 def python_files(folder: Path = PACKAGE) -> list[Path]:
     return sorted(folder.rglob("*.py"))
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def part_of(path: Path) -> str:

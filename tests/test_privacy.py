@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from trees import tree_of, trees_end_with_these_tests  # noqa: F401
+
 ROOT = Path(__file__).resolve().parent.parent
 USERS = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 USERS = [path for path in USERS if path.parent.name != "mutants" and path != Path(__file__).resolve()]  # which quote
@@ -29,11 +31,6 @@ ALLOWED = {
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in DOORS and name != "_"
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 @cache

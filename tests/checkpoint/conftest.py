@@ -1,17 +1,7 @@
-"""Common to all tests of worlds."""
+"""Common to all tests of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from world.conftest import one_core_for_ranks_that_are_threads, one_thread_per_rank
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_per_rank() -> Iterator[None]:
-    """Ranks are the parallelism here; and the oracle's sums do not depend on how many cores there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_core_for_ranks_that_are_threads", "one_thread_per_rank"]

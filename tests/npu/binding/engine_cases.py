@@ -177,6 +177,11 @@ def _leave(session: NpuSession) -> None:
         assert torch.npu.memory_reserved() - left < 2**21, "what torch's allocator keeps is given back, too"
 
 
+def together(world: World) -> dict[str, Any]:
+    """What each of these cases returns, by name."""
+    return {case.__name__: case(world) for case in (away, stages, far, by_device, copies)}
+
+
 def other_states(world: World) -> dict[str, str]:
     """Digests where moments are codes, and where the device counts steps."""
     compute.serve()

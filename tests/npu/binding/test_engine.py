@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import pytest
 import torch
 
 from npu.binding import engine_cases
-from npu.binding.engine_cases import IN_8_BITS, MICRO_BATCHES, RECIPE, Scenario, with_scaler
+from npu.binding.engine_cases import IN_8_BITS, MICRO_BATCHES, RECIPE, with_scaler
 from npu.binding.ranks import run
 from npu.fake import libraries
 from npuzero.plan import OFFLOADED, OFFLOADS
 from world.parity_ranks import STAGES
 from world.train import assert_close
+
+#: What calculates a scenario on the CPU: its digest, and its values.
+OnCpu = Callable[..., tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -25,66 +29,64 @@ def kernels() -> dict[str, str]:
     return {"NPUZERO_NPU_KERNELS": str(libraries.kernels())}
 
 
-@functools.cache
-def on_cpu(scenario: Scenario, plan: str, **options: Any) -> tuple[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[OnCpu]:
     """In a process of its own: here torch_npu may be at work, which wants its part in whatever is seeded."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(engine_cases.on_cpu, (scenario, plan), options)
+        yield functools.cache(lambda *what, **options: pool.apply(engine_cases.on_cpu, what, options))
 
 
-def expected() -> dict[str, str]:
+@pytest.fixture(scope="module", params=["0", pytest.param("500", marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, kernels, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks return of all cases that want the same variables; to load torch_npu takes longer than any case.
+
+    Work on the device comes this many us late: whoever forgot to wait for a stream reads what was there before.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    return run("engine_cases:together", 2, folder, limit_s=600, **kernels, FAKE_NPU_DELAY_US=request.param)
+
+
+def test_every_stage_trains_to_the_bits_of_the_cpu(ranks, on_cpu: OnCpu):
     plain, micro_batches = (on_cpu(*what)[0] for what in ((RECIPE, "zero0"), (MICRO_BATCHES, "zero3")))
-    return dict.fromkeys(STAGES, plain) | {"micro-batches": micro_batches}
+    expected = dict.fromkeys(STAGES, plain) | {"micro-batches": micro_batches}
+    assert [rank["stages"] for rank in ranks] == [expected] * 2
 
 
-def test_every_stage_trains_to_the_bits_of_the_cpu(kernels, tmp_path: Path):
-    assert run("engine_cases:stages", 2, tmp_path, **kernels) == [expected()] * 2
-
-
-@pytest.mark.slow
-def test_work_that_comes_late_changes_nothing(kernels, tmp_path: Path):
-    """Whoever forgot to wait for a stream reads what was there before."""
-    assert run("engine_cases:stages", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US="500") == [expected()] * 2
-
-
-@pytest.mark.parametrize("delay_us", ["0", pytest.param("500", marks=pytest.mark.slow)])
-def test_states_off_the_device_train_to_the_bits_of_the_cpu(kernels, delay_us: str, tmp_path: Path):
+def test_states_off_the_device_train_to_the_bits_of_the_cpu(ranks, on_cpu: OnCpu):
     plain, micro_batches = (on_cpu(recipe, "zero3")[0] for recipe in (RECIPE, MICRO_BATCHES))
     expected = {
         f"{memory}, {what}": digest
         for memory in OFFLOADS
         for what, digest in (("plain", plain), ("micro-batches", micro_batches))
     }
-    assert run("engine_cases:far", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us) == [expected] * 2
+    assert [rank["far"] for rank in ranks] == [expected] * 2
 
 
-@pytest.mark.parametrize("delay_us", ["0", pytest.param("500", marks=pytest.mark.slow)])
-def test_the_device_updates_what_rests_off_it_to_the_bits_of_the_cpu(kernels, delay_us: str, tmp_path: Path):
+def test_the_device_updates_what_rests_off_it_to_the_bits_of_the_cpu(ranks, on_cpu: OnCpu):
     """Its kernels read and write the host's memory, where that is registered, at the device's own addresses of it."""
     plain = dict.fromkeys(("host", "nvme", "share"), on_cpu(RECIPE, "zero3")[0])
     others = {
         "scaler": on_cpu(with_scaler, "zero3")[0],
         "8 bits": on_cpu(RECIPE, "zero3", precision=IN_8_BITS)[0],
     }
-    found = run("engine_cases:by_device", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us)
-    assert found == [plain | others] * 2
+    assert [rank["by_device"] for rank in ranks] == [plain | others] * 2
 
 
-def test_copies_between_the_device_and_the_host_are_those_foretold(kernels, tmp_path: Path):
-    for found in run("engine_cases:copies", 2, tmp_path, **kernels):
+def test_copies_between_the_device_and_the_host_are_those_foretold(ranks):
+    for rank in ranks:
+        found = rank["copies"]
         assert found.keys() == {*OFFLOADED}
         for counted, foretold in found.values():
             assert counted == foretold and all(counted.values())
 
 
-@pytest.mark.parametrize("delay_us", ["0", pytest.param("500", marks=pytest.mark.slow)])
-def test_a_training_state_leaves_the_device_and_comes_back_to_the_bit(kernels, delay_us: str, tmp_path: Path):
+def test_a_training_state_leaves_the_device_and_comes_back_to_the_bit(ranks, on_cpu: OnCpu):
     expected = dict.fromkeys(("zero1", "zero3", "offload3"), on_cpu(RECIPE, "zero0")[0])
-    assert run("engine_cases:away", 2, tmp_path, **kernels, FAKE_NPU_DELAY_US=delay_us) == [expected] * 2
+    assert [rank["away"] for rank in ranks] == [expected] * 2
 
 
 @pytest.mark.slow
-def test_moments_in_8_bits_and_a_loss_scaler_train_to_the_bits_of_the_cpu(kernels, tmp_path: Path):
+def test_moments_in_8_bits_and_a_loss_scaler_train_to_the_bits_of_the_cpu(kernels, on_cpu: OnCpu, tmp_path: Path):
     expected = {
         "8 bits": on_cpu(RECIPE, "zero3", precision=IN_8_BITS)[0],
         "scaler": on_cpu(with_scaler, "zero3")[0],
@@ -93,7 +95,7 @@ def test_moments_in_8_bits_and_a_loss_scaler_train_to_the_bits_of_the_cpu(kernel
 
 
 @pytest.mark.slow
-def test_bfloat16_trains_as_on_the_cpu(kernels, tmp_path: Path):
+def test_bfloat16_trains_as_on_the_cpu(kernels, on_cpu: OnCpu, tmp_path: Path):
     found = run("engine_cases:low_precision", 2, tmp_path, **kernels)[0]
     cpu = on_cpu(RECIPE, "zero3", precision="bf16")[1]
     assert_close(*({name: torch.tensor(value) for name, value in state.items()} for state in (found, cpu)), 0.05)
