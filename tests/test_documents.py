@@ -38,7 +38,7 @@ def test_the_first_program_prints_rank_world_and_a_falling_loss(ranks, tmp_path)
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_programs_of_all_pages_run(ranks, tmp_path):
     pytest.importorskip("transformers")
     printed = run_script(Path(documents.__file__), ranks, tmp_path)
