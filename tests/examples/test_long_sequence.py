@@ -32,6 +32,6 @@ def test_ranks_that_share_a_sequence_have_the_losses_of_one(tmp_path: Path) -> N
 
 
 @pytest.mark.world
-def test_it_learns_on_two_ranks(tmp_path: Path) -> None:
-    found = losses(2, tmp_path / "2")
+def test_it_learns(tmp_path: Path) -> None:
+    found = losses(1, tmp_path / "1")
     assert found[-1] < 0.7 * found[0]

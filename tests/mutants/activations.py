@@ -22,7 +22,7 @@ MUTANTS = (
         "shard/activations.py",
         ".as_strided(item.shape, item.stride)",
         ".view(item.shape)",
-        (f"{BITS}[zero0-Transposed]",),
+        (f"{BITS}[zero1-Transposed]",),
     ),
     Mutant(
         "what two checkpoints keep moves twice",
@@ -43,7 +43,7 @@ MUTANTS = (
         "shard/activations.py",
         " and tensor.untyped_storage()._cdata not in self._resident",
         "",
-        (f"{BITS}[zero0-WithWeights]",),
+        (f"{BITS}[zero1-WithWeights]",),
     ),
     Mutant(
         "a write into what checkpointing keeps goes unseen",
@@ -57,7 +57,7 @@ MUTANTS = (
         "shard/activations.py",
         "        self._home.give(self.runs)",
         "        pass",
-        (f"{LEAKS}[raises_midway-zero2-Chain]",),
+        (f"{LEAKS}[raises_midway-zero2-Reentrant]",),
     ),
     Mutant(
         "a checkpoint of the whole model keeps what is inside of it",

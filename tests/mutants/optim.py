@@ -159,7 +159,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "optim/wrapped.py",
         "counts = engine in ready and engine.boundary.used(flat)[i]",
         "counts = engine in ready",
-        ("world/test_optimizers.py::test_optimizers[SGD-over shards-zero1]",),
+        ("world/test_optimizers.py::test_optimizers[SGD-over shards-zero3]",),
     ),
     Mutant(
         "states of plain parameters share memory with what they were loaded from",

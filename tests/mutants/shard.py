@@ -31,7 +31,7 @@ MUTANTS = (
         "plan/reductions.py",
         "        self._moves += launch[:-1]\n        self._advance()\n",
         "        self._advance()\n        self._moves += launch[:-1]\n",
-        ("world/test_traffic_memory.py::test_report_equals_predict[fp32 plain-zero2]",),
+        ("world/test_traffic_memory.py::test_report_equals_predict[fp32 plain-zero3]",),
     ),
     # what is gathered
     Mutant(
@@ -39,7 +39,7 @@ MUTANTS = (
         "shard/gather.py",
         "            self.finish(unit)\n        more =",
         "            return\n        more =",
-        (f"{GRADIENTS}[an evaluation that foresees another unit-zero3]",),
+        (f"{GRADIENTS}[an evaluation that foresees another unit-hsdp]",),
     ),
     Mutant(
         "a unit computes before its parameters have arrived",
@@ -96,7 +96,7 @@ MUTANTS = (
         "shard/reduce.py",
         "owing = self._last.get(gradient, Pass.ALONE) is Pass.ALONE",
         "owing = gradient not in self._last",
-        (f"{GRADIENTS}[no sync after a synchronised pass-zero3]",),
+        (f"{GRADIENTS}[no sync after a synchronised pass-hsdp]",),
     ),
     Mutant(
         "a rank that has no batch in a step leaves the others waiting",
@@ -152,7 +152,7 @@ MUTANTS = (
         "shard/gradient.py",
         "        self._drop_carry()\n        self._drop_unsynced()",
         "        self._drop_unsynced()",
-        (f"{GRADIENTS}[all dropped while the reduced are set aside-zero1]",),
+        (f"{GRADIENTS}[all dropped while the reduced are set aside-zero0]",),
     ),
     Mutant(
         "micro-batches of a cut gradient replace each other",
@@ -342,7 +342,7 @@ MUTANTS = (
         "shard/gradient.py",
         "        self.content[i] = Content.NOWHERE\n",
         "",
-        (f"{GRADIENTS}[dropped after no sync-zero3]",),
+        (f"{GRADIENTS}[dropped after no sync-hsdp]",),
     ),
     Mutant(
         "a gradient that was dropped after clipping comes back where more micro-batches follow",

@@ -129,7 +129,7 @@ MUTANTS = (
         "            yield _stage(collective, begins, (Give(codes), *_taken(sums), Give(codes)))",
         "begins = (Take(codes), Take(codes))\n"
         "            yield _stage(collective, begins, (*_given(sent), Give(codes), *_taken(sums), Give(codes)))",
-        (f"{TRAFFIC}::test_wires_of_another_dtype[thin-hpz]",),
+        (f"{TRAFFIC}::test_wires_of_another_dtype[thin-hsdp]",),
     ),
     Mutant(
         "residuals are not counted",

@@ -79,7 +79,7 @@ MUTANTS = (
         "shard/update.py",
         "if any(unit is waiting for waiting in self._waiting):",
         "if False:",
-        (f"{AFTER}[drops-states in files]",),
+        (f"{AFTER}[drops-parameters in files, too]",),
     ),
     Mutant(
         "the update multiplies gradients by the scale that zero_grad() has reset",
@@ -93,7 +93,7 @@ MUTANTS = (
         "shard/bank.py",
         "        self._quiet()\n",
         "",
-        (f"{AFTER}[shows_states-gradients and states on the host]",),
+        (f"{AFTER}[shows_states-states in files]",),
     ),
     Mutant(
         "a step that the scaler skips changes what is far",

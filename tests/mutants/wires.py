@@ -29,7 +29,7 @@ MUTANTS = (
         "shard/counting.py",
         "sent = self._mesh.sent + self._mesh.restored\n",
         "sent = self._mesh.sent\n",
-        (f"{FORETOLD}[2-2-zero1-bf16]",),
+        (f"{FORETOLD}[2-2-zero1.5-bf16]",),
     ),
     Mutant(
         "a report counts along the axes what the engine says to itself",

@@ -153,6 +153,7 @@ def test_presets_keep_parameters_between_micro_batches():
 PRESETS = ["zero0", "zero1", "zero1.5", "zero2", "zero3", "zero3-keep", "hpz", "hsdp", "mics"]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("preset", [*PRESETS, *THINNED])
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_a_rank_holds_and_sends_what_was_foretold(schedule: str, chunks: int, preset: str):

@@ -34,6 +34,7 @@ def measured(case: Case, micro_batch: int = MICRO_BATCH, sequence: int = SEQUENC
     return peak_of(lambda: case.loss(ids).backward())
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     ("name", "attention"),

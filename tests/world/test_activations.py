@@ -193,6 +193,7 @@ def both(
     return [seen for _, seen in away]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
 def test_bits_and_bytes(preset: str, make: type[Chain]) -> None:
@@ -331,6 +332,7 @@ LOOPS = {  # and how many inputs a step has at once, at most
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("make", [Chain, Reentrant])
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

@@ -50,6 +50,7 @@ def trained(world: World, local: int, plan: str, precision: Precision) -> Report
     return npuzero.report(model)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(
     "precision",
     [Precision(torch.bfloat16), pytest.param(Precision(wires=torch.bfloat16), marks=pytest.mark.slow)],

@@ -266,6 +266,7 @@ SCENARIOS = (
 )
 
 
+@pytest.mark.checkered
 @every_plan
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
 def test_gradients(scenario: Callable[[Session], State | None], plan: str) -> None:

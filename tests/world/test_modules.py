@@ -277,6 +277,7 @@ MODELS: tuple[Make, ...] = (
 )
 
 
+@pytest.mark.checkered
 @every_plan
 @pytest.mark.parametrize("make", MODELS, ids=[*PACK, *(make.__name__ for make in MODELS[len(PACK) :])])
 def test_models(make: Make, plan: str) -> None:

@@ -74,6 +74,7 @@ def kinds(*names: str) -> pytest.MarkDecorator:
 # -- every element-wise optimizer --------------------------------------------------------------------------------------
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("fused", [False, True], ids=["over shards", "fused"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,6 +230,7 @@ SCENARIOS = (
 )
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.replace("_", " "))
 def test_schedules_groups_and_states(scenario: Callable[[Session], State], plan: str) -> None:

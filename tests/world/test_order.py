@@ -250,6 +250,7 @@ def told(moves: list[Move], mesh: Mesh) -> Trace:
     return found
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", [*npuzero.PRESETS, *THINNED])
 @pytest.mark.parametrize("micro_batches", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ every_model = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", npuzero.PRESETS)
 @pytest.mark.parametrize("recipe", [ONE, TWO], ids=["one micro-batch", "two"])
 @every_model

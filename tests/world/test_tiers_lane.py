@@ -116,6 +116,7 @@ def looks_at_gradients(session: Session, optimizer: torch.optim.Optimizer) -> St
     return {name: torch.tensor(norm) for name, norm in norms.items()}
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize(("plan", "where"), PLACES, ids=ids)
 @pytest.mark.parametrize(
     "what",

@@ -65,12 +65,14 @@ def assert_foretold(recipe: Recipe, plan: str, **options: Any) -> None:
         assert report.held == expected.held, rank
 
 
+@pytest.mark.checkered
 @every_plan
 @pytest.mark.parametrize(("precision", "recipe"), CASES)
 def test_report_equals_predict(plan: str, precision: str, recipe: Recipe) -> None:
     assert_foretold(recipe, plan, precision=precision)
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("masters", ["split", "none", "fp32"])
@@ -94,6 +96,7 @@ WIRES = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", QUICK_PLANS)
 @pytest.mark.parametrize("precision", WIRES.values(), ids=WIRES)
 def test_wires_of_another_dtype(plan: str, precision: Precision) -> None:
@@ -135,6 +138,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", [*QUICK_PLANS, *npuzero.THINNED])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_report_equals_predict_whatever_the_settings(plan: str, settings: Settings) -> None:
@@ -301,6 +305,7 @@ def test_gradients_hold_nothing_while_the_next_forward_does(
         assert seen == [0, 0, full, between, full, between, full]
 
 
+@pytest.mark.checkered
 @pytest.mark.parametrize("plan", [*npuzero.PRESETS, *npuzero.THINNED])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_steady_step_allocates_nothing(plan: str, precision: str) -> None:
