@@ -33,7 +33,8 @@ demo: $(VENV)/.installed-example  ## train a GPT under stages 0-3 on RANKS ranks
 demo-offload: $(VENV)/.installed-example  ## train it with optimizer states on DISK, under a cap; leaves runs/offload
 	$(PY) examples/gpt/offload.py --ranks $(RANKS) $(if $(DISK),--disk $(DISK)) $(ARGS)
 
-test: lint test-binding $(VENV)/.installed-dev  ## lint, then all tests that are not slow
+test: $(VENV)/.installed-dev  ## lint, then all tests that are not slow
+	@$(MAKE) --no-print-directory --jobs 2 lint test-binding
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: lint test-torch-npu test-cuda-source $(VENV)/.installed-dev  ## lint, then every test
