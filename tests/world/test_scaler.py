@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -351,6 +351,7 @@ def test_hysteresis_between_floor_and_ceiling(
 
 @settings(max_examples=60, deadline=None)
 @given(**RUN, consecutive=st.booleans())
+@example(overflows=[True, False, True], hysteresis=2, interval=6, floor=1.0, consecutive=True)  # rare among the others
 def test_deepspeeds_scale_in_both_its_forms(
     overflows: list[bool], hysteresis: int, interval: int, floor: float, consecutive: bool
 ) -> None:
