@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import npuzero
-from frameworks.toys import BOUND, ROOT, distance, launch, loader, moved, net, rows
+from frameworks.toys import BOUND, ROOT, distance, loader, moved, net, rows
 from npuzero import adopt
 
 pytest.importorskip("accelerate")
@@ -34,21 +34,6 @@ CELLS = ("-".join(cell) for cell in itertools.product("0123", ("no", "bf16", "fp
 REST = tuple(cell for cell in CELLS if cell not in QUICK)
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder with a cell's results; those that are quick, and the others, come of one run on two ranks each."""
-    ran: dict[tuple[str, ...], Path] = {}
-
-    def folder_of(cell: str) -> Path:
-        group = QUICK if cell in QUICK else REST
-        if group not in ran:
-            ran[group] = tmp_path_factory.mktemp("cells")
-            launch(RANKS, ran[group], *group)
-        return ran[group]
-
-    return folder_of
-
-
 @pytest.fixture
 def accelerator() -> Iterator[Callable[..., ZeroAccelerator]]:
     def make(**options: Any) -> ZeroAccelerator:
@@ -63,9 +48,9 @@ def accelerator() -> Iterator[Callable[..., ZeroAccelerator]]:
 
 @pytest.mark.world
 @pytest.mark.parametrize("cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.slow) for cell in REST)])
-def test_two_ranks_train_as_under_ddp_and_go_on_from_a_state(cell: str, cells: Callable[[str], Path]) -> None:
+def test_two_ranks_train_as_under_ddp_and_go_on_from_a_state(cell: str, cases: Callable[[str], Path]) -> None:
     """Accumulation, clipping, a scheduler, mixed precision, evaluation over all ranks."""
-    found = torch.load(cells(cell) / f"{cell}.pt", weights_only=True)
+    found = torch.load(cases(cell) / f"{cell}.pt", weights_only=True)
     ddp, zero, resumed = (found[name] for name in ("ddp", "zero", "resumed"))
     assert moved(zero["weights"]) > 1e-2
     assert distance(ddp["weights"], zero["weights"]) < BOUND
@@ -78,19 +63,19 @@ def test_two_ranks_train_as_under_ddp_and_go_on_from_a_state(cell: str, cells: C
 @pytest.mark.world
 @pytest.mark.parametrize(("cell", "passes"), [("1-no-4", 1), ("3-bf16-1", 1), ("3-fp16-4", 2)])
 def test_accumulation_sends_once_a_step_where_gradients_are_kept_unsharded(
-    cell: str, passes: int, cells: Callable[[str], Path]
+    cell: str, passes: int, cases: Callable[[str], Path]
 ) -> None:
     """An epoch has six batches a rank, so a step of four is followed by one of two."""
-    found = torch.load(cells(cell) / f"{cell}.pt", weights_only=True)
+    found = torch.load(cases(cell) / f"{cell}.pt", weights_only=True)
     foreseen = npuzero.predict(net(), int(cell[0]), world=2, micro_batches=passes).bytes_sent
     assert found["zero"]["sent"]["reduce_scatter"] == foreseen["reduce_scatter"] > 0
 
 
 @pytest.mark.world
 def test_a_state_of_two_ranks_goes_on_on_one(
-    cells: Callable[[str], Path], accelerator: Callable[..., ZeroAccelerator]
+    cases: Callable[[str], Path], accelerator: Callable[..., ZeroAccelerator]
 ) -> None:
-    folder = cells(QUICK[0])
+    folder = cases(QUICK[0])
     one = Training(accelerator(zero={"stage": 2}, gradient_accumulation_steps=4))
     one.accelerator.load_state(str(folder / f"{QUICK[0]}.state"))
     saved = torch.load(folder / f"{QUICK[0]}.pt", weights_only=True)["resumed"]["saved"]

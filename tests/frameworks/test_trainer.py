@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import npuzero
-from frameworks.toys import BOUND, ROOT, distance, launch
+from frameworks.toys import BOUND, ROOT, distance
 from npuzero.shard.ownership import engine_of
 
 pytest.importorskip("transformers")
@@ -29,21 +29,6 @@ RANKS = ROOT / "tests" / "frameworks" / "trainer_ranks.py"
 QUICK = ("best",)
 REST = tuple(name for name in CASES if name not in QUICK)
 every_case = pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in REST)])
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder with a case's results; the quick one, and the others, come of one run on two ranks each."""
-    ran: dict[tuple[str, ...], Path] = {}
-
-    def folder_of(name: str) -> Path:
-        group = QUICK if name in QUICK else REST
-        if group not in ran:
-            ran[group] = tmp_path_factory.mktemp("cases")
-            launch(RANKS, ran[group], *group)
-        return ran[group]
-
-    return folder_of
 
 
 @pytest.mark.world
