@@ -154,7 +154,9 @@ def _with_tools(variables: Mapping[str, str], root: Path) -> dict[str, str]:
     machine = f"{platform.machine()}-linux"
     tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
     path = os.pathsep.join([variables.get("PATH", os.defpath), *map(str, tools)])
-    return {**variables, "ASCEND_HOME_PATH": str(root), "PATH": path}
+    # A make around this one would tell ours how to run: with `make -i` a compiler that refuses would pass.
+    mine = {name: value for name, value in variables.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    return {**mine, "ASCEND_HOME_PATH": str(root), "PATH": path}
 
 
 def _build(

@@ -85,7 +85,9 @@ def test_a_library_that_does_not_load_is_a_warning(cann, capsys):
     assert status == 0 and "warning: it cannot be loaded here" in text and "file too short" in text
 
 
-def test_a_compiler_that_fails_is_quoted(cann, capsys):
+@pytest.mark.parametrize("flags", ["", "i"], ids=["", "under make -i"])
+def test_a_compiler_that_fails_is_quoted(flags, cann, monkeypatch, capsys):
+    monkeypatch.setenv("MAKEFLAGS", flags)
     be(cann / "bin" / "bisheng", "#!/bin/sh\necho; echo a.h:1: error: the first >&2; seq 1000; exit 1\n")
     status, text = run(capsys=capsys)
     assert (
