@@ -87,11 +87,12 @@ def test_a_page_has_the_picture_where_its_records_are() -> None:
     assert figures.DISK_PICTURE.name not in figures.markdown([], {})
 
 
-def test_growth_is_what_nine_steps_in_ten_hold_at_least_rises_by() -> None:
-    assert highwater.growth([100.0 + 7 * step for step in range(20)]) == pytest.approx(7)
-    assert highwater.growth([100.0 + 7 * step + 900 * (step % 3) for step in range(60)]) == pytest.approx(7)
-    assert highwater.growth([100.0 - 900 * (step == 3) for step in range(200)]) == 0
-    assert highwater.growth([100.0 + 900 * (step > 150) * (step % 9 > 0) for step in range(200)]) == 0
+def test_growth_is_of_the_steps_in_which_malloc_keeps_nothing() -> None:
+    kept = [900.0 * (step % 7) * (step % 10 < 9) for step in range(60)]
+    assert highwater.growth(kept) == 0
+    assert highwater.growth([7 * step + more for step, more in enumerate(kept)]) == pytest.approx(7)
+    assert highwater.growth([7.0 * step for step in range(50)]) == pytest.approx(7)
+    assert highwater.growth([100.0 - 900 * (step == 39) for step in range(200)]) == 0
 
 
 def test_a_step_hides_behind_its_forward_or_behind_all_of_it() -> None:
