@@ -155,7 +155,7 @@ def _with_tools(variables: Mapping[str, str], root: Path) -> dict[str, str]:
     tools = [path for name in inside for path in (root / name, root / machine / name) if path.is_dir()]
     path = os.pathsep.join([variables.get("PATH", os.defpath), *map(str, tools)])
     # A make around this one would tell ours how to run: with `make -i` a compiler that refuses would pass.
-    mine = {name: value for name, value in variables.items() if name not in ("MAKEFLAGS", "MFLAGS")}
+    mine = {name: value for name, value in variables.items() if name != "MAKEFLAGS"}
     return {**mine, "ASCEND_HOME_PATH": str(root), "PATH": path}
 
 
