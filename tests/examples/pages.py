@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The end of a program that leaves torch.distributed as it is: where another rank's process goes first, torch 2.13 may
-#: abort at exit on CPU ranks. What trains by npuzero needs no such line.
+#: The end of a program that leaves torch.distributed as it is. Where it ends within milliseconds of a last collective,
+#: a thread of gloo's (torch 2.13) may still hold tensors, ask the interpreter, which is finalizing by then, to drop
+#: them, and so end the process by std::terminate.
 ORDERLY = "\nimport torch\nif torch.distributed.is_initialized():\n    torch.distributed.destroy_process_group()\n"
 
 
