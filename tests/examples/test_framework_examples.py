@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file
 
-from examples.pages import ORDERLY, ROOT, run_script
+from examples.pages import AT_ONCE, ROOT, run_script
 
 for package in ("accelerate", "transformers", "lightning"):
     pytest.importorskip(package)
@@ -66,7 +66,7 @@ def test_it_ends_with_the_weights_of_ddp(name: str, trained: Callable[[str], Pat
     example, text = EXAMPLES[name], script(name).read_text("utf-8")
     line = re.search(rf"^{re.escape(example.ours)}  # it was: (.*)$", text, re.MULTILINE)
     assert line is not None and line[1] in example.theirs
-    (tmp_path / "before.py").write_text(text.replace(line[0], example.theirs) + ORDERLY)
+    (tmp_path / "before.py").write_text(text.replace(line[0], example.theirs) + AT_ONCE)
     run_script(tmp_path / "before.py", 2, tmp_path, "--out", "out")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (trained(name), tmp_path / "out"))
     assert ours.keys() == theirs.keys()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import documents
 from documents import ROOT
-from examples.pages import ORDERLY, run
+from examples.pages import AT_ONCE, run
 
 PAGE = "docs/migration.md"
 TEXT = (ROOT / PAGE).read_text("utf-8")
@@ -69,7 +69,7 @@ def test_both_sides_end_with_the_same_weights(
     if precision == "float32":
         for shown, changed in changes.items():
             left, right = left.replace(shown, changed), right.replace(shown, changed)
-    run(f"{SETUP}\n{left}\n{asked}\n{SAVE}{ORDERLY}", 2, tmp_path)
+    run(f"{SETUP}\n{left}\n{asked}\n{SAVE}{AT_ONCE}", 2, tmp_path)
     run(f"{SETUP}\nimport npuzero\n{right}\nnpuzero.export(model, 'right', dtype='fp32')\n", 2, tmp_path)
     theirs, ours = load_file(tmp_path / "left.safetensors"), load_file(tmp_path / "right" / "model.safetensors")
     first = _first_weights()
