@@ -6,6 +6,7 @@ A case runs in a process of its own, there on ranks that are threads (:func:`pro
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -156,16 +157,20 @@ def _run(bodies: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Outco
 
 
 def _child(pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _begin()
+    pipe.send(body(*args))
+
+
+def _begin() -> None:
+    faulthandler.enable()  # what each thread was at, should a signal end the process
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    pipe.send(body(*args))
 
 
 def _serve(pipe: Connection) -> None:
     # Rows are functions without a name of their own: they are looked up here instead of being sent.
     cases = importlib.import_module("faults.bad_inputs.table").CASES
-    warnings.simplefilter("error")
-    torch.set_num_threads(1)
+    _begin()
     while True:
         case = cases[pipe.recv()]
         with mock.patch.dict(os.environ):
