@@ -233,11 +233,13 @@ $(VENV)/.created:
 	@echo "making $(VENV) and installing $(TORCH)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "npuzero needs Python 3.10 or later; try make PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install $(TORCH)
+	@$(PIP) install --no-compile $(TORCH)
 	@touch $@
 
 # The package is installed as a link to this folder, with one of its extras, and built again when its C++ changes.
+# pip compiles what it installs on one core, file by file; here all cores do. A file for a later Python does not compile.
 $(VENV)/.installed-%: $(VENV)/.created $(BUILT_FROM)
 	@echo "installing npuzero[$*] from this folder"
-	@$(PIP) install --editable ".[$*]"
+	@$(PIP) install --no-compile --editable ".[$*]"
+	@$(VENV)/bin/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@

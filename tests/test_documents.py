@@ -27,7 +27,7 @@ def test_the_first_program_is_twelve_lines():
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_program_prints_rank_world_and_a_falling_loss(ranks, tmp_path):
     printed = run(FIRST, ranks, tmp_path)
     for rank in range(ranks):

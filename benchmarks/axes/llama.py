@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.step.workload import Workload
 
@@ -25,6 +24,8 @@ class Llama(Workload):
 
     def model(self) -> Any:
         """The model in float32 on the CPU; the same weights in every process."""
+        from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, and sizes alone need it not
+
         torch.manual_seed(0)
         return LlamaForCausalLM(
             LlamaConfig(

@@ -20,7 +20,8 @@ Verbs::Verbs(const Group& group, Peers& peers)
 
 void Verbs::run(const Request& request, uint64_t sequence) {
   peers_.begin(request, sequence, buffers_.offer(request));
-  switch (request.verb) {
+  // Of nothing there is no address: the ranks only meet, and compare what each said.
+  switch (request.numel == 0 ? Verb::barrier : request.verb) {
     case Verb::all_gather: all_gather(request); break;
     case Verb::reduce_scatter: reduce_scatter(request); break;
     case Verb::all_reduce: all_reduce(request); break;

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+if find_spec("transformers") is None:  # which takes seconds to import, in every worker
+    pytest.skip("needs transformers", allow_module_level=True)
 
 from benchmarks import figures, host_axes, pipeline, sequence, tensor
 from benchmarks.axes.beside import Side

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -22,17 +23,23 @@ class Part:
     grain: int = 1
 
 
-def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
-    """(begin, end, part) of each share."""
+@cache
+def emulated() -> ctypes.CDLL:
+    """The library of all kernels."""
     library = ctypes.CDLL(str(build()))
     library.cut_line.restype = ctypes.c_int64
+    return library
+
+
+def cut(parts: list[Part], cores: int) -> list[tuple[int, int, int]]:
+    """(begin, end, part) of each share."""
     words: list[int] = []
     for part in parts:
         words += [part.count, len(part.written), part.grain]
         for buffer in (*part.written, *[(0, 1, 1)] * (8 - len(part.written))):
             words += buffer
     out = (ctypes.c_int64 * (3 * cores))()
-    made = library.cut_line(
+    made = emulated().cut_line(
         (ctypes.c_int64 * len(words))(*words), ctypes.c_int64(len(parts)), cores, ctypes.c_int64(TILE), out
     )
     return [tuple(out[3 * i : 3 * i + 3]) for i in range(made)]  # type: ignore[misc]
@@ -104,9 +111,8 @@ def test_little_work_goes_to_few_cores() -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 10**9), st.integers(1, 48))
 def test_norms_shares_are_blocks_with_room_for_every_cores_sums(count: int, cores: int) -> None:
-    library = ctypes.CDLL(str(build()))
     out = (ctypes.c_int64 * (3 * cores))()
-    made = library.cut_norm(ctypes.c_int64(count), cores, out)
+    made = emulated().cut_norm(ctypes.c_int64(count), cores, out)
     shares = [tuple(out[3 * i : 3 * i + 2]) for i in range(made)]
     assert 1 <= made <= cores
     assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == count
@@ -118,7 +124,7 @@ def test_norms_shares_are_blocks_with_room_for_every_cores_sums(count: int, core
     ("moments", "rooms", "drawn", "coded"), list(itertools.product([1, 2, 3], [1, 2], [0, 1], [0, 1]))
 )
 def test_a_tile_of_an_update_fits(moments: int, rooms: int, drawn: int, coded: int) -> None:
-    tile = ctypes.CDLL(str(build())).flat_tile(moments, rooms, drawn, coded)
+    tile = emulated().flat_tile(moments, rooms, drawn, coded)
     assert 2048 <= tile <= TILE and tile % 256 == 0
     assert tile == TILE or rooms > 1 or drawn or coded  # moves of 16 KB wherever nothing is rounded on the way
     used = 4 * tile * (2 * (2 + moments) + rooms) + 32 + 2 * (tile // 8) + 5 * 256  # what is out of step
