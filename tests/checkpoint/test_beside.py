@@ -16,6 +16,7 @@ from npuzero import Plan, Settings, checkpoint, comm
 from npuzero.comm import World
 from npuzero.errors import NpuZeroError, OutOfSpace, StorageError
 from npuzero.memory.file import FileStore
+from npuzero.shard.extents import Extents
 from npuzero.shard.ownership import engine_of
 from world.test_optimizers import optimizer_state
 from world.test_tiers import NVME, PRECISIONS, folders, placed
@@ -58,6 +59,11 @@ class Run:
         return engine_of(self.model).spaces[NVME].held["buffers"]
 
 
+def gate_of_reads(monkeypatch: pytest.MonkeyPatch, free: int = 0) -> Gate:
+    """Holds a save back at what it reads of the disk: when it writes, it has read all of so small a shard."""
+    return Gate(monkeypatch, Extents, "read_kept", free)
+
+
 def on_disk(precision: str, ranks: int, **where: Any) -> Plan:
     return placed("zero3", PRECISIONS[precision], ranks, memory=NVME, **where)
 
@@ -77,7 +83,7 @@ def test_what_is_saved_is_the_state_at_the_call(
     precision: str, ranks: int, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever of it the saver has read when training overwrites it; training has the bits of one without a save."""
-    gate = Gate(monkeypatch)
+    gate = gate_of_reads(monkeypatch, free=2)
     row = on_disk(precision, ranks, **where)
 
     def rank(world: World) -> tuple[State, State]:
@@ -165,7 +171,7 @@ def test_a_disk_that_fails_while_a_save_reads_it_is_told_and_training_goes_on(
 
 
 def test_a_model_may_go_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
+    gate = gate_of_reads(monkeypatch)
 
     def rank(world: World) -> None:
         run = Run(world, on_disk("8 bits", 1)).steps(0, 1)
@@ -185,7 +191,7 @@ def test_a_model_may_go_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_the_program_writes_during_a_save_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the model and the optimizer, outside of any update."""
-    gate = Gate(monkeypatch)
+    gate = gate_of_reads(monkeypatch)
 
     def rank(world: World) -> None:
         run, other = (Run(world, on_disk("8 bits", 2), seed=seed).steps(0, 1) for seed in (0, 1))

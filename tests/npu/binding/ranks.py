@@ -9,6 +9,7 @@ import faulthandler
 import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -81,6 +82,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float, until_one_fails:
 
 def _main(case: str, answer: str) -> None:
     faulthandler.enable()  # whatever ends it, a signal from outside included
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core would stay in this folder
     libraries.load()
     import torch
 
