@@ -59,6 +59,16 @@ def test_full_slots() -> None:
     comm.run_threads(3, large)
 
 
+@pytest.mark.parametrize("numel", [5, 1_000_000])
+def test_a_rank_that_brings_nothing_where_others_bring_something_is_told(numel: int) -> None:
+    def body(world: World) -> None:
+        group = world.communicator((0, 1), "uneven")
+        with pytest.raises(CollectiveError, match=f"of 0 float32.*of {numel} float32"):
+            group.all_reduce(torch.zeros(world.rank * numel)).wait()
+
+    comm.run_threads(2, body)
+
+
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="a policy of Linux")
 def test_what_a_rank_says_is_there_is_there() -> None:
     """Both ranks are on one core, and rank 0 gives way as soon as it wakes the other: it has posted, and no more."""
