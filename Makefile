@@ -106,7 +106,7 @@ INSTALLED_DEV := $(if $(filter $(VENV)/%,$(PY)),$(VENV)/.installed-dev)
 test-cuda: $(CUDA)/driver  ## the op tests on a GPU, with any torch; then all tests that need one, with a torch that knows it
 	@if why=$$($(CUDA)/driver </dev/null 2>&1); then EMULATED_DRIVER="$(CUDA)/driver" $(CUDA_GRID); \
 	else echo "skipped: the op tests on a GPU: $$why"; fi
-	$(PY) -m pytest -q -rs -m gpu $(ARGS)
+	$(PY) -m pytest -q -rs -m gpu tests/cuda $(ARGS)
 
 # memcheck sees what lies outside an allocation, racecheck what threads of a block do to each other.
 sanitize-cuda: sanitize-cuda-memcheck sanitize-cuda-racecheck  ## the op tests on a GPU under compute-sanitizer
@@ -116,9 +116,10 @@ sanitize-cuda-%: $(CUDA)/driver
 	$(CUDA_GRID) || { cat $(CUDA)/$*.*; exit 1; }; \
 	else echo "skipped: the op tests under compute-sanitizer: $$why"; fi
 
+# Ninja stops where MAKEFLAGS names a jobserver that it cannot reach, and make closes it to what is no make.
 $(CUDA)/driver: $(INSTALLED_DEV) $(BUILT_FROM)
 	PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S csrc -B $(CUDA) -G Ninja -DNPUZERO_DRIVER=gpu
-	PATH="$(abspath $(VENV))/bin:$$PATH" cmake --build $(CUDA)
+	MAKEFLAGS= PATH="$(abspath $(VENV))/bin:$$PATH" cmake --build $(CUDA)
 
 bench: bench-kernels bench-step  ## measure ops, collectives, installation and training step; leaves RESULTS (runs/bench)
 

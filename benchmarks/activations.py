@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import npuzero
-from benchmarks.step.workload import HYPER, Workload, stepping
+from benchmarks.step.workload import Workload, stepping
 from npuzero.bench import Benchmark, Effort, Record, check_equal, fingerprint, local, run
 from npuzero.plan import TO_HOST
 
@@ -67,7 +67,8 @@ def of_memories(sizes: Workload, preset: str, nvme: Path | None) -> Benchmark:
     models = {memory.value: sharded(sizes, preset, memory, settings) for memory in places}
     tokens = sizes.tokens(0, 0)
     steps = {
-        name: stepping(model, npuzero.AdamW(model.parameters(), **HYPER), tokens) for name, model in models.items()
+        name: stepping(model, npuzero.AdamW(model.parameters(), **sizes.hyper), tokens)
+        for name, model in models.items()
     }
     kept = sizes.layers * sizes.batch * sizes.sequence * sizes.dim * sizes.dtype.itemsize
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import npuzero
-from benchmarks.step.workload import HYPER, Workload, loss_of
+from benchmarks.step.workload import Workload, loss_of
 from npuzero.bench import Benchmark, Contender, Effort, Record, Result, check_equal, fingerprint, median, run, typed
 from npuzero.plan import FROM_DISK, TO_DISK
 
@@ -52,7 +52,7 @@ class Training:
         settings = npuzero.Settings(nvme_paths=(str(folder),))
         plan = npuzero.Plan.preset(preset, precision=sizes.precision)
         self.model = npuzero.zero(sizes.model(), plan=plan, settings=settings)
-        self._optimizer = npuzero.AdamW(self.model.parameters(), **HYPER, **how)
+        self._optimizer = npuzero.AdamW(self.model.parameters(), **sizes.hyper, **how)
         self.tokens = sizes.tokens(0, 0)
 
     def step(self) -> Tensor:

@@ -33,7 +33,7 @@ import torch._dynamo  # noqa: F401 - torch imports it as the first optimizer is 
 
 import npuzero
 from benchmarks.step import memory
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload, loss_of
+from benchmarks.step.workload import MAX_NORM, Workload, loss_of
 from npuzero.bench import Record, Result, Team, fingerprint, python_worker, typed
 from npuzero.bench.group import group
 from npuzero.errors import BenchmarkError
@@ -85,7 +85,7 @@ class Rank:
         settings = npuzero.Settings(nvme_paths=(self._folder,), chunk_bytes=chunk, host_bytes=host)
         plan = npuzero.predict(model, self._plan, 1, clip=True, settings=settings)
         self._model = npuzero.zero(model, plan=self._plan, settings=settings)
-        self._optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+        self._optimizer = npuzero.AdamW(model.parameters(), **self._sizes.hyper)
         held = plan.memory
         return {
             "states_bytes": states,

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from benchmarks.axes.llama import loss_of
 from benchmarks.peers.contenders import join
 from benchmarks.step.contenders import Build, Steps, plain_steps
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+from benchmarks.step.workload import MAX_NORM, Workload
 
 RANKS = 2  # that share a batch
 
 
 def plain() -> Build:
     """Plain torch in one process."""
-    return lambda model, workload: replace(plain_steps(model.to(workload.dtype)), loss=loss_of)
+    return lambda model, workload: replace(plain_steps(model.to(workload.dtype), workload.hyper), loss=loss_of)
 
 
 def tensor(mode: str) -> Build:
@@ -79,14 +79,14 @@ def sharded(model: nn.Module, workload: Workload, mesh: Any, preset: str) -> Ste
 
     precision = workload.precision + ("-split" if workload.precision == "bf16" else "")
     npuzero.zero(model, plan=npuzero.Plan.preset(preset, precision=precision), mesh=mesh)
-    return trained(model)
+    return trained(model, workload.hyper)
 
 
-def trained(model: nn.Module) -> Steps:
+def trained(model: nn.Module, hyper: dict[str, Any]) -> Steps:
     """npuzero's clipping and AdamW on a model that it has sharded."""
     import npuzero
 
-    optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+    optimizer = npuzero.AdamW(model.parameters(), **hyper)
 
     def update() -> None:
         npuzero.clip_grad_norm_(model, MAX_NORM)
@@ -123,7 +123,7 @@ def torchs(backend: str) -> Build:
         for parameter in model.parameters():
             by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
         groups = list(by_mesh.values())
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True, **HYPER)
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups], fused=True, **workload.hyper)
 
         def update() -> None:
             norms = [nn.utils.get_total_norm([each.grad for each in group]).full_tensor() for group in groups]

@@ -22,7 +22,7 @@ from benchmarks.axes.llama import Llama
 from benchmarks.peers.contenders import join
 from benchmarks.step.contenders import Build, Steps, plain_steps
 from benchmarks.step.work import Rank
-from benchmarks.step.workload import HYPER, MAX_NORM
+from benchmarks.step.workload import MAX_NORM
 
 STAGES = 2
 FIRST = "model.embed_tokens"  # of the blocks
@@ -117,7 +117,7 @@ def compute_only() -> Build:
                     (found / workload.micro_batches).backward()
             return torch.zeros(())
 
-        return scheduled(plain_steps(stage), loss)
+        return scheduled(plain_steps(stage, workload.hyper), loss)
 
     return build
 
@@ -138,7 +138,9 @@ def pipeline(preset: str, schedule: str = "1f1b") -> Build:
             split=(FIRST, f"model.layers.{workload.first}"),
             loss_fn=lambda output, target: token_loss(output.logits, target),
         )
-        return scheduled(trained(pipe), lambda pipe, tokens: pipe.step(tokens[:, :-1], target=tokens[:, 1:]))
+        return scheduled(
+            trained(pipe, workload.hyper), lambda pipe, tokens: pipe.step(tokens[:, :-1], target=tokens[:, 1:])
+        )
 
     return build
 
@@ -164,7 +166,7 @@ def torchs(backend: str, shards: bool = True) -> Build:
         piece = PipelineStage(stage, number, STAGES, torch.device("cpu"), group=group)
         schedule = Schedule1F1B(piece, workload.micro_batches, loss_fn=token_loss)
         parameters = list(stage.parameters())
-        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+        optimizer = torch.optim.AdamW(parameters, fused=True, **workload.hyper)
 
         def loss(_: nn.Module, tokens: Tensor) -> Tensor:
             if number == 0:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.step.contenders import Build, Steps, clip_and_step, plain_steps
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+from benchmarks.step.workload import MAX_NORM, Workload
 
 
 def join(backend: str) -> None:
@@ -31,7 +31,8 @@ def ddp(backend: str) -> Build:
 
     def build(model: nn.Module, workload: Workload) -> Steps:
         join(backend)
-        return plain_steps(nn.parallel.DistributedDataParallel(model.to(workload.dtype), gradient_as_bucket_view=True))
+        wrapped = nn.parallel.DistributedDataParallel(model.to(workload.dtype), gradient_as_bucket_view=True)
+        return plain_steps(wrapped, workload.hyper)
 
     return build
 
@@ -43,10 +44,10 @@ def ddp_autocast(redundancy: bool) -> Build:
     def build(model: nn.Module, workload: Workload) -> Steps:
         join("gloo")
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        steps = plain_steps(wrapped)
+        steps = plain_steps(wrapped, workload.hyper)
         if redundancy:
             parameters = list(wrapped.parameters())
-            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, fused=True, **HYPER)
+            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, fused=True, **workload.hyper)
             steps = Steps(wrapped, partial(clip_and_step, parameters, optimizer))
         if workload.dtype != torch.float32:
             steps.forward = partial(torch.autocast, "cpu", workload.dtype)
@@ -66,7 +67,7 @@ def fsdp2(backend: str, reshard: bool) -> Build:
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+        optimizer = torch.optim.AdamW(parameters, fused=True, **workload.hyper)
         return Steps(model, partial(clip_and_step, parameters, optimizer))
 
     return build
@@ -86,7 +87,7 @@ def deepspeed(zero: dict[str, Any], **further: Any) -> Build:
             "zero_optimization": zero,
             **further,
         }
-        optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **HYPER)
+        optimizer = DeepSpeedCPUAdam(model.parameters(), adamw_mode=True, **workload.hyper)
         engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
         return Steps(engine, engine.step, backward=engine.backward)
 

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.contenders import deepspeed
 from benchmarks.step.contenders import Build, Steps
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+from benchmarks.step.workload import MAX_NORM, Workload
 
 _WRITE_AND_WAIT = 7  # of sync_file_range(2): for what is under way, for all of it, and for its end
 #: DeepSpeed's settings of a run, as JSON; see nvme.py.
@@ -42,7 +43,7 @@ def npuzero_nvme(storage: str = "", overlap: bool = True) -> Build:
         npuzero.init()
         precision = workload.precision + storage
         npuzero.zero(model, 3, offload="nvme", precision=precision, settings=npuzero.Settings(overlap=overlap))
-        optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+        optimizer = npuzero.AdamW(model.parameters(), **workload.hyper)
 
         def update() -> None:
             npuzero.clip_grad_norm_(model, MAX_NORM)
@@ -92,7 +93,7 @@ def mapped(forget: bool = False) -> Build:
 
     def build(model: nn.Module, workload: Workload) -> Steps:
         model.to(workload.dtype)
-        updates = [MappedAdamW(list(parameters)) for parameters in _blocks(model)]
+        updates = [MappedAdamW(list(parameters), workload.hyper) for parameters in _blocks(model)]
         parameters = list(model.parameters())
 
         def update() -> None:
@@ -120,7 +121,7 @@ def _blocks(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 class MappedAdamW:
     """Updates some parameters from mapped states."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], hyper: dict[str, Any]) -> None:
         self._parameters = parameters
         numel = sum(parameter.numel() for parameter in parameters)
         self._maps = [Mapped(numel) for _ in range(3)]
@@ -128,7 +129,7 @@ class MappedAdamW:
         for master, parameter in zip(masters, parameters, strict=True):
             master.copy_(parameter.detach())
         self._masters = [master.requires_grad_() for master in masters]
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **HYPER)
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **hyper)
         for master, exp_avg, exp_avg_sq in zip(self._masters, first, second, strict=True):
             state = {"step": torch.tensor(0.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             self._optimizer.state[master] = state

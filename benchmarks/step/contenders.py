@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload, loss_of
+from benchmarks.step.workload import MAX_NORM, Workload, loss_of
 
 
 @dataclass
@@ -67,17 +67,17 @@ def compute_only() -> Build:
 def alone() -> Build:
     """Plain torch, each rank for itself: clipping and fused AdamW, on float32 masters where parameters are not."""
     device = own_device()
-    return lambda model, workload: plain_steps(model.to(device, workload.dtype))
+    return lambda model, workload: plain_steps(model.to(device, workload.dtype), workload.hyper)
 
 
-def plain_steps(model: nn.Module) -> Steps:
+def plain_steps(model: nn.Module, hyper: dict[str, Any]) -> Steps:
     """Torch's clipping and fused AdamW on all parameters of ``model``, which may be a wrapper of another."""
     parameters = list(model.parameters())
     if parameters[0].dtype == torch.float32:
-        optimizer = torch.optim.AdamW(parameters, fused=True, **HYPER)
+        optimizer = torch.optim.AdamW(parameters, fused=True, **hyper)
         return Steps(model, partial(clip_and_step, parameters, optimizer))
     masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
-    optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
+    optimizer = torch.optim.AdamW(masters, fused=True, **hyper)
 
     def update() -> None:
         for master, parameter in zip(masters, parameters, strict=True):
@@ -107,7 +107,7 @@ def npuzero_preset(preset: str, local_size: int | None = None, storage: str = ""
         plan = npuzero.Plan.preset(preset, precision=workload.precision + storage, local_size=local_size)
         plan_bytes = sum(npuzero.predict(model, plan, world, clip=True).bytes_held.values())
         npuzero.zero(model, plan=plan)
-        optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+        optimizer = npuzero.AdamW(model.parameters(), **workload.hyper)
 
         def update() -> None:
             npuzero.clip_grad_norm_(model, MAX_NORM)

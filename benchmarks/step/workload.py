@@ -17,9 +17,16 @@ from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-#: Of AdamW, the same for every contender.
+#: Options of AdamW, the same for every contender; a comparison may ask for another learning rate.
 HYPER: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 1.0
+
+
+HELP = {
+    "precision": "of parameters and communication buffers",
+    "batch": "sequences per rank",
+    "lr": "learning rate; a wide model without warm-up needs a lower one, or rounding decides its second step",
+}
 
 
 @dataclass(frozen=True)
@@ -33,18 +40,18 @@ class Workload:
     sequence: int = 256
     batch: int = 4
     precision: str = "bf16"
+    lr: float = HYPER["lr"]
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         for item in fields(cls):
             choices = tuple(DTYPES) if item.name == "precision" else None
-            help = "of parameters and wires" if choices else "sequences per rank" if item.name == "batch" else None
             parser.add_argument(
                 f"--{item.name.replace('_', '-')}",
                 type=type(item.default),
                 default=item.default,
                 choices=choices,
-                help=help,
+                help=HELP.get(item.name),
             )
 
     @classmethod
@@ -54,6 +61,11 @@ class Workload:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        """Options of AdamW."""
+        return HYPER | {"lr": self.lr}
 
     def model(self) -> GPT:
         """The model in float32 on the CPU; the same weights in every process."""

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.peers.contenders import deepspeed
 from benchmarks.step import work
 from benchmarks.step.contenders import Build, Steps, alone
-from benchmarks.step.workload import HYPER, MAX_NORM, Workload
+from benchmarks.step.workload import MAX_NORM, Workload
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt"))
 
@@ -55,7 +55,7 @@ def plan(preset: str) -> Build:
             world = LinkedWorld(world, Links(Path(shared)))
         placed = npuzero.Plan.preset(preset, precision=workload.precision, local_size=EACH)
         npuzero.zero(model, plan=placed, world=world)
-        optimizer = npuzero.AdamW(model.parameters(), **HYPER)
+        optimizer = npuzero.AdamW(model.parameters(), **workload.hyper)
 
         def update() -> None:
             npuzero.clip_grad_norm_(model, MAX_NORM)
