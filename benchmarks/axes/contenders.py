@@ -25,7 +25,7 @@ RANKS = 2  # that share a batch
 
 def plain() -> Build:
     """Plain torch in one process."""
-    return lambda model, workload: replace(plain_steps(model.to(workload.dtype), workload.hyper), loss=loss_of)
+    return lambda model, workload: replace(plain_steps(model, workload.hyper, workload.dtype), loss=loss_of)
 
 
 def tensor(mode: str) -> Build:

@@ -105,7 +105,7 @@ def compute_only() -> Build:
     begins = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // STAGES
 
     def build(model: nn.Module, workload: Piped) -> Steps:
-        stage = Stage(model, 0 if begins else 1, workload.first).to(workload.dtype)
+        stage = Stage(model, 0 if begins else 1, workload.first)
         received = torch.randn_like(workload.sent, device="cpu")
 
         def loss(stage: nn.Module, tokens: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def compute_only() -> Build:
                     (found / workload.micro_batches).backward()
             return torch.zeros(())
 
-        return scheduled(plain_steps(stage, workload.hyper), loss)
+        return scheduled(plain_steps(stage, workload.hyper, workload.dtype), loss)
 
     return build
 

@@ -31,8 +31,8 @@ def ddp(backend: str) -> Build:
 
     def build(model: nn.Module, workload: Workload) -> Steps:
         join(backend)
-        wrapped = nn.parallel.DistributedDataParallel(model.to(workload.dtype), gradient_as_bucket_view=True)
-        return plain_steps(wrapped, workload.hyper)
+        wrap = partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+        return plain_steps(model, workload.hyper, workload.dtype, wrap)
 
     return build
 

@@ -67,16 +67,26 @@ def compute_only() -> Build:
 def alone() -> Build:
     """Plain torch, each rank for itself: clipping and fused AdamW, on float32 masters where parameters are not."""
     device = own_device()
-    return lambda model, workload: plain_steps(model.to(device, workload.dtype), workload.hyper)
+    return lambda model, workload: plain_steps(model.to(device), workload.hyper, workload.dtype)
 
 
-def plain_steps(model: nn.Module, hyper: dict[str, Any]) -> Steps:
-    """Torch's clipping and fused AdamW on all parameters of ``model``, which may be a wrapper of another."""
+def plain_steps(
+    model: nn.Module,
+    hyper: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Steps:
+    """Torch's clipping and fused AdamW on all parameters of ``model``, which is float32 when this is called.
+
+    In another dtype parameters have float32 masters. These begin with what the model held before its conversion, as
+    npuzero's do: where an update is smaller than half a step of bfloat16, masters of rounded values learn less.
+    """
     parameters = list(model.parameters())
-    if parameters[0].dtype == torch.float32:
+    masters = [parameter.detach().requires_grad_() for parameter in parameters]
+    model = wrap(model.to(dtype))
+    if dtype == torch.float32:
         optimizer = torch.optim.AdamW(parameters, fused=True, **hyper)
         return Steps(model, partial(clip_and_step, parameters, optimizer))
-    masters = [parameter.detach().float().requires_grad_() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, fused=True, **hyper)
 
     def update() -> None:

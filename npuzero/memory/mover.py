@@ -30,6 +30,7 @@ class Mover:
         self._device = device
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
         self._stream = self._module and self._module.Stream(device)
+        self._busy = False  # whether the stream was given work since the host last waited for it
 
     def to_host(self, target: Tensor, source: Tensor) -> Handle:
         """Copy ``source``, on the device, into ``target`` of the host; the source may be released at once."""
@@ -53,6 +54,7 @@ class Mover:
 
     def beside(self) -> AbstractContextManager[Any]:
         """Have what is launched inside run where copies do, in one order with them."""
+        self._busy = True
         return nullcontext() if self._stream is None else self._module.stream(self._stream)
 
     def reach(self, memory: Tensor) -> Tensor:
@@ -73,15 +75,19 @@ class Mover:
         return taken, self._copy(taken, value, value)
 
     def quiet(self) -> None:
-        """Let the host wait for all copies so far."""
-        if self._stream is not None:
+        """Let the host wait for all copies so far.
+
+        Where there were none since the last call the device is not asked: a stream that is being captured may not be.
+        """
+        if self._stream is not None and self._busy:
             self._stream.synchronize()
+        self._busy = False
 
     def _copy(self, target: Tensor, source: Tensor, on_device: Tensor) -> Handle:
         if self._stream is None:
             target.copy_(source)
             return Ready()
-        with self._module.stream(self._stream):
+        with self.beside():
             target.copy_(source, non_blocking=True)
             event = self._module.Event()
             event.record(self._stream)

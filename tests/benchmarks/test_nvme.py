@@ -71,7 +71,7 @@ def test_mapped_states_train_as_plain_ones(
 ) -> None:
     monkeypatch.setenv("NPUZERO_NVME_PATHS", str(tmp_path))
     workload = Workload(**{**vars(SMALL), "precision": precision})
-    plain = trained(plain_steps(workload.model().to(workload.dtype), workload.hyper))
+    plain = trained(plain_steps(workload.model(), workload.hyper, workload.dtype))
     found = trained(offloaded.CONTENDERS[name]()(workload.model(), workload))
     assert (found - plain).abs().max() <= apart
     first = torch.cat([parameter.detach().reshape(-1) for parameter in workload.model().parameters()])

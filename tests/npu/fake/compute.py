@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._pytree import tree_map
 
@@ -68,13 +69,24 @@ _reads = True
 
 @contextlib.contextmanager
 def unread() -> Iterator[None]:
-    """Whoever reads a tensor of the device on the host inside fails: it would wait for all that was issued before."""
+    """A read of a device tensor on the host fails inside, and so does a wait for a stream: both wait for the device."""
     global _reads
     _reads = False
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.npu.Stream, "synchronize", _refuse_wait)
+            yield
     finally:
         _reads = True
+
+
+def _await_stream() -> None:
+    stream = torch.npu.current_stream()
+    super(torch.npu.Stream, stream).synchronize()  # past what `unread` has put there
+
+
+def _refuse_wait(stream: Any) -> None:
+    raise AssertionError("the host waits for a stream of the device")
 
 
 def _check_reads() -> None:
@@ -84,7 +96,7 @@ def _check_reads() -> None:
 
 def _item(tensor: torch.Tensor) -> Any:
     _check_reads()
-    torch.npu.current_stream().synchronize()
+    _await_stream()
     return host_view(tensor).item()
 
 
@@ -99,13 +111,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     _count(target, source)
     if target.device.type == "cpu":
         _check_reads()
-    torch.npu.current_stream().synchronize()
+    _await_stream()
     _memory(target).copy_(_memory(source))
     return target
 
 
 def _to_copy(source: torch.Tensor, *, device: torch.device | None = None, **options: Any) -> torch.Tensor:
-    torch.npu.current_stream().synchronize()
+    _await_stream()
     options = {key: options[key] for key in ("dtype", "memory_format") if options.get(key) is not None}
     copy = torch.ops.aten._to_copy(_memory(source), device="cpu", **options)
     if device is None or device.type != "cpu":
@@ -122,7 +134,7 @@ def _put(value: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(op: Any, *arguments: Any, **options: Any) -> Any:
-    torch.npu.current_stream().synchronize()
+    _await_stream()
     back: dict[int, torch.Tensor] = {}  # by the host's tensor: the device's
 
     def down(value: Any) -> Any:
