@@ -186,8 +186,12 @@ class Precision:
 
     @property
     def start_elements(self) -> int:
-        """Return of how many elements each parameter's start in its flat is a multiple: where blocks are, of one."""
-        return MOMENT_BLOCK if self.moments == "int8" else START_ELEMENTS
+        """Return the elements of which each parameter's start in its flat is a multiple.
+
+        A block that shares a scale or an exponent never holds elements of two parameters. So no result depends on which
+        parameters share a flat, which :attr:`Settings.bucket_bytes` decides.
+        """
+        return max(MOMENT_BLOCK if self.moments == "int8" else START_ELEMENTS, self.shard_elements)
 
     def keeps_fp32_masters(self, parameter: torch.dtype) -> bool:
         """Tell whether masters are float32 numbers beside parameters of this dtype, which are their rounded copies."""

@@ -116,6 +116,13 @@ MUTANTS = (
         (f"{WIRE}::test_a_precision_says_how_gradients_travel_along_each_axis",),
     ),
     Mutant(
+        "two parameters share a scale where they share a flat, so the size of buckets moves bits",
+        "plan/precision.py",
+        "START_ELEMENTS, self.shard_elements)",
+        "START_ELEMENTS, 1)",
+        ("world/test_settings.py::test_a_setting_moves_no_bit_of_thin_presets[zero++]",),
+    ),
+    Mutant(
         "what is gathered thin is said to be sent as it is",
         "plan/schedule.py",
         "gather = replace(gather, nbytes=codes.nbytes)",
