@@ -186,12 +186,18 @@ class Saver:
         self._shape = engine.mesh.shape
         self.copies = Copies(engine.world.device)
         self._last: Saving | None = None
+        self._world.accompany(self)
 
     def finish(self) -> None:
         """Wait for the save under way, and raise what went wrong with it."""
         last, self._last = self._last, None
         if last is not None:
             last.wait()
+
+    def end(self) -> None:
+        """Wait for the save under way, and raise what went wrong with it if nobody has heard."""
+        if self._last in _unheard:
+            self.finish()
 
     def save(self, job: Job, *, asynchronous: bool, problem: Exception | None = None) -> Saving:
         """Save asynchronously: return as soon as nothing that training changes is needed any more. Collective.

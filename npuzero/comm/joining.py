@@ -265,9 +265,11 @@ _at_exit: list[Callable[[], None]] = []
 def _end() -> None:
     if _process_world is not None and not _process_world.inherited:
         orderly = getattr(sys, "last_value", None) is None  # not after an exception that nobody caught
-        if orderly:
-            _process_world.drain()
-        _process_world.close()
+        try:
+            if orderly:
+                _process_world.drain()
+        finally:
+            _process_world.close()
         if orderly and isinstance(_process_world, ProcessWorld):
             _process_world.outlive()
     for action in _at_exit:

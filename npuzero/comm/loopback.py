@@ -143,11 +143,9 @@ class ThreadWorld(World):
         self._run.fail(failure)
         super().fail(failure)
 
-    def close(self) -> None:
-        if self.inherited:
-            return
+    def _leave(self) -> None:
         self._run.leave(self.rank)
-        super().close()
+        super()._leave()
 
     def _arrived(self) -> dict[str, int]:
         return {**super()._arrived(), **self._came}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -29,6 +30,13 @@ TIMEOUT_S = 600.0
 #: The channel whose tensors lie on the host, whatever the device: what the host has to know within a step goes over it,
 #: since reading a device's tensor waits for all that was issued before.
 HOST_CHANNEL = "host"
+
+
+class Companion(Protocol):
+    """Use a world in a thread beside the main one, as a save beside training does."""
+
+    def end(self) -> None:
+        """Wait until nothing is under way, and raise what went wrong and nobody has heard."""
 
 
 class World(ABC):
@@ -63,6 +71,7 @@ class World(ABC):
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
         self._making = threading.Lock()
+        self._companions: weakref.WeakSet[Companion] = weakref.WeakSet()
         self._birthplace = fork.Birthplace()
         self.board = Board(rank, slots or NoSlots(), self._arrived, self.fail)
 
@@ -192,21 +201,46 @@ class World(ABC):
 
     def fail(self, failure: Failure) -> None:
         """Break them likewise, for ``failure``."""
+        self._companions.clear()  # theirs breaks, too: the end of this world waits for none
         for communicator in list(self._communicators.values()):
             communicator.fail(failure)
 
     @final
+    def accompany(self, companion: Companion) -> None:
+        """Have the end of this world wait for ``companion``, as long as anybody holds it."""
+        self._whole()._companions.add(companion)
+
+    @final
     def drain(self) -> None:
-        """Finish operations under way, for ranks that still wait: an orderly end is a drain and a close."""
+        """Finish operations under way, for ranks that still wait: an orderly end is a drain and a close.
+
+        Raises:
+            NpuZeroError: what went wrong beside the main thread, and nobody has heard.
+        """
         if self.inherited:
             return
+        self._end_companions()
         for communicator in list(self._communicators.values()):
             communicator.drain()
 
     def close(self) -> None:
-        """Close every communicator, and the parts. Calling it again does nothing."""
+        """Wait for saves under way, and close every communicator and the parts. Calling it again does nothing.
+
+        Raises:
+            NpuZeroError: a save failed, and nobody has heard; the world is closed all the same.
+        """
         if self.inherited:
             return
+        try:
+            self._end_companions()
+        finally:
+            self._leave()
+
+    def _end_companions(self) -> None:
+        for companion in list(self._companions):
+            companion.end()
+
+    def _leave(self) -> None:
         for part in list(self._parts.values()):
             part.closed = True
         self.closed = True

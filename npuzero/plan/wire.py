@@ -17,8 +17,8 @@ from npuzero.plan.placement import DATA, Axes
 
 #: Bits of an element, by the name that a :class:`~npuzero.plan.Precision` has for the wire.
 THIN = {"int8": 8, "int4": 4}
-#: Elements that share a scale, by bits. Parameters start on a block and shards are whole blocks, so codes depend on neither
-#: the parameters that share a flat nor the number of shards.
+#: Elements that share a scale, by bits. Parameters start on a block and shards are whole blocks: so no code depends on
+#: which parameters share a flat, nor on the number of shards.
 BLOCKS = {8: 256, 4: 128}
 #: Messages begin on multiples of this many bytes.
 MESSAGE_LINE = 512

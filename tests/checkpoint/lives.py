@@ -23,6 +23,8 @@ from world.toy import build
 from .training import Training
 
 TIMEOUT_S = 20.0
+#: Bounds what a broken job may take; a busy machine takes long to start processes.
+LIMIT_S = 300.0
 
 
 class Staged:
@@ -85,6 +87,11 @@ def digest(training: Any) -> str:
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
 
+def step_of(path: Path | None) -> int:
+    """The step that a checkpoint is of; 0 of none."""
+    return int(path.name.removeprefix("step-")) if path else 0
+
+
 class Job:
     """Ranks that are processes.
 
@@ -108,7 +115,7 @@ class Job:
 
     def resumed(self) -> list[int]:
         """From which step each rank goes on."""
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + LIMIT_S
         steps = []
         for pipe in self._pipes:
             assert wait([pipe], deadline - time.monotonic()), "a rank does not come"
@@ -116,6 +123,13 @@ class Job:
             assert isinstance(step, int), step
             steps.append(step)
         return steps
+
+    def await_save(self, folder: Path, step: int) -> None:
+        """Wait until a checkpoint of ``step`` or a later one is complete."""
+        deadline = time.monotonic() + LIMIT_S
+        while step_of(checkpoint.latest(folder)) < step:
+            assert time.monotonic() < deadline, f"step {step} is never saved"
+            time.sleep(0.005)
 
     def kill(self, chance: random.Random) -> None:
         """One rank, and then the others: at once, or when they have noticed."""

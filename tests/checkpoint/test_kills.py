@@ -10,12 +10,13 @@ import pytest
 
 from npuzero import checkpoint, comm
 
-from .lives import Job, Staged, digest
+from .lives import Job, Staged, digest, step_of
 
 pytestmark = pytest.mark.world
 
-#: Seconds of a life after its first step may begin: several saves.
-LIFE_S = 0.5
+#: A life ends after up to so many saves, at a moment within so many seconds: about as long as a save takes.
+SAVES = 2
+MOMENT_S = 0.1
 
 
 @pytest.mark.parametrize(
@@ -33,17 +34,19 @@ LIFE_S = 0.5
 def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, tmp_path: Path) -> None:
     chance = random.Random(kills)
     folder = tmp_path / "run"
-    last, saved, there = 0, 0, 2
+    last, there = 0, 2
     for _ in range(kills):
         job = Job(ranks, folder, plan)
         try:
             assert job.resumed() == [last] * ranks
-            time.sleep(chance.random() * LIFE_S)
+            wanted = last + chance.randint(0, SAVES)
+            job.await_save(folder, wanted)
+            time.sleep(chance.random() * MOMENT_S)
         finally:
             job.kill(chance)
         found = checkpoint.latest(folder)
-        before, last = last, int(found.name.removeprefix("step-")) if found else 0
-        saved += last > before
+        last = step_of(found)
+        assert last >= wanted, "a complete checkpoint is lost"
         if found:
             checkpoint.verify(found)
             kept = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
@@ -51,7 +54,6 @@ def test_resumes_from_the_last_complete_one(ranks: int, plan: str, kills: int, t
             assert len(kept) <= max(2, there) + 1, kept
             there = len(kept)
             assert len(list(folder.iterdir())) <= there + 2, "leftovers pile up"
-    assert saved > kills / 4  # else nothing was tried
     assert [path.name for path in tmp_path.iterdir()] == ["run"], "states stay on the disk"
     if plan.startswith("staged"):
         comm.run_threads(

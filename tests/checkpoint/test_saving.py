@@ -203,7 +203,7 @@ training.save(pathlib.Path(sys.argv[1]), 1, asynchronous=True)
 def test_an_error_that_nobody_asks_for_is_shown_at_the_end(tmp_path: Path) -> None:
     search = os.pathsep.join([str(Path(npuzero.__file__).parents[1]), str(Path(__file__).parents[1])])
     command = [sys.executable, "-c", _SILENT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": search}, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": search}, timeout=300)
     assert "CheckpointError: save" in done.stderr and "ZeroDivisionError" in done.stderr
 
 
@@ -296,3 +296,38 @@ def test_the_last_checkpoint_is_that_of_the_last_step(tmp_path: Path) -> None:
     for step in (10**8, 10**8 - 1):
         training.save(tmp_path, step)
     assert training.load(tmp_path).step == 10**8
+
+
+@pytest.mark.parametrize("ends", ["with the run", "by close()"])
+def test_the_end_of_the_ranks_waits_for_a_save_under_way(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+
+    def rank(world: World) -> None:
+        training = Training(world, "zero3")
+        training.steps(0, 1)
+        training.save(tmp_path, 1, asynchronous=True)
+        threading.Timer(0.2, gate.open).start()  # nobody waits for the writers until the ranks are at their end
+        if ends == "by close()":
+            world.close()
+
+    comm.run_threads(RANKS, rank)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
+
+
+def test_a_save_that_fails_at_the_end_of_the_ranks_is_raised_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+
+    def rank(world: World) -> None:
+        training = Training(world, "zero3")
+        training.steps(0, 1)
+        full_disk(monkeypatch, world, 1)
+        training.save(tmp_path, 1, asynchronous=True)
+        threading.Timer(0.2, gate.open).start()
+
+    with pytest.raises(CheckpointError, match=r"on rank 1: OSError.*No space left"):
+        comm.run_threads(RANKS, rank)
+    assert checkpoint.latest(tmp_path) is None

@@ -30,7 +30,7 @@ from npuzero.comm import run_threads
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "npuzero"])
 
-LIMIT_S = 30.0
+LIMIT_S = 150.0
 
 
 @dataclass(frozen=True)

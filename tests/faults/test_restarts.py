@@ -32,7 +32,7 @@ def test_each_life_of_the_ranks_meets(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     ended = subprocess.run(
         [sys.executable, *torchrun, str(program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=300,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:]

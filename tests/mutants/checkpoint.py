@@ -337,4 +337,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if True:\n",
         ("models/test_export.py::test_a_disk_that_fills_up_is_an_error_on_every_rank",),
     ),
+    Mutant(
+        "a save under way is lost where the ranks end",
+        "checkpoint/saving.py",
+        "        self._world.accompany(self)\n",
+        "",
+        ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[with the run]",),
+    ),
+    Mutant(
+        "a save under way is lost where a program closes the world",
+        "comm/world.py",
+        "        try:\n            self._end_companions()\n",
+        "        try:\n            pass\n",
+        ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[by close()]",),
+    ),
 )

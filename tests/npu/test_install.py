@@ -29,7 +29,7 @@ def install(project: Path, home: Path | str, *command: str) -> subprocess.Comple
     environment = os.environ | {"ASCEND_HOME_PATH": str(home)}
     line = [sys.executable, *(command or ("setup.py", "-q", "build"))]
     return subprocess.run(
-        line, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
+        line, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
     )
 
 

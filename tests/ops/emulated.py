@@ -42,7 +42,7 @@ class Driver:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def close(self) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=300)
         assert self._process.returncode == 0, f"the driver, or what it ran under, ended with {self._process.returncode}"
 
     def functions(self) -> dict[str, Callable[..., None]]:

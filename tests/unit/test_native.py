@@ -19,7 +19,7 @@ def python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", program]
     # Elsewhere: a checkout that is not built would hide the installed package.
-    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=300)
 
 
 FORCED = """

@@ -79,7 +79,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project = copy_project(tmp_path_factory.mktemp("types") / "project")
     command = [sys.executable, "setup.py", "-q", "bdist_wheel", "sdist"]
     done = subprocess.run(
-        command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200
+        command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout
     return project / "dist"

@@ -47,7 +47,7 @@ def run_ranks(
     folder: Path,
     backend: str | None = None,
     timeout_s: float = 30.0,
-    limit_s: float = 60.0,
+    limit_s: float = 300.0,
     slot_bytes: int = SLOT_BYTES,
 ) -> list[Outcome]:
     """`fn(world, *args)` on `size` processes that meet in `folder`. Whatever runs after `limit_s` is killed."""

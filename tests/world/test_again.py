@@ -71,7 +71,7 @@ def test_who_keeps_the_store_ends_after_the_others(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=60)
+        _, errors = rank.communicate(timeout=300)
         assert rank.returncode == 0, errors
 
 

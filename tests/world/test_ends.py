@@ -82,7 +82,7 @@ class Lines:
         self._queues[begin, end].put(tensor)
 
     def receive(self, begin: int, end: int) -> Tensor:
-        return self._queues[begin, end].get(timeout=60)
+        return self._queues[begin, end].get(timeout=300)
 
 
 def batch(step: int, micro_batch: int, rank: int) -> Tensor:

@@ -28,7 +28,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     paths = [str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
     command = [sys.executable, "-c", head + code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_values_go_there_and_back(npu):
@@ -188,7 +188,7 @@ def test_half_an_environment_of_cann_is_a_config_error():
     paths = [str(libraries.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "ASCEND_HOME_PATH": str(libraries.CANN), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", f"from npu.fake import libraries; libraries.load()\n{code}"]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
     assert "ASCEND_OPP_PATH" in done.stdout and "set_env.sh" in done.stdout, done.stderr
 
 

@@ -21,7 +21,7 @@ DRIVER = "import npuzero.device.npu\nnpuzero.device.npu.DRIVER = Path('/dev/null
 def run(code: str, autoload: str = "0") -> subprocess.CompletedProcess[str]:
     """A process without the fake."""
     variables = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
-    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=300)
 
 
 def test_without_a_driver_nothing_imports_it():
