@@ -175,18 +175,14 @@ def _hear() -> None:
 
 
 class Saver:
-    """Hold what saves of one model share, among it the save that is under way.
-
-    Attributes:
-        copies: host memory of snapshots.
-    """
+    """Hold what saves of one model share: the save under way, and ``copies``, host memory of snapshots."""
 
     def __init__(self, engine: Engine) -> None:
         self._world = engine.mesh.world
         self._shape = engine.mesh.shape
         self.copies = Copies(engine.world.device)
         self._last: Saving | None = None
-        self._world.accompany(self)
+        self._world.companions.add(self)
 
     def finish(self) -> None:
         """Wait for the save under way, and raise what went wrong with it."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -21,6 +20,7 @@ from npuzero.comm import fork
 from npuzero.comm.board import Board, Failure, NoSlots, Slots, aborted
 from npuzero.comm.calls import collective
 from npuzero.comm.communicator import Communicator
+from npuzero.comm.companions import Companions
 from npuzero.comm.single import SingleCommunicator
 from npuzero.config import describe
 from npuzero.errors import ContractError
@@ -30,13 +30,6 @@ TIMEOUT_S = 600.0
 #: The channel whose tensors lie on the host, whatever the device: what the host has to know within a step goes over it,
 #: since reading a device's tensor waits for all that was issued before.
 HOST_CHANNEL = "host"
-
-
-class Companion(Protocol):
-    """Use a world in a thread beside the main one, as a save beside training does."""
-
-    def end(self) -> None:
-        """Wait until nothing is under way, and raise what went wrong and nobody has heard."""
 
 
 class World(ABC):
@@ -49,6 +42,7 @@ class World(ABC):
         local: its ranks that share this rank's host.
         timeout_s: seconds before a waiting collective gives up.
         board: where this rank says that it waits, and sees where the others do.
+        companions: what uses the world beside the main thread; its end waits for them.
         closed: whether this rank has left it.
     """
 
@@ -71,7 +65,7 @@ class World(ABC):
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
         self._making = threading.Lock()
-        self._companions: weakref.WeakSet[Companion] = weakref.WeakSet()
+        self.companions = Companions()
         self._birthplace = fork.Birthplace()
         self.board = Board(rank, slots or NoSlots(), self._arrived, self.fail)
 
@@ -201,14 +195,9 @@ class World(ABC):
 
     def fail(self, failure: Failure) -> None:
         """Break them likewise, for ``failure``."""
-        self._companions.clear()  # theirs breaks, too: the end of this world waits for none
+        self.companions.forget()
         for communicator in list(self._communicators.values()):
             communicator.fail(failure)
-
-    @final
-    def accompany(self, companion: Companion) -> None:
-        """Have the end of this world wait for ``companion``, as long as anybody holds it."""
-        self._whole()._companions.add(companion)
 
     @final
     def drain(self) -> None:
@@ -219,7 +208,7 @@ class World(ABC):
         """
         if self.inherited:
             return
-        self._end_companions()
+        self.companions.end()
         for communicator in list(self._communicators.values()):
             communicator.drain()
 
@@ -232,13 +221,9 @@ class World(ABC):
         if self.inherited:
             return
         try:
-            self._end_companions()
+            self.companions.end()
         finally:
             self._leave()
-
-    def _end_companions(self) -> None:
-        for companion in list(self._companions):
-            companion.end()
 
     def _leave(self) -> None:
         for part in list(self._parts.values()):
@@ -299,7 +284,7 @@ class Part(World):
         local = [place for place, rank in enumerate(ranks) if rank in whole.local]
         super().__init__(ranks.index(whole.rank), len(ranks), whole.device, local, whole.timeout_s)
         self.ranks = ranks
-        self.board = whole.board
+        self.board, self.companions = whole.board, whole.companions
         self._of = whole
 
     def __repr__(self) -> str:

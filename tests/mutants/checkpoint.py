@@ -340,14 +340,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a save under way is lost where the ranks end",
         "checkpoint/saving.py",
-        "        self._world.accompany(self)\n",
+        "        self._world.companions.add(self)\n",
         "",
         ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[with the run]",),
     ),
     Mutant(
         "a save under way is lost where a program closes the world",
         "comm/world.py",
-        "        try:\n            self._end_companions()\n",
+        "        try:\n            self.companions.end()\n",
         "        try:\n            pass\n",
         ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[by close()]",),
     ),
