@@ -49,7 +49,7 @@ class ZeroAccelerator(Accelerator):
     keeps gradients unsharded.
 
     What gathers is collective: ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` are called on
-    every rank, and so is ``clip_grad_norm_``, of all parameters of a model. What ``save_state`` leaves goes on under
+    every rank, and so is ``clip_grad_norm_``. What ``save_state`` leaves goes on under
     any plan and number of ranks.
 
     Args:
@@ -177,11 +177,7 @@ class ZeroAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip by the norm over all ranks, as :func:`npuzero.clip_grad_norm_`; of all parameters of a sharded model.
-
-        Raises:
-            StateError: some of its parameters only, or those of several models.
-        """
+        """Clip ``parameters`` by the norm of their gradients over all ranks, as :func:`npuzero.clip_grad_norm_`."""
         given = _listed(parameters)
         if not adopt.over_sharded(given):
             return super().clip_grad_norm_(given, max_norm, norm_type)
@@ -189,11 +185,7 @@ class ZeroAccelerator(Accelerator):
         return clip_grad_norm_(given, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | nn.Parameter, clip_value: float) -> None:
-        """Clip each element, as :func:`npuzero.clip_grad_value_`; of all parameters of a sharded model.
-
-        Raises:
-            StateError: some of its parameters only, or those of several models.
-        """
+        """Clip each element of the gradients of ``parameters``, as :func:`npuzero.clip_grad_value_`."""
         given = _listed(parameters)
         if not adopt.over_sharded(given):
             super().clip_grad_value_(given, clip_value)

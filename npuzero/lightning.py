@@ -167,7 +167,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             yield
 
     def _clip(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip the gradients of the module in the stead of the precision plugin."""
+        """Clip the gradients of the optimizer's parameters, in place of the precision plugin."""
         if clip_val <= 0:
             return
         scaler = getattr(self.precision_plugin, "scaler", None)

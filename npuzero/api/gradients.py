@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from npuzero.config import describe
 from npuzero.errors import ConfigError, StateError
-from npuzero.shard.ownership import engine_behind, engine_over
+from npuzero.shard.clipping import clip_norm, clip_values, skip_nonfinite
+from npuzero.shard.ownership import engine_behind, given_to
 
 
 def clip_grad_norm_(
@@ -20,12 +21,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of a sharded model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` would.
 
-    The norm is over the averaged gradients of all ranks, each element once. The scaling itself happens inside the
-    optimizer's update. Collective: call it on every rank. With a loss scaler, call ``unscale_`` before. Over the stages
-    of a pipeline it is the whole model's, the same on every rank, also of a stage that is frozen.
+    The norm is over the averaged gradients of all ranks, each element once. Where it is over all gradients that the
+    model has, the scaling itself happens inside the optimizer's update. Collective: call it on every rank, with the
+    same parameters. With a loss scaler, call ``unscale_`` before. Over the stages of a pipeline it is over what every
+    stage gives, the same on every rank, also of a stage that is frozen.
 
     Args:
-        model: made by :func:`zero`, or all of its parameters that train.
+        model: made by :func:`zero`; or parameters, exactly those whose gradients are measured and clipped: of a part of
+            a model, of several models, one that is given twice counts twice, as in torch. Plain tensors among them
+            must have the same gradients on every rank.
         max_norm: positive.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
         error_if_nonfinite: raise where the norm is inf or NaN.
@@ -45,9 +49,7 @@ def clip_grad_norm_(
     """
     _check_positive("clip_grad_norm_: max_norm", max_norm)
     _check_positive("clip_grad_norm_: norm_type", norm_type)
-    return engine_over("clip_grad_norm_", model).gradients.clip_norm(
-        float(max_norm), float(norm_type), error_if_nonfinite
-    )
+    return clip_norm(given_to("clip_grad_norm_", model), float(max_norm), float(norm_type), error_if_nonfinite)
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
@@ -57,7 +59,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     scaler, call ``unscale_`` before.
 
     Args:
-        model: made by :func:`zero`, or all of its parameters that train.
+        model: made by :func:`zero`; or parameters, as for :func:`clip_grad_norm_`.
         clip_value: positive.
 
     Raises:
@@ -71,20 +73,21 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         optimizer.step()
     """
     _check_positive("clip_grad_value_: clip_value", clip_value)
-    engine_over("clip_grad_value_", model).gradients.clip_values(float(clip_value))
+    clip_values(given_to("clip_grad_value_", model), float(clip_value))
 
 
 def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
-    """Have the next optimizer step change nothing if any gradient, on any rank, is inf or NaN; without a loss scale.
+    """Have the next step of some parameters change nothing if any gradient of these, on any rank, is inf or NaN.
 
-    For float32 and bfloat16, where nothing else would skip it: DeepSpeed's ``check_grad_overflow``, and InternEvo's
+    For float32 and bfloat16, where no loss scale would skip it: DeepSpeed's ``check_grad_overflow``, and InternEvo's
     step. A skipped step leaves parameters, masters, moments and step counts as they are; the host waits for nothing,
     as under :class:`npuzero.LossScaler`, which looks by itself. :class:`npuzero.FiniteGuard` stops instead. Over the
     stages of a pipeline the step of all is skipped. Collective: call it on every rank, after the step's last backward
     and before :func:`clip_grad_value_`.
 
     Args:
-        model: made by :func:`zero`, or all of its parameters that train.
+        model: made by :func:`zero`; or parameters of one or several such models, which alone are looked at. A step of
+            an optimizer that has any of them is skipped, all of it.
 
     Returns:
         () bool on the device, the same on every rank: whether the step is skipped.
@@ -100,7 +103,7 @@ def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
         npuzero.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    return engine_over("skip_nonfinite_", model).gradients.skip_nonfinite()
+    return skip_nonfinite(given_to("skip_nonfinite_", model, plain=False))
 
 
 def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0) -> dict[str, float]:
@@ -111,7 +114,7 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
     names of all stages on every rank.
 
     Args:
-        model: made by :func:`zero`, or all of its parameters that train.
+        model: made by :func:`zero`, or some of its parameters, which alone are measured.
         norm_type: p of the p-norm, more than 0; infinity for the largest magnitude.
 
     Returns:
@@ -129,7 +132,8 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
             print(f"{name}: {norm:.3g}")
     """
     _check_positive("grad_norms: norm_type", norm_type)
-    return engine_over("grad_norms", model).gradients.norms(float(norm_type))
+    ((engine, parameters),) = given_to("grad_norms", model, plain=False, models=1).engines.items()
+    return engine.gradients.norms(float(norm_type), parameters)
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:

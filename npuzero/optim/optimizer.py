@@ -141,10 +141,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         with contextlib.ExitStack() as begun:
             for engine in engines:
                 begun.enter_context(engine.early.step_begins(self._worker))
-            ready = [engine for engine in engines if engine.begin_update()]
+            ready = [engine for engine in engines if engine.begin_update(self._terms_for(engine).members)]
             self._worker.update(self, ready)
             for engine in ready:
-                engine.end_update()
+                engine.end_update(self._terms_for(engine).members)
         for engine in engines:
             engine.early.follow(self._worker.promise(self, engine))
         return loss

@@ -180,8 +180,9 @@ class LossScaler:
         self._stages[id(optimizer)] = _Stage.STEPPED
         overflow = self._found[id(optimizer)]
         engines, plain = _split(optimizer)
+        mine = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         for engine in engines:
-            engine.boundary.skip_where(overflow.view(1).to(engine.device))
+            engine.boundary.skip_where(overflow.view(1).to(engine.device), mine)
         if not plain:
             return optimizer.step(**kwargs)
         if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -23,6 +23,8 @@ from npuzero.shard.flat import Flat
 Words = dict[str, Any]
 
 _MASK = (1 << DIGEST_BITS) - 1
+#: The word of a call that names the parameters it is given.
+_PARAMETERS = "parameters"
 
 
 class Group(NamedTuple):
@@ -90,10 +92,16 @@ class Accord:
         self._rules.append(rules)
         self._stepped &= {id(kept) for kept in self._rules}
 
-    def call(self, name: str, words: Words) -> None:
-        """Note a call that all ranks must make with the same arguments; the next vote says so."""
+    def call(self, name: str, words: Words, parameters: str = "") -> None:
+        """Note a call that all ranks must make with the same arguments; the next vote says so.
+
+        Args:
+            parameters: which ones it is given, where that is a part of the model; stages have others.
+        """
         if self._world.size > 1 or self._stages.size > 1:
-            self._calls[name] = words
+            made = sum(key.partition(",")[0] == name for key in self._calls)
+            key = f"{name}, call {made + 1}" if made else name
+            self._calls[key] = {**words, _PARAMETERS: parameters} if parameters else words
 
     def begin_vote(self) -> None:
         """Take the calls noted so far for those that the votes to come are about."""
@@ -133,7 +141,7 @@ class Accord:
 
     def ballot_of_calls(self) -> list[int]:
         """Return the bits that this rank puts into the vote of all stages."""
-        return _bits(_crc(str(sorted(self._said.items()))) if self._said else 0)
+        return _bits(_crc(str(sorted(_of_all_stages(self._said).items()))) if self._said else 0)
 
     def look_at_calls(self, sums: Iterable[float]) -> None:
         """Take these bits' sums over all stages; where they differ, compare the calls. Collective then.
@@ -142,8 +150,13 @@ class Accord:
             ConfigError: on every rank: stages make different calls.
         """
         if not {*sums} <= {0.0, float(self._stages.size)}:
-            said = self._stages.exchange([self._said, here()])
+            said = self._stages.exchange([_of_all_stages(self._said), here()])
             _compare_calls([rank[0] for rank in said], [Place(*rank[1]) for rank in said], self._stages.ranks)
+
+
+def _of_all_stages(said: dict[str, Words]) -> dict[str, Words]:
+    """Return calls without the parameters that they are given, of which no stage has those of another."""
+    return {call: {word: value for word, value in words.items() if word != _PARAMETERS} for call, words in said.items()}
 
 
 def _bits(digest: int) -> list[int]:
@@ -165,8 +178,8 @@ def _compare_calls(said: list[dict[str, Words]], places: list[Place], ranks: Seq
     for name in sorted({name for calls in said for name in calls}):
         if not all(name in calls for calls in said):
             raise _left_out(name, [name in calls for calls in said], places, ranks)
-        for key in said[0][name]:
-            values = [calls[name][key] for calls in said]
+        for key in dict.fromkeys(key for calls in said for key in calls[name]):
+            values = [calls[name].get(key, "all of the model's") for calls in said]
             if _differ(values):
                 raise _disagreement(f"{name}: {key}", "the same on every rank", values, ranks, key=key)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Boundary:
 
     Attributes:
         gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
-        skip: [1] float32 on the device, or None: where it is not zero, the present step changes nothing.
+        skip: [1] float32 on the device, or None: where it is not zero, the present update changes nothing.
         accord: what all ranks must say alike.
         sums: over the gradients, once they are agreed on.
         early: the updates that begin before there is any agreement.
@@ -90,6 +91,9 @@ class Boundary:
         self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
+        # Flags, each with the ids of the parameters whose next update it may skip.
+        self._skips: list[tuple[frozenset[int], Tensor]] = []
+        self._trained = frozenset(id(parameter) for flat in self._flats for parameter in flat.parameters)
         self._stage = Stage.OPEN
         self._used: dict[Flat, list[bool]] = {}  # per slot, where AGREED
         self._some = False  # any stage has gradients, where AGREED
@@ -123,6 +127,8 @@ class Boundary:
             self.forget()
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             self.apply_scale()
+        if self._stage is Stage.STEPPED:  # what no optimizer has used of the last step's
+            self._skips.clear()
         self._clear_dropped(present)
         self._stage = Stage.OPEN
         self.sums.forget()
@@ -283,16 +289,26 @@ class Boundary:
         self.gradient_scale.fill_(1.0)
         self._scaled = False
 
-    def skip_where(self, flag: Tensor) -> None:
-        """Have the present step change nothing where ``flag`` ([1] float32) is not zero, or was before."""
-        self.skip = flag if self.skip is None else torch.maximum(self.skip, flag)
+    def skip_where(self, flag: Tensor, parameters: frozenset[int] | None = None) -> None:
+        """Have the next update of some parameters change nothing where ``flag`` ([1] float32) is not zero.
+
+        Args:
+            parameters: their ids; None: all. An update of other parameters beside them is skipped with them.
+        """
+        self._skips.append((self._trained if parameters is None else parameters, flag))
+
+    def begin_update(self, members: frozenset[int]) -> None:
+        """Let :attr:`skip` be that of an update of ``members``, ids of parameters."""
+        flags = [flag for parameters, flag in self._skips if not parameters.isdisjoint(members)]
+        self.skip = reduce(torch.maximum, flags) if flags else None
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
-    def step_ends(self) -> None:
-        """Note that the update has used the gradients."""
+    def step_ends(self, members: frozenset[int]) -> None:
+        """Note that an update of ``members`` has used the gradients."""
         self._stage = Stage.STEPPED
         self._used = {}
+        self._skips = [(left, flag) for parameters, flag in self._skips if (left := parameters - members)]
         self.skip = None
         self._brought = False
         self.sums.forget()
@@ -304,6 +320,7 @@ class Boundary:
         self._dropped = self._brought = False
         self.gradient_scale.fill_(1.0)
         self._scaled = False
+        self._skips.clear()
         self.skip = None
 
     def lend_memory(self) -> None:

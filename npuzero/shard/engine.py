@@ -174,13 +174,18 @@ class Engine:
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def begin_update(self) -> bool:
-        """Prepare for an optimizer that writes masters and parameters; False if there is nothing to do. Collective."""
+    def begin_update(self, members: frozenset[int]) -> bool:
+        """Prepare for an optimizer that writes masters and parameters; False if there is nothing to do. Collective.
+
+        Args:
+            members: ids of the optimizer's parameters of this model.
+        """
         self.values.bring_home(thoroughly=True)
         if self.boundary.agreed:  # else finish() looks
             self.values.look_at_whole()
         some = self.boundary.finish()
         if some:
+            self.boundary.begin_update(members)
             self.update.begin()
         else:
             self._apply_pending()
@@ -197,13 +202,13 @@ class Engine:
             self.lag.land()
             self.values.restore_parameters()
 
-    def end_update(self) -> None:
-        """Run R4, and end the step."""
+    def end_update(self, members: frozenset[int]) -> None:
+        """Run R4, and end the step of the optimizer that has ``members``."""
         self.update.end()
         self.early.step_ends()
         self.passes.step_ends()
         self.meter.step_ends()
-        self.boundary.step_ends()
+        self.boundary.step_ends(members)
 
     def forget_gradients(self, lend: bool) -> None:
         """Drop the gradients, as zero_grad() asks.

@@ -6,9 +6,9 @@ Everything here is collective but :meth:`Gradients.read`, and has the ranks agre
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import zlib
+from collections.abc import Collection, Container, Sequence
 
-import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -21,12 +21,17 @@ from npuzero.shard.boundary import Boundary
 from npuzero.shard.flat import Flat
 from npuzero.shard.guard import INSTEAD
 from npuzero.shard.pipe import Pipe
+from npuzero.shard.sums import Place, own_ranges
 from npuzero.shard.unit import Unit
 from npuzero.shard.values import Values
 
 
 class Gradients:
-    """Answer what a program asks of its model's present gradients."""
+    """Answer what a program asks of its model's present gradients.
+
+    Attributes:
+        boundary: of the model's steps.
+    """
 
     def __init__(
         self, units: Sequence[Unit], world: World, pipe: Pipe, boundary: Boundary, values: Values, alone: bool
@@ -34,67 +39,68 @@ class Gradients:
         self._units = units
         self._flats = [flat for unit in units for flat in unit.trainable]
         self._places = {id(p): (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
+        self.boundary = boundary
         self._world = world
         self._pipe = pipe
-        self._boundary = boundary
         self._values = values
         self._alone = alone  # no other rank need be waited for
 
-    @_disable_dynamo
-    @collective("clip_grad_norm_")
-    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Return the global norm; have the update scale the gradients so that it is at most ``max_norm``."""
-        boundary = self._boundary
-        boundary.early.refuse("clip_grad_norm_")
-        boundary.accord.call("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
-        total = torch.zeros((), device=self._world.device)
-        if boundary.finish():
-            total = (boundary.sums.norm(norm_type) * boundary.gradient_scale[0]).float()
-            if error_if_nonfinite and not total.isfinite().item():
-                raise StateError(
-                    "clip_grad_norm_",
-                    expected="finite gradients",
-                    got=f"a norm of {total.item()}, here from units {self._nonfinite_units()}",
-                    do="Lower the learning rate or look at the loss; zero_grad() drops these gradients.",
-                )
-            boundary.scale_gradients((max_norm / (total + 1e-6)).clamp(max=1.0))
-        return total
+    def choose(self, call: str, words: Words, parameters: Sequence[Tensor] | None) -> Chosen:
+        """Return the present gradients that ``call`` is about, once the ranks agree on them. Collective.
 
-    @_disable_dynamo
-    @collective("clip_grad_value_")
-    def clip_values(self, limit: float) -> None:
-        """Bring every element of the gradients into ``[-limit, limit]``."""
-        self._boundary.early.refuse("clip_grad_value_")
-        self._boundary.accord.call("clip_grad_value_", {"clip_value": limit})
-        if self._boundary.finish():
-            self._boundary.apply_scale()
-            for flat in self._flats:
-                flat.own_gradient.clamp_(-limit, limit)
-            self._boundary.sums.forget()
+        Args:
+            words: the arguments that all ranks must give alike.
+            parameters: of the model; None: all that have a gradient.
+        """
+        places = None if parameters is None else self._places_of(parameters)
+        if self._pipe.many:  # which stages are asked about parts they agree on in a collective of their own
+            words = {**words, "model or parameters": "model" if parameters is None else "parameters"}
+        self.boundary.accord.call(call, words, "" if places is None else _described(places))
+        some = self.boundary.finish()
+        if not some or parameters is None or (places is None and not self._pipe.many):
+            return Chosen(self, some)
+        return self._present(self._places.values() if places is None else places)
 
-    @_disable_dynamo
-    @collective("skip_nonfinite_")
-    def skip_nonfinite(self) -> Tensor:
-        """Have the present step change nothing if any gradient has an inf or NaN; return () bool: it has."""
-        boundary = self._boundary
-        boundary.early.refuse("skip_nonfinite_")
-        boundary.accord.call("skip_nonfinite_", {})
-        if not boundary.finish():
-            return torch.zeros((), dtype=torch.bool, device=self._world.device)
-        bad = boundary.sums.total()[1] != 0  # counted by the pass that sums squares: clipping takes no other
-        boundary.skip_where(bad.float().view(1))
-        return bad
+    def _places_of(self, parameters: Sequence[Tensor]) -> list[Place] | None:
+        """Return where the gradients of ``parameters`` go; None where they are all that the model has, each once."""
+        keys = [key for key in map(id, parameters) if key in self._places]
+        if len(keys) == len(self._places) and len(set(keys)) == len(keys):
+            return None
+        return [self._places[key] for key in keys]
+
+    def _present(self, places: Collection[Place]) -> Chosen:
+        """Return those of ``places`` that have a gradient, on any rank. Collective over the stages of a pipeline."""
+        used = {flat: self.boundary.used(flat) for flat in self._flats}
+        if self._pipe.many:  # a parameter that both ends have is one, whichever of them is given it
+            chosen = {flat: [False] * len(here) for flat, here in used.items()}
+            for flat, i in places:
+                chosen[flat][i] = True
+            tied = self._pipe.tie(chosen)
+            places = [*places, *((f, i) for f in self._flats for i in f.slots if tied[f][i] and not chosen[f][i])]
+        present = [(flat, i) for flat, i in places if used[flat][i]]
+        every = len(present) == len(set(present)) == sum(map(sum, used.values()))
+        if self._pipe.any(not every)[0]:
+            return Chosen(self, some=True, places=present)
+        return Chosen(self, some=True)
+
+    def own_shards(self) -> list[Tensor]:
+        """Return this rank's shard of each flat's gradient."""
+        return [flat.own_gradient for flat in self._flats]
+
+    def nonfinite_units(self) -> list[str]:
+        """Return the units of which this rank has gradients with an inf or NaN."""
+        return [u.name for u in self._units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
 
     @_disable_dynamo
     @collective("grad_norms")
-    def norms(self, p: float) -> dict[str, float]:
-        """Return by name the p-norm of each unsharded gradient that any rank of any stage has."""
-        boundary = self._boundary
-        boundary.accord.call("grad_norms", {"norm_type": p})
-        if not boundary.finish():
+    def norms(self, p: float, parameters: Sequence[Tensor] | None) -> dict[str, float]:
+        """Return by name the p-norm of each unsharded gradient that any rank of any stage has, of ``parameters``."""
+        boundary = self.boundary
+        chosen = self.choose("grad_norms", {"norm_type": p}, parameters)
+        if not chosen.some:
             return {}
-        used = (place for place in self._places.values() if boundary.used(place[0])[place[1]])
-        here = {flat.layout.slots[i].name: (flat, i) for flat, i in used}
+        places = self._places.values() if chosen.places is None else chosen.places
+        here = {flat.layout.slots[i].name: (flat, i) for flat, i in places if boundary.used(flat)[i]}
         names = self._pipe.names([*here])
         norms = (boundary.sums.norms([here.get(name) for name in names], p) * boundary.gradient_scale[0]).float()
         return dict(zip(names, norms.tolist(), strict=True))
@@ -102,10 +108,10 @@ class Gradients:
     @collective("full_gradient")
     def full(self, flat: Flat, i: int) -> Tensor | None:
         """Return the unsharded gradient of a slot, float32; None where no rank has any."""
-        if not self._boundary.finish() or not self._boundary.used(flat)[i]:
+        if not self.boundary.finish() or not self.boundary.used(flat)[i]:
             return None
         whole = self._values.whole_slot(flat, i, self._values.gather_states(flat, flat.own_gradient))
-        return whole * self._boundary.gradient_scale[0]
+        return whole * self.boundary.gradient_scale[0]
 
     def read(self, flat: Flat, i: int) -> Tensor:
         """Return a float32 copy for a program that reads ``p.grad`` where this rank has all of it. Not collective.
@@ -115,9 +121,9 @@ class Gradients:
         """
         self._values.check_here()
         if self._alone:
-            self._boundary.finish()
+            self.boundary.finish()
         slot = flat.layout.slots[i]
-        if flat.rests.states.guarded or not self._boundary.summed:
+        if flat.rests.states.guarded or not self.boundary.summed:
             call, line = torchs()
             cut = f"plan {flat.plan.name!r}, which leaves each rank a shard of the sum"
             raise StateError(
@@ -128,7 +134,7 @@ class Gradients:
                 f"to train use {INSTEAD}.{strict_word(self._world.size)}",
             )
         gradient = flat.own_gradient[flat.own_slots[i]].view(slot.shape).to(self._world.device)
-        return gradient * self._boundary.gradient_scale[0]
+        return gradient * self.boundary.gradient_scale[0]
 
     @collective("LossScaler.unscale_")
     def unscale(self, inverse: Tensor, rules: Words, parameters: Container[int]) -> Tensor | None:
@@ -144,7 +150,7 @@ class Gradients:
             () float32 on the device, not zero where an element of these gradients is inf or NaN, on any rank; None
             where no rank has any.
         """
-        boundary = self._boundary
+        boundary = self.boundary
         boundary.early.refuse("LossScaler.unscale_")
         boundary.accord.call("LossScaler", rules)
         if not boundary.finish():
@@ -159,12 +165,62 @@ class Gradients:
             return (boundary.sums.total()[1] != 0).float()
         if not used:
             return None
-        bad = boundary.sums.nonfinite(chosen)
-        for flat, i in chosen:
-            mine = flat.own_gradient[flat.own_slots[i]]
-            mine.mul_(inverse.to(mine.device))
-        boundary.sums.forget()
-        return (bad != 0).float()
+        part = Chosen(self, some=True, places=chosen)
+        bad = part.nonfinite()
+        part.scale(inverse)
+        return bad.float()
 
-    def _nonfinite_units(self) -> list[str]:
-        return [u.name for u in self._units if any(not flat.own_gradient.isfinite().all() for flat in u.trainable)]
+
+class Chosen:
+    """Hold the gradients of one model that a call is about. What is asked of them is collective.
+
+    The update has one scale for all gradients of a model, which costs no pass over them. So a part is multiplied where
+    it lies.
+
+    Attributes:
+        some: whether there are any, on any rank of any stage.
+        places: where they are, one that is given twice twice, as torch has it; None: all that there are.
+        device: where what is said of them is.
+    """
+
+    def __init__(self, gradients: Gradients, some: bool, places: list[Place] | None = None) -> None:
+        self.some = some
+        self.places = places
+        self.device = gradients.boundary.gradient_scale.device
+        self._gradients = gradients
+        self._boundary = gradients.boundary
+
+    def norm(self, p: float) -> Tensor:
+        """Return () float64: the p-norm."""
+        return self._boundary.sums.norm(p, self.places) * self._boundary.gradient_scale[0]
+
+    def nonfinite(self) -> Tensor:
+        """Return () bool: whether any element is inf or NaN. Counted by the pass that sums squares."""
+        sums = self._boundary.sums
+        return (sums.total() if self.places is None else sums.total_of(self.places))[1] != 0
+
+    def scale(self, by: Tensor) -> None:
+        """Multiply the gradients by ``by``, () or [1] float32."""
+        if self.places is None:
+            self._boundary.scale_gradients(by)
+            return
+        for own in own_ranges(self.places):
+            own.mul_(by.to(own.device))
+        self._boundary.sums.forget()
+
+    def clamp(self, limit: float) -> None:
+        """Bring every element into ``[-limit, limit]``."""
+        self._boundary.apply_scale()
+        shards = self._gradients.own_shards() if self.places is None else own_ranges(self.places)
+        for own in shards:
+            own.clamp_(-limit, limit)
+        self._boundary.sums.forget()
+
+
+def _described(places: Sequence[Place]) -> str:
+    """Return words for some parameters that are the same on ranks that are given the same ones, in one order."""
+    names = [flat.layout.slots[i].name for flat, i in places]
+    if not names:
+        return "none"
+    digest = zlib.crc32("\n".join(names).encode())
+    return f"{len(names)}, from {names[0]} to {names[-1]} (digest {digest:08x})"

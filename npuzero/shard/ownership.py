@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, cast
 
 from torch import Tensor, nn
 
@@ -48,41 +48,57 @@ def engine_of(model: nn.Module) -> Engine:
     return engine  # type: ignore[no-any-return]
 
 
-def engine_over(subject: str, model: nn.Module | Iterable[nn.Parameter]) -> Engine:
-    """Return the engine of a model made by :func:`npuzero.zero`, given itself or all of its parameters that train.
+class Given(NamedTuple):
+    """Hold what a call about gradients was given.
+
+    Attributes:
+        engines: by engine the parameters of its model; None: all of them.
+        plain: tensors that no engine owns.
+    """
+
+    engines: dict[Engine, Sequence[nn.Parameter] | None]
+    plain: list[Tensor]
+
+
+def given_to(
+    subject: str, model: nn.Module | Iterable[nn.Parameter], *, plain: bool = True, models: int | None = None
+) -> Given:
+    """Return what ``subject`` was given: a model made by :func:`npuzero.zero`, or parameters of one or more of them.
+
+    Args:
+        plain: whether it takes tensors that no sharded model has, beside others.
+        models: of how many models it takes parameters; None: of any number.
 
     Raises:
-        StateError: there is none, or these are some parameters only.
+        StateError: nothing of a sharded model is among it, or more than ``subject`` takes.
     """
     engine = getattr(model, "_npuzero", None)
-    if engine is None and isinstance(model, nn.Module):
+    if engine is not None:
+        return Given({engine: None}, [])
+    if isinstance(model, nn.Module):
         raise not_cut(model)
-    return _engine_of_all(subject, model) if engine is None else engine
-
-
-def _engine_of_all(subject: str, parameters: object) -> Engine:
-    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else []
-    if not given and isinstance(parameters, Iterable):
-        given = list(parameters)
-    engines, plain = owners(given) if all(isinstance(p, nn.Parameter) for p in given) else ([], given)
-    got = f"{len(plain)} that no model made by npuzero.zero() has" if plain else describe(parameters)
-    if len(engines) > 1:
-        got = f"parameters of {len(engines)} models"
-    elif engines and not plain:
-        trained = {id(p) for flat in engines[0].flats() for p in flat.parameters if p.requires_grad}
-        missing = trained - {id(p) for p in given}
-        if not missing:
-            return engines[0]
-        got = f"{len(trained) - len(missing)} of its {len(trained)} parameters that train"
+    tensors: list[Any] = [model] if isinstance(model, Tensor) else list(model) if isinstance(model, Iterable) else []
+    engines: dict[Engine, list[nn.Parameter]] = {}
+    others = []
+    for tensor in tensors:
+        owner = engine_behind(tensor) if isinstance(tensor, Tensor) else None
+        if owner is None:
+            others.append(tensor)
+        else:
+            engines.setdefault(owner, []).append(tensor)
+    refused = others if not plain else [other for other in others if not isinstance(other, Tensor)]
+    if engines and not refused and (models is None or len(engines) <= models):
+        return Given({**engines}, others)
+    got = f"{len(others)} that no model made by npuzero.zero() has" if others else describe(model)
     raise StateError(
         f"npuzero.{subject}",
-        expected="the model that npuzero.zero() returned, or all of its parameters that train",
-        got=got,
+        expected="the model that npuzero.zero() returned, or parameters of it",
+        got=f"parameters of {len(engines)} models" if engines and not refused else got,
         do=f"Pass the model: npuzero.{subject}(model, ...); for plain parameters there is torch.nn.utils.",
     )
 
 
-def engine_behind(parameter: nn.Parameter) -> Engine | None:
+def engine_behind(parameter: Tensor) -> Engine | None:
     """Return the engine whose model owns ``parameter``; None for a plain one.
 
     Raises:

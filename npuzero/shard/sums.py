@@ -20,6 +20,9 @@ from npuzero.shard.counting import CountingMesh
 from npuzero.shard.flat import Flat
 from npuzero.shard.rest import Group
 
+#: A flat and the number of a slot in it.
+Place = tuple[Flat, int]
+
 
 class Sums:
     """Sum over the present gradients of one model: each element once, of all ranks.
@@ -54,15 +57,27 @@ class Sums:
             self._total = self._over(self._parts.sum(0))
         return self._total
 
-    def norm(self, p: float) -> Tensor:
-        """Return () float64: the p-norm of the unique elements of all gradients."""
+    def total_of(self, places: Iterable[Place]) -> Tensor:
+        """Return [2] float64: what :meth:`total` returns, of some slots; one that is given twice counts twice."""
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        part = torch.empty_like(total)
+        for own in own_ranges(place for place in places if place[0] in self._counted):
+            _sum_into(own, part)
+            total += part
+        return self._over(total)
+
+    def norm(self, p: float, places: Iterable[Place] | None = None) -> Tensor:
+        """Return () float64: the p-norm of the unique elements of all gradients, or of those of ``places``."""
         if p == 2.0:  # of the pass that also counts what is not finite, and may have run already
-            return self.total()[0].sqrt()
-        shards = [flat.own_gradient for flat in self._flats if flat in self._counted and flat.own_gradient.numel()]
-        mine = [_norm(own, p).to(self._device) for own in shards]
+            return (self.total() if places is None else self.total_of(places))[0].sqrt()
+        if places is None:
+            shards = [flat.own_gradient for flat in self._flats if flat in self._counted]
+        else:
+            shards = own_ranges(place for place in places if place[0] in self._counted)
+        mine = [_norm(own, p).to(self._device) for own in shards if own.numel()]
         return self._norm_of_parts(_norm(torch.stack(mine) if mine else self._parts.new_empty(0), p), p)
 
-    def norms(self, places: Sequence[tuple[Flat, int] | None], p: float) -> Tensor:
+    def norms(self, places: Sequence[Place | None], p: float) -> Tensor:
         """Return [n] float64: the p-norm of each of ``n`` slots, by one collective; None: a slot of another stage."""
         mine = torch.zeros(len(places), dtype=torch.float64, device=self._device)
         for n, place in enumerate(places):
@@ -70,14 +85,6 @@ class Sums:
                 flat, i = place
                 mine[n] = _norm(flat.own_gradient[flat.own_slots[i]], p)
         return self._norm_of_parts(mine, p)
-
-    def nonfinite(self, places: Iterable[tuple[Flat, int]]) -> Tensor:
-        """Return () float64: the number of elements of these slots that are inf or NaN."""
-        bad = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for flat, i in places:
-            if flat in self._counted:
-                bad += (~flat.own_gradient[flat.own_slots[i]].isfinite()).sum().to(self._device)
-        return self._over(bad)[0]
 
     def _norm_of_parts(self, mine: Tensor, p: float) -> Tensor:
         """Return the p-norm over all owners' parts; ``mine`` is the norm of this rank's."""
@@ -90,6 +97,20 @@ class Sums:
         if self._owners.many:
             self._owners.communicator("control").all_reduce(sums.view(-1), tag="gradient norm").wait()
         return sums
+
+
+def own_ranges(places: Iterable[Place]) -> list[Tensor]:
+    """Return this rank's parts of the gradients of some slots; neighbors without a gap between them as one."""
+    ranges: list[tuple[Flat, int, int]] = []
+    for flat, i in places:
+        own = flat.own_slots[i]
+        if own.start == own.stop:
+            continue
+        if ranges and ranges[-1][0] is flat and ranges[-1][2] == own.start:
+            ranges[-1] = flat, ranges[-1][1], own.stop
+        else:
+            ranges.append((flat, own.start, own.stop))
+    return [flat.own_gradient[begin:end] for flat, begin, end in ranges]
 
 
 def _sum_into(values: Tensor, out: Tensor) -> None:

@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "the factor of the last step's clipping multiplies this step's gradients",
         "shard/boundary.py",
-        "self.gradient_scale.fill_(1.0)\n        self._scaled = False\n        self.skip = None",
-        "self._scaled = False\n        self.skip = None",
+        "self.gradient_scale.fill_(1.0)\n        self._scaled = False\n        self._skips.clear()",
+        "self._scaled = False\n        self._skips.clear()",
         ("world/test_clipping.py::test_norms_are_torchs[zero1]",),
     ),
     Mutant(
@@ -227,13 +227,13 @@ MUTANTS = (
     Mutant(
         "the norm after unscaling is that of the scaled gradients",
         "shard/gradients.py",
-        "(boundary.sums.norm(norm_type) * boundary.gradient_scale[0]).float()",
-        "boundary.sums.norm(norm_type).float()",
+        "self._boundary.sums.norm(p, self.places) * self._boundary.gradient_scale[0]",
+        "self._boundary.sums.norm(p, self.places)",
         ("world/test_clipping.py::test_norms_are_torchs[zero1]",),
     ),
     Mutant(
         "clipping makes small gradients larger",
-        "shard/gradients.py",
+        "shard/clipping.py",
         "(max_norm / (total + 1e-6)).clamp(max=1.0)",
         "(max_norm / (total + 1e-6))",
         (f"{LOOPS}[clipping what is small-zero1]",),
@@ -248,8 +248,8 @@ MUTANTS = (
     Mutant(
         "a step that one check would skip is taken since the next would not",
         "shard/boundary.py",
-        "flag if self.skip is None else torch.maximum(self.skip, flag)",
-        "flag",
+        "reduce(torch.maximum, flags) if flags",
+        "flags[-1] if flags",
         ("world/test_finite_guard.py::test_under_a_scaler_too_a_step_is_left_out_that_the_guard_alone_objects_to",),
     ),
     Mutant(

@@ -69,12 +69,22 @@ class Run:
     kind: str = "sgd"
     clip: float | None = None
     make: Callable[[], nn.Module] = Deep
+    parts: bool = False  # matrices are clipped first, then vectors, then all by a list
 
     def batch(self, step: int, index: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of data rank ``index``, [micro_batches * ROWS, 5] int64."""
         generator = torch.Generator().manual_seed(100 * step + index)
         both = torch.randint(CLASSES, (2, self.micro_batches * ROWS, 5), generator=generator)
         return both[0], both[1]
+
+    def clipped(self, clip: Callable[..., Tensor], model: nn.Module) -> list[float]:
+        """Clip by torch's function or npuzero's; the norms."""
+        every = [*model.parameters()]
+        vectors = [p for p in every if p.dim() < 2]
+        given: list[Any] = [[p for p in every if p.dim() > 1], vectors, every] if self.parts else [every]
+        if isinstance(model, Pipeline) and not self.parts:
+            given = [model]
+        return [clip(some, self.clip or torch.inf).item() for some in given]
 
     def optimizer(self, parameters: Any, *, plain: bool = True) -> torch.optim.Optimizer:
         if self.kind == "sgd":
@@ -97,7 +107,7 @@ def plainly(run: Run) -> tuple[State, list[float], list[float]]:
                 loss.backward()
                 total += loss.item()
         losses.append(total)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), run.clip or torch.inf).item())
+        norms += run.clipped(nn.utils.clip_grad_norm_, model)
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, losses, norms
@@ -129,7 +139,7 @@ def piped(run: Run, ranks: int, preset: Any = 3, *, mesh: dict[str, int] | None 
         for step in range(run.steps):
             tokens, target = run.batch(step, sizes.index(DATA))
             losses.append(pipe.step(tokens, target=target).item())
-            norms.append(npuzero.clip_grad_norm_(pipe, run.clip or torch.inf).item())
+            norms += run.clipped(npuzero.clip_grad_norm_, pipe)
             optimizer.step()
             optimizer.zero_grad()
         report = npuzero.report(pipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,13 @@ def test_two_ranks_train_as_one_process_does(schedule: str, chunks: int, stage: 
     found = piped(SGD, 2, stage, schedule=schedule, chunks=chunks)
     assert_like_plain(SGD, found, 1e-6)
     assert [each.pipe.peak for each in found] == [each.pipe.schedule.peak(each.rank) for each in found]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+def test_parts_are_clipped_over_all_stages(tied: bool, stage: int):
+    run = replace(SGD, clip=0.1, parts=True, data=2, make=partial(Deep, 4, tied=tied))
+    assert_like_plain(run, piped(run, 2, stage), 1e-5)
 
 
 @pytest.mark.slow

@@ -112,6 +112,7 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
     _move(model, ranks, recipe)
     zero(model, plan=recipe.plan, settings=recipe.settings, world=ranks)
     made, old = _optimizer(optimizer, recipe, model, model_parameters)
+    _check_shared(made, model)
     schedule = _schedule(lr_scheduler, recipe, made, old)
     loader = loader_of(training_data, collate_fn, recipe, ranks)
     return Initialized(Engine(model, made, schedule, loader, recipe, ranks, found), made, loader, schedule)
@@ -166,6 +167,23 @@ def _optimizer(
             do="Build it anew, and load the states by engine.load_checkpoint().",
         )
     return _over_shards(made), made
+
+
+def _check_shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that an optimizer has any of the model's parameters.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    known = set(map(id, model.parameters()))
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if known.isdisjoint(map(id, given)):
+        raise ConfigError(
+            "npuzero.initialize: the parameters of the optimizer",
+            expected="parameters of model=, or some of them",
+            got=f"{len(given)} others, none of which it has",
+            do="Build the optimizer over the parameters of the model that is passed, or pass model_parameters= of it.",
+        )
 
 
 def _over_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

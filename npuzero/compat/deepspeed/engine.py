@@ -217,8 +217,12 @@ class Engine(nn.Module, Facts, Saving):
     def _measure(self) -> None:
         clip = self.recipe.conduct.clip
         if clip > 0 or self.recipe.conduct.measures_norm:
-            norm = clip_grad_norm_(self.module, clip if clip > 0 else torch.inf)
+            norm = clip_grad_norm_(self._optimized(), clip if clip > 0 else torch.inf)
             self._norm = norm if self.recipe.conduct.measures_norm else None
+
+    def _optimized(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients count: those of the optimizer."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _take_step(self) -> bool:
         """Take a step, unless gradients are inf or NaN; tell whether it was.
@@ -229,7 +233,7 @@ class Engine(nn.Module, Facts, Saving):
             self.scaler.unscale_(self.optimizer)
             self._measure()
             return self._step_scaled(self.scaler)
-        skipped = skip_nonfinite_(self.module) if self.recipe.conduct.skips else None
+        skipped = skip_nonfinite_(self._optimized()) if self.recipe.conduct.skips else None
         self._measure()
         self.optimizer.step()
         return skipped is None or not bool(skipped)

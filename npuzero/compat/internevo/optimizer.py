@@ -123,7 +123,8 @@ class HybridZeroOptimizer(torch.optim.Optimizer):
         norms = {}
         if self._max_norm:
             name = self.optim.param_groups[0].get("name", "default")
-            norms[f"0_{name}"] = _told(clip_grad_norm_(self._model, self._max_norm).item())
+            mine = [parameter for group in self.optim.param_groups for parameter in group["params"]]
+            norms[f"0_{name}"] = _told(clip_grad_norm_(mine, self._max_norm).item())
         self.grad_scaler.step(self.optim)
         self.grad_scaler.update()
         before, self._skipped = self._skipped, self.grad_scaler.skipped

@@ -402,6 +402,35 @@ def test_a_trainers_arguments_fill_what_is_left_to_auto(tmp_path):
     }
 
 
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True, "check_grad_overflow": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_only_what_is_optimized_counts(stage, more):
+    """Of a head that is trained alone: its norm, clipped and measured, its overflow, whatever the rest's gradients."""
+
+    def rank(world: World) -> list[Any]:
+        net = build(make=Simple)
+        head = [net.get_parameter(name) for name, _ in net.named_parameters() if name.startswith("head")]
+        said = config(stage, gradient_clipping=0.1, optimizer={"type": "SGD", "params": {"lr": 0.0}}, **more)
+        engine = npuzero.initialize(model=net, model_parameters=head, config=said).engine
+        norms = []
+        for _ in range(3):
+            passed(engine, 0, world.rank)
+            engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return norms
+
+    for norms in on_two(rank):
+        assert len(set(norms)) == 1 and norms[0] > 0
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(build(make=Simple).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="none of which it has"):
+        npuzero.initialize(model=build(make=Simple), optimizer=other, config=config())
+    with pytest.raises(ConfigError, match="none of which it has"):
+        npuzero.initialize(model=build(make=Simple), model_parameters=nn.Linear(2, 2).parameters(), config=config())
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
