@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on a machine with one where nothing need be installed; leaves records and logs in OUT.
 #
-#   benchmarks/cuda/judge.sh                     # about eight minutes on an H100 with 16 cores
+#   benchmarks/cuda/judge.sh                     # about six minutes on an H100 with 16 cores
 #   PARTS="build check" benchmarks/cuda/judge.sh
 #
 # Variables:

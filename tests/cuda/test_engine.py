@@ -75,6 +75,7 @@ def cut(
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.11's own
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_it_trains_as_plain_torch(device: torch.device, plan: str, compiled: bool) -> None:
@@ -208,9 +209,10 @@ def test_kernels_update_what_rests_on_the_host(device: torch.device, precision: 
 
 
 def test_a_training_state_leaves_the_device(device: torch.device) -> None:
+    before = torch.cuda.memory_allocated()
     model, step = cut(device, "zero3")
     step(0)
-    large = torch.cuda.memory_allocated()
+    large = torch.cuda.memory_allocated() - before
     with npuzero.offloaded(model):
-        assert torch.cuda.memory_allocated() < large // 10
+        assert torch.cuda.memory_allocated() - before < large // 10
     step(1)
