@@ -15,7 +15,7 @@ from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import Mesh, World
 from npuzero.config import SETTING_KEYWORDS, Environment, Rule, Settings, describe, public_name
 from npuzero.errors import ConfigError, did_you_mean, keywords
-from npuzero.parallel.mesh import given
+from npuzero.parallel.mesh import ranks_of
 from npuzero.parallel.pipeline import Pipeline
 from npuzero.plan import MeshShape, Plan, PrecisionLike, Report
 from npuzero.shard import build
@@ -112,12 +112,13 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
             batches, as the next forward begins: ``"broadcast"``: rank 0's count, as DDP has it; ``"average"``: floating
             buffers are averaged, others are rank 0's; None: each rank keeps its own.
         world: the ranks; None: those of :func:`init`, which is called if nobody has.
-        mesh: the same ranks along named axes, where they are more than data ranks: see :func:`npuzero.mesh`.
+        mesh: the same ranks along named axes, where they are more than data ranks: see :func:`npuzero.mesh`. None: the
+            mesh that ``parallel.tensor``, ``parallel.sequence`` or ``ClassHead`` was given, if any.
         settings: how the engine works (overlap, prefetch, ...); none of it changes the numbers.
 
     Raises:
-        ConfigError: plan, precision, model or world that cannot work, ranks that disagree, or a tensor on meta that
-            nobody has values for.
+        ConfigError: plan, precision, model or world that cannot work, ranks that disagree, an axis of the mesh that the
+            model does not use, or a tensor on meta that nobody has values for.
         CheckpointError: ``weights`` are missing, torn, or do not fit the model.
         StateError: the model is sharded already.
 
@@ -137,7 +138,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
         plans = Plans.named(chosen_plan(stage, plan, precision, local_size), unit_plans, offload)
-        ranks = given(world, mesh) or comm.current_world()
+        ranks = ranks_of(model, world, mesh)
         engine = Engine(model, plans, ranks, settings, units, origin, buffers)
     attach(engine, model)
     return model

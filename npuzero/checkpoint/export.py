@@ -33,6 +33,7 @@ from npuzero.shard.extra import is_extra
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
 from npuzero.shard.ownership import engine_of
+from npuzero.shard.repeated import check_repeated
 from npuzero.shard.rest import Rest
 from npuzero.shard.tiles import TiledTensor
 
@@ -238,7 +239,7 @@ def export(
         rename: the name in the files of the model's tensor of a name; None: it is left out.
 
     Raises:
-        StateError: the model is not sharded.
+        StateError: the model is not sharded; tensor ranks hold different values of what they should hold alike.
         ConfigError: an argument that cannot work.
         StorageError: rank 0 cannot write there; raised on every rank.
 
@@ -251,6 +252,7 @@ def export(
         do = "Give a size in bytes, such as 5 * 10**9."
         raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
     target, wanted, line = Path(path), _dtype(dtype), Line(engine.mesh)
+    check_repeated(engine, "npuzero.export")
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
     tensors: dict[str, Tensor] = {}
     here: list[_Described] = []

@@ -19,7 +19,7 @@ from npuzero.checkpoint.cut import load_state_dict as load_state_dict
 from npuzero.checkpoint.cut import state_dict as state_dict
 from npuzero.checkpoint.loading import Loaded, Loader
 from npuzero.checkpoint.parts import Entry
-from npuzero.checkpoint.saving import Job, Saving, agree, saver_of
+from npuzero.checkpoint.saving import CHANNEL, Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
 from npuzero.checkpoint.stages import Share
 from npuzero.comm.calls import collective
@@ -28,6 +28,7 @@ from npuzero.plan import DATA, STAGE
 from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
 from npuzero.shard.ownership import engine_of
+from npuzero.shard.repeated import check_repeated
 
 PathLike = str | os.PathLike[str]
 
@@ -81,6 +82,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     Raises:
         CheckpointError: on every rank, if one cannot write its part or passes other parts than the others, or another
             job is saving into the folder.
+        StateError: on every rank: tensor ranks hold different values of a parameter that they should hold alike.
         OutOfSpace: ``asynchronous``, and a disk has no room for what training writes meanwhile; training may go on.
         ConfigError: ``step`` or ``keep_last`` is no such number, or an optimizer of another model.
 
@@ -94,6 +96,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     engine = engine_of(model)
     saver = saver_of(engine)
     saver.finish()
+    check_repeated(engine, f"save {Path(folder)}", CHANNEL)
     job = Job(Path(folder), step, keep_last, Share([], [], {}, None, []))
     problem: Exception | None = None
     try:

@@ -32,6 +32,7 @@ from npuzero.parallel import functions
 from npuzero.parallel.margins import Margin
 from npuzero.parallel.vocabulary import softmax_loss
 from npuzero.plan import DATA, TENSOR, Cut
+from npuzero.shard.axes import bind_mesh
 from npuzero.shard.cuts import cut_parameter, portion_of
 
 #: Standard deviation of the first centres.
@@ -93,6 +94,7 @@ class ClassHead(nn.Module):
         self._repeated = mesh.communicator((TENSOR,), "classes")
         self.weight = nn.Parameter(torch.empty(classes, features, device=device, dtype=dtype))
         cut_parameter(self.weight, Cut(DATA, 0, uneven=True))
+        bind_mesh(self, mesh)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from npuzero import comm
 from npuzero.comm import Mesh, World
 from npuzero.config import describe, public_name
 from npuzero.errors import ConfigError, keywords
+from npuzero.parallel.sequence_models import check_prepared
+from npuzero.shard.axes import mesh_of
 
 
 @keywords(tp="tensor", tensor_parallel="tensor", pp="pipe", pipeline="pipe", dp="data", sp="sequence", cp="sequence")
@@ -50,6 +54,19 @@ def mesh(
             do="Correct one of the sizes, or start as many ranks.",
         )
     return made
+
+
+def ranks_of(model: nn.Module, world: object, mesh: object) -> World | Mesh:
+    """Return the ranks that :func:`npuzero.zero` trains ``model`` on: those given, else the mesh that its layers were
+    divided over, else all.
+
+    Raises:
+        ConfigError: as :func:`given`; the layers were divided over another mesh; a sequence axis and a model of
+            transformers that :func:`npuzero.parallel.sequence` has not prepared.
+    """
+    ranks = mesh_of(model, given(world, mesh)) or comm.current_world()
+    check_prepared(model, ranks)
+    return ranks
 
 
 def given(world: object, mesh: object, subject: str = "npuzero.zero()") -> World | Mesh | None:

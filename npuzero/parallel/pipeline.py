@@ -31,8 +31,9 @@ from npuzero.parallel.edges import Edge, Outputs, checked, header
 from npuzero.parallel.schedule import Act, Schedule
 from npuzero.parallel.split_backward import input_gradients, weight_gradients
 from npuzero.parallel.stages import Division, Stages
-from npuzero.plan import AXES, PIPE, TENSOR, Report, divisors, ring_bytes
+from npuzero.plan import AXES, DIGEST_BITS, PIPE, TENSOR, Report, divisors, ring_bytes
 from npuzero.shard.engine import Engine
+from npuzero.shard.inputs import SharedInputs
 from npuzero.shard.ownership import engine_of
 
 #: Called with what the last stage returned for a micro-batch, and its targets; returns () float, the mean over it.
@@ -98,7 +99,8 @@ class Pipeline(Stages):
         sends = sum(act.stage != self.count - 1 - first[act.kind] for act in acts)
         gathers = sum(act.stage != first[act.kind] for act in acts)
         headers = sum(stage < self.count - 1 for stage in self.numbers) * header(None).nbytes
-        said = headers + sum(ring_bytes("all_reduce", size, foreseen.world) for size in (8, 4))  # flags, and the loss
+        flags = 4 * (2 + DIGEST_BITS)
+        said = headers + sum(ring_bytes("all_reduce", size, foreseen.world) for size in (flags, 4))  # and the loss
         foreseen = foreseen.with_more("send", PIPE, sends * nbytes // self.sharers)
         foreseen = foreseen.with_more("all_gather", TENSOR, gathers * ring_bytes("all_gather", nbytes, self.sharers))
         return foreseen.with_more("control", PIPE, said)
@@ -134,6 +136,7 @@ class Pipeline(Stages):
         Raises:
             StateError: on every rank: a stage raised, the batch does not divide, micro-batches differ in shape, a stage
                 returns no tensors, or the loss is none; with the stage, the micro-batch and what it was.
+            ConfigError: on every rank: ranks of one pipeline were given different batches.
             CollectiveError: a rank died, or did something else.
         """
         runner = self._runner
@@ -187,6 +190,7 @@ class Runner:
         self._owed: dict[tuple[int, int], Callable[[], None]] = {}  # gradients of weights, where they come later
         self._acts = {"F": self._forward, "B": self._backward, "I": self._backward_inputs, "W": self._backward_weights}
         self._failure: tuple[str, Exception] | None = None
+        self._inputs = SharedInputs(mesh, (PIPE, TENSOR))
         self.peak = 0
 
     def run(self, batch: Batch, train: bool, scaler: Scaler | None) -> Any:
@@ -201,6 +205,7 @@ class Runner:
         self._sum = torch.zeros((), device=self._engine.device)
         self._losses = 0
         self.peak = 0
+        self._inputs.note(batch)
         for edge in self._edges:
             edge.begin()
         self._micros: list[Batch] = []
@@ -352,11 +357,15 @@ class Runner:
         self._owed.clear()
 
     def _agree(self) -> bool:
-        """Raise on every rank where any has failed; return whether there is a loss."""
-        flags = torch.tensor([float(self._failure is not None), float(self._losses)])
+        """Raise on every rank where any has failed, or has another batch; return whether there is a loss."""
+        ballot = [self._failure is not None, self._losses, *self._inputs.ballot()]
+        flags = torch.tensor(ballot, dtype=torch.float32)
         self._engine.mesh.communicator(AXES, HOST_CHANNEL).all_reduce(flags, tag="pipeline step").wait()
-        failed, losses = flags.tolist()
+        failed, losses, *bits = flags.tolist()
         if not failed:
+            if any(bits):
+                self._forget()
+                self._inputs.compare(self._mesh.world.exchange(self._inputs.said()), range(self._mesh.world.size))
             return bool(losses)
         self._forget()
         mine = self._failure

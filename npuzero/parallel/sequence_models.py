@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from npuzero.comm import Communicator, Mesh
+from npuzero.comm import Communicator, Mesh, World
 from npuzero.errors import ConfigError
 from npuzero.parallel.functions import swap
 from npuzero.parallel.sequences import PACKED, check_heads, sequence_group, token_loss, whole_sequences
+from npuzero.plan import SEQUENCE
+from npuzero.shard.axes import bind_mesh
 
 _NAMES = itertools.count()
+_PREFIX = "npuzero_slices"
 
 
 def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
@@ -57,9 +60,37 @@ def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
     group = sequence_group(mesh)
     _check_model(model, group.size)
     _Slices(model, group)
+    bind_mesh(model, mesh)
     if _predicts_tokens(model):
         model.loss_function = _loss(mesh)
     return model
+
+
+def check_prepared(model: nn.Module, ranks: World | Mesh) -> None:
+    """Check that :func:`sequence` has prepared a model of transformers that is to train on a sequence axis.
+
+    Raises:
+        ConfigError: it has not, and nothing else in ``model`` is prepared: its attention would see slices alone.
+    """
+    if not isinstance(ranks, Mesh) or ranks.size((SEQUENCE,)) == 1:
+        return
+    found = {path: name for path, module in model.named_modules() if (name := _attention_of(module)) is not None}
+    if found and not any(name.startswith(_PREFIX) for name in found.values()):
+        raise ConfigError(
+            "npuzero.zero(): mesh: axis sequence",
+            expected=f"a model whose attention sees whole sequences, of which {ranks.size((SEQUENCE,))} ranks have a "
+            "slice each",
+            got=f"{type(model.get_submodule(next(iter(found)))).__name__}, whose attention is its own",
+            do="Call npuzero.parallel.sequence(model, mesh) first. To train on whole sequences leave sequence= out of "
+            "the mesh.",
+            axis=SEQUENCE,
+        )
+
+
+def _attention_of(module: nn.Module) -> str | None:
+    """Return the name of the attention that a model of transformers computes by; None: ``module`` is none."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return name if isinstance(name, str) else None
 
 
 class _Slices:
@@ -73,7 +104,7 @@ class _Slices:
         self._packed: Tensor | None = None  # of the present forward
         self._attention = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
         self._masking = importlib.import_module("transformers.masking_utils")
-        self._install(model, f"npuzero_slices_{next(_NAMES)}")
+        self._install(model, f"{_PREFIX}_{next(_NAMES)}")
 
     def __deepcopy__(self, memo: object) -> _Slices:
         return self  # it knows a communicator, and no copy of a model has another
@@ -235,7 +266,7 @@ def _check_model(model: Any, ranks: int) -> None:
         got, do = f"{name}, with layers that bring tokens together without attention", "Use another model."
     elif "position_ids" not in inspect.signature(model.forward).parameters:
         got, do = f"{name}, which takes no position_ids, and would count from 0 in every slice", "Use another model."
-    elif str(config._attn_implementation).startswith("npuzero_slices"):
+    elif str(config._attn_implementation).startswith(_PREFIX):
         got, do = f"{name}, which is prepared already", "Call it once."
     else:
         check_heads(f"parallel.sequence: {name}", config.num_attention_heads, ranks)

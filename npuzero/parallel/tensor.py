@@ -39,9 +39,10 @@ from npuzero.parallel.heads import divide_attributes
 from npuzero.parallel.regions import Inputs, Rows, Sums, gather_output, slice_between
 from npuzero.parallel.vocabulary import cross_entropy
 from npuzero.parallel.words import Kind, Words
-from npuzero.plan import TENSOR, Sent
+from npuzero.plan import TENSOR, Relation, Sent
+from npuzero.shard.axes import bind_mesh, mark_divided
 from npuzero.shard.cuts import cut_parameter
-from npuzero.shard.relations import relate_parameter
+from npuzero.shard.relations import relate_parameter, relation_along
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _SENT = "_npuzero_tensor_sent"
@@ -118,6 +119,8 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
     group = Counted(mesh.communicator((TENSOR,), "tensor"), sent, mesh.shape.sizes((TENSOR,)))
     setattr(model, _SENT, sent)
     note(model, division)
+    mark_divided(model)
+    bind_mesh(model, mesh)
     _hook(model, division, group, MODES[mode])
     for path in division.owners:
         divide_attributes(model.get_submodule(path), ranks)
@@ -194,8 +197,9 @@ def note(model: nn.Module, division: Division) -> None:
     """Write cuts and relations on the parameters."""
     for name, cut in division.cuts.items():
         cut_parameter(model.get_parameter(name), cut)
-    for name, relation in division.relations.items():
-        relate_parameter(model.get_parameter(name), TENSOR, relation)
+    for name, parameter in model.named_parameters():
+        said = division.relations.get(name) or relation_along(parameter, TENSOR)
+        relate_parameter(parameter, TENSOR, said or Relation.REPEATED)
 
 
 def _hook(model: nn.Module, division: Division, group: Communicator, mode: Mode) -> None:

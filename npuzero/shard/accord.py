@@ -2,13 +2,15 @@
 
 Each rank updates its own shard, so no other rank notices by which rule. The vote that begins a step carries a digest of
 what the rank says, a number for each bit: where all ranks say the same, a bit's sum is 0 or the number of ranks. Where
-one differs, which is rare, the ranks exchange the words themselves, and each raises the same error.
+one differs, which is rare, the ranks exchange the words themselves, and each raises the same error. What ranks that
+share a batch were given (:mod:`npuzero.shard.inputs`) adds to the same bits, and nothing to their sums where it agrees.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from npuzero.comm.calls import Place, here
 from npuzero.errors import ConfigError
 from npuzero.plan import DIGEST_BITS
 from npuzero.shard.flat import Flat
+from npuzero.shard.inputs import SharedInputs
 
 #: By name what is said: numbers, texts, None, and lists of these.
 Words = dict[str, Any]
@@ -63,12 +66,14 @@ class Accord:
         flats: the trainable flats of the model.
         world: the ranks that train it.
         stages: those at this rank's place in all stages of a pipeline; they train other modules, and call the same.
+        inputs: what ranks that share a batch were given.
     """
 
-    def __init__(self, flats: Sequence[Flat], world: World, stages: World) -> None:
+    def __init__(self, flats: Sequence[Flat], world: World, stages: World, inputs: SharedInputs) -> None:
         self._flats = flats
         self._world = world
         self._stages = stages
+        self.inputs = inputs
         self._rules: list[Rules] = []
         self._stepped: set[int] = set()  # ids of those rules whose optimizer has taken a step
         self._calls: dict[str, Words] = {}
@@ -121,7 +126,8 @@ class Accord:
             digest += _crc(f"{sorted(self._said.items())}{self._frozen}")
         if self._bits[0] != digest:
             self._bits = digest, _bits(digest)
-        return self._bits[1]
+        bits = self._bits[1]
+        return [*map(add, bits, self.inputs.ballot())] if self.inputs.many else bits
 
     def look(self, sums: Iterable[float]) -> None:
         """Take the bits' sums over all ranks; where they differ, compare with all ranks. Collective then.
@@ -134,8 +140,9 @@ class Accord:
         # All that is frozen, with a gradient or without: one of before it was frozen may be there on some ranks only.
         everything = ((flat, i) for flat in self._flats for i in flat.slots)
         groups = [group for rules in self._rules for group in rules.groups()]
-        said = self._world.exchange([self._said, _frozen(everything), groups, here()])
+        said = self._world.exchange([self._said, _frozen(everything), groups, here(), self.inputs.said()])
         _compare_calls([rank[0] for rank in said], [Place(*rank[3]) for rank in said], self._world.ranks)
+        self.inputs.compare([rank[4] for rank in said], self._world.ranks)
         _compare_training([rank[1] for rank in said], self._world.ranks)
         _compare_rules([[Group(*group) for group in rank[2]] for rank in said], self._world.ranks)
 

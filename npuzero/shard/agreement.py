@@ -11,10 +11,11 @@ from torch import nn
 
 from npuzero.comm import Mesh, World
 from npuzero.errors import ConfigError, NpuZeroError
-from npuzero.plan import PIPE
+from npuzero.plan import PIPE, STAGE, TENSOR
+from npuzero.shard.axes import check_tensor_axis, own_names, repeated_stage, uses_tensor
 from npuzero.shard.cuts import cut_of
 from npuzero.shard.discover import UnitSpec
-from npuzero.shard.relations import relations_of
+from npuzero.shard.relations import is_tied, relations_of
 
 
 def describe(model: nn.Module, specs: list[UnitSpec]) -> list[tuple[str, str]]:
@@ -52,16 +53,27 @@ def check_agreement(
 
 
 def check_stages(
-    mesh: Mesh, same: dict[str, str], problem: NpuZeroError | None, described: dict[str, str], tied: list[str]
+    mesh: Mesh, same: dict[str, str], problem: NpuZeroError | None, described: dict[str, str], specs: list[UnitSpec]
 ) -> None:
-    """Check that all stages follow one plan, and that the first and the last have the same parameters in common.
+    """Check that all stages follow one plan, and have different parameters, but for those that the first and the last
+    have in common; and that some stage uses the tensor axis, if there is one.
 
     A stage with a problem says so to the others.
     """
     stage, last, ranks = mesh.index((PIPE,)), mesh.size((PIPE,)) - 1, range(mesh.world.size)
-    mine = {**same, "problem": problem and str(problem), "tied": [described[name] for name in tied], "stage": stage}
-    said: list[Any] = mesh.world.exchange(mine)
-    _check_said(said, ("problem", "tied", "stage"), problem, ranks)
+    tied = [] if problem else [described[name] for name, p in specs[0].parameters if is_tied(p)]
+    own = [] if mesh.index(STAGE) else own_names(specs)  # the ranks of a stage have the same
+    mine = {"problem": problem and str(problem), "tied": tied, "stage": stage, "own": own, "tensor": uses_tensor(specs)}
+    said: list[Any] = mesh.world.exchange({**same, **mine})
+    _check_said(said, tuple(mine), problem, ranks)
+    stages_of: dict[str, list[int]] = {}
+    for other in said:
+        for name in other["own"]:
+            stages_of.setdefault(name, []).append(other["stage"])
+    twice = next((name for name, stages in stages_of.items() if len(stages) > 1), None)
+    if twice is not None:
+        raise repeated_stage(twice, stages_of[twice])
+    check_tensor_axis(mesh.size((TENSOR,)), any(other["tensor"] for other in said))
     for rank, other in enumerate(said):
         if other["tied"] != (said[0]["tied"] if other["stage"] in (0, last) else []):
             raise ConfigError(

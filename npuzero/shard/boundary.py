@@ -26,6 +26,7 @@ from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.early import Early
 from npuzero.shard.flat import Flat
+from npuzero.shard.inputs import SharedInputs
 from npuzero.shard.ownership import deleted
 from npuzero.shard.pipe import Pipe
 from npuzero.shard.reduce import Reducer
@@ -74,6 +75,7 @@ class Boundary:
         early: Early,
         values: Values,
         census: Census,
+        inputs: SharedInputs,
         *,
         ignore_unused: bool,
     ) -> None:
@@ -87,7 +89,7 @@ class Boundary:
         self._values = values
         self._census = census
         self._ignore_unused = ignore_unused
-        self.accord = Accord(self._flats, world, pipe.world)
+        self.accord = Accord(self._flats, world, pipe.world, inputs)
         self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None

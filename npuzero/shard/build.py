@@ -19,6 +19,7 @@ from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateErro
 from npuzero.memory import check_folders
 from npuzero.plan import PIPE, STAGE, Cut, FlatSize, Memory, MeshShape, Plan, Relations, Report, Step, predict_bytes
 from npuzero.shard.agreement import check_agreement, check_stages, describe
+from npuzero.shard.axes import check_axes, check_tensor_axis, uses_tensor
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.cuts import cut_of, portion_here
 from npuzero.shard.discover import UnitRule, UnitSpec, discover
@@ -27,7 +28,7 @@ from npuzero.shard.layout import Layout
 from npuzero.shard.origin import Origin
 from npuzero.shard.parts import Group, indices_of
 from npuzero.shard.plans import Plans
-from npuzero.shard.relations import as_key, is_tied
+from npuzero.shard.relations import as_key
 from npuzero.shard.rest import Rests
 from npuzero.shard.tiles import rows_of
 from npuzero.shard.unit import Unit
@@ -67,6 +68,7 @@ def agree(
         own = plans.of([spec.name for spec in specs])
         _check_memories([plans.model, *own], settings, world.device)
         _check_model(model, specs, world)
+        check_axes(model, specs, ranks, shape)
         _check_cuts(model, specs, shape)
         device.get(world.device).check([t for t in (*model.parameters(), *model.buffers()) if not t.is_meta])
         weights = origin.check(model, alone=not staged)
@@ -87,13 +89,14 @@ def agree(
     described = [] if problem else describe(model, specs)
     try:
         check_agreement(described, same, world, problem)
+        check_tensor_axis(shape.tensor, staged or uses_tensor(specs))  # of a pipeline any stage may use it
     except (ConfigError, StateError, CheckpointError) as error:
         if not staged:
             raise
         problem = error
     if isinstance(ranks, Mesh) and staged:
         common = {key: text for key, text in same.items() if key != "weights" and not key.startswith("unit_plans")}
-        check_stages(ranks, common, problem, dict(described), [name for name, p in specs[0].parameters if is_tied(p)])
+        check_stages(ranks, common, problem, dict(described), specs)
         origin.check_stages(ranks)
     return specs, own, shape
 

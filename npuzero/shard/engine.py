@@ -15,6 +15,7 @@ from npuzero.memory import Spaces
 from npuzero.plan import AXES, PIPE, STAGE, TO_HOST, Report
 from npuzero.shard.absence import Absence
 from npuzero.shard.activations import around_forward
+from npuzero.shard.axes import shared_inputs
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
 from npuzero.shard.build import agree, build_units, train_together
@@ -31,6 +32,7 @@ from npuzero.shard.gather import Gatherer
 from npuzero.shard.gradients import Gradients
 from npuzero.shard.guard import in_backward
 from npuzero.shard.hooks import Hooks
+from npuzero.shard.inputs import SharedInputs
 from npuzero.shard.origin import Origin
 from npuzero.shard.ownership import EngineReference, claim, uncopied
 from npuzero.shard.passes import Passes
@@ -115,6 +117,7 @@ class Engine:
         pipe = Pipe(self._flats, self.mesh, mesh.part((PIPE,)))
         self.boundary = Boundary(
             *(self.units, world, self.mesh, pipe, reducer, self.update, self.early, self.values, census),
+            SharedInputs(mesh, shared_inputs(model, specs, mesh.shape)),
             ignore_unused=settings.ignore_unused_parameters,
         )
         self.gradients = Gradients(self.units, world, pipe, self.boundary, self.values, self.alone)

@@ -14,10 +14,9 @@ frozen parameter may run later, so a unit that has frozen ones waits for the gra
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from npuzero.shard.entrance import After, Before, Entrance, Visit
 from npuzero.shard.finite import Watch
 from npuzero.shard.flat import Flat
 from npuzero.shard.guard import GradientMarker, in_backward
+from npuzero.shard.nested import tensors_of
 from npuzero.shard.overlay import lay_over
 from npuzero.shard.states import ParameterState
 from npuzero.shard.unit import Unit
@@ -39,7 +39,7 @@ from npuzero.shard.unit import Unit
 class Events(Protocol):
     """Receive what the hooks tell; the engine listens."""
 
-    def forward_begins(self, unit: Unit) -> None: ...
+    def forward_begins(self, unit: Unit, inputs: Any) -> None: ...
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None: ...
     def forward_fails(self, unit: Unit) -> None: ...
     def backward_reaches(self, unit: Unit) -> None: ...
@@ -173,7 +173,7 @@ class Hooks:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if unit.index == 0 and not in_backward():  # a backward that is not over now has raised
                 self.forget_backward()
-            self._events.forward_begins(unit)
+            self._events.forward_begins(unit, (args, kwargs))
             if unit.guarded and unit.has_frozen and torch.is_grad_enabled():
                 self._watch_inputs(unit, (args, kwargs))
             if is_root and self._input_dtype is not None:
@@ -296,33 +296,6 @@ def _arrival(watch_of: weakref.ref[Watch], name: str) -> Callable[[Tensor], None
             watch.arrives(name)
 
     return hook
-
-
-def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
-    """Return all tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
-    if isinstance(value, Tensor):
-        return [value], False
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return [], False
-    children: Iterable[Any]
-    if isinstance(value, Mapping):
-        children = value.values()
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        children = value
-    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
-        children = vars(value).values() if hasattr(value, "__dict__") else ()
-        # An object of unknown kind is looked into no further: it may refer to anything, itself and the model included.
-        if not dataclasses.is_dataclass(value):
-            return [t for child in children if isinstance(child, Tensor) for t in [child]], True
-    else:
-        return [], True
-    found: list[Tensor] = []
-    opaque = False
-    for child in children:
-        tensors, hidden = tensors_of(child)
-        found += tensors
-        opaque = opaque or hidden
-    return found, opaque
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,12 +130,12 @@ class Passes:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @collective("forward")
-    def forward_begins(self, unit: Unit) -> None:
+    def forward_begins(self, unit: Unit, inputs: Any) -> None:
         fresh = not in_backward()
         self._restorer.check_here()
         self.inside.add(unit.index)
         if unit.index == 0 and fresh:
-            self._model_begins(unit)
+            self._model_begins(unit, inputs)
         self._restorer.finish(unit)
         if not unit.guarded:
             unit.check_views()
@@ -144,13 +145,14 @@ class Passes:
                 self._part.trace.record(unit.index)
                 self._start_gathers(self._part.trace.after(unit.index, self._ahead))
 
-    def _model_begins(self, root: Unit) -> None:
+    def _model_begins(self, root: Unit, inputs: Any) -> None:
         check_unwrapped()
         self._finite.look()
         self.forget_backward()
         self._part.trace.begin()
         if torch.is_grad_enabled():
             self._meter.step_begins()
+            self._boundary.accord.inputs.note(inputs)
             self._training = True
         model = root.module()
         if self._buffers is not None and model is not None:

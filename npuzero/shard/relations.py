@@ -22,12 +22,21 @@ def relate_parameter(parameter: nn.Parameter, axis: str, relation: Relation) -> 
         raise ConfigError(
             "relation", expected=f"an axis of {AXES}", got=repr(axis), do=did_you_mean(axis, AXES, "Name an axis.")
         )
-    said = {**relations_of(parameter), axis: relation}
-    setattr(parameter, _SAID, {axis: said[axis] for axis in AXES if axis in said and said[axis] is not usual(axis)})
+    setattr(parameter, _SAID, {**_said_of(parameter), axis: relation})
 
 
 def relations_of(parameter: nn.Parameter) -> dict[str, Relation]:
     """Return what has been said of ``parameter`` that is not the usual, by axis, in mesh order."""
+    said = _said_of(parameter)
+    return {axis: said[axis] for axis in AXES if axis in said and said[axis] is not usual(axis)}
+
+
+def relation_along(parameter: nn.Parameter, axis: str) -> Relation | None:
+    """Return what has been said of ``parameter`` along ``axis``, the usual included; None: nothing."""
+    return _said_of(parameter).get(axis)
+
+
+def _said_of(parameter: nn.Parameter) -> dict[str, Relation]:
     said: dict[str, Relation] = getattr(parameter, _SAID, {})
     return said
 

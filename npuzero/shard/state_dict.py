@@ -20,6 +20,7 @@ from npuzero.shard.engine import Engine
 from npuzero.shard.everyone import Line, agree, in_order, of_stages
 from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.ownership import engine_of
+from npuzero.shard.repeated import check_repeated
 from npuzero.shard.tiles import TiledTensor
 
 
@@ -41,6 +42,9 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
         what else modules give as their extra state; ``{}`` elsewhere. Of a pipeline those of all stages, which send
         them one at a time.
 
+    Raises:
+        StateError: on every rank: tensor ranks hold different values of a parameter that they should hold alike.
+
     Example::
 
         state = npuzero.full_state_dict(model)  # on every rank: gathering is collective
@@ -48,6 +52,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True) -> dict[str, Any]
             torch.save(state, "model.pt")
     """
     engine = engine_of(model)
+    check_repeated(engine, "npuzero.full_state_dict")
     line = Line(engine.mesh, to_all=not rank0_only)
     here = _contents(model, engine)
     stages = [(here.names, here.members)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     activations,
     axes,
+    axis_mistakes,
     between,
     checkpoint,
     comm,
@@ -36,6 +37,7 @@ PARTS = (
     plan,
     shard,
     axes,
+    axis_mistakes,
     between,
     cuts,
     activations,

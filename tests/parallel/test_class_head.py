@@ -112,6 +112,7 @@ def on_rank(world: World, plan: str, rate: float, margin: str | None, kind: str,
     given = {"sample_rate": rate, "margin": MARGINS[margin][0] if margin else None}
     model = build(make=lambda: Net(lambda: Chosen(FEATURES, CLASSES, mesh, **given)))
     assert (model.head.first, model.head.local) == ranges(mesh.size(DATA))[mesh.index(DATA)]
+    npuzero.parallel.relate(model, tensor="repeated")
     npuzero.zero(model, plan=plan, mesh=mesh)
     optimizer = optimizer_of(kind, model.parameters())
     losses, norms = [], []

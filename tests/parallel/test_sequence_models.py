@@ -170,6 +170,18 @@ def test_positions_are_those_of_the_slice_where_none_are_given() -> None:
     run_threads(2, rank)
 
 
+def test_a_model_that_is_not_prepared_does_not_train_on_a_sequence_axis() -> None:
+    """Its attention would see this rank's slice alone."""
+
+    def rank(world: World) -> None:
+        mesh = npuzero.mesh(sequence=2, world=world)
+        with pytest.raises(ConfigError, match=r"axis sequence: .*got GPT2.*npuzero.parallel.sequence\(model, mesh\)"):
+            npuzero.zero(build(make=gpt2), mesh=mesh)
+        npuzero.zero(parallel.sequence(build(make=gpt2), mesh))
+
+    run_threads(2, rank)
+
+
 def refusals(mesh: Any) -> dict[str, Callable[[], object]]:
     """Calls that every rank refuses, by what it says."""
     model, part = parallel.sequence(build(make=llama), mesh), parallel.slice(batch("padded"), mesh)

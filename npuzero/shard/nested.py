@@ -1,0 +1,36 @@
+"""Tensors in what a module takes and returns: nested tuples, lists, mappings and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
+    """Return all tensors in nested tuples, lists, mappings and dataclasses, and whether anything else may hide some."""
+    if isinstance(value, Tensor):
+        return [value], False
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return [], False
+    children: Iterable[Any]
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        children = value
+    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        children = vars(value).values() if hasattr(value, "__dict__") else ()
+        # An object of unknown kind is looked into no further: it may refer to anything, itself and the model included.
+        if not dataclasses.is_dataclass(value):
+            return [t for child in children if isinstance(child, Tensor) for t in [child]], True
+    else:
+        return [], True
+    found: list[Tensor] = []
+    opaque = False
+    for child in children:
+        tensors, hidden = tensors_of(child)
+        found += tensors
+        opaque = opaque or hidden
+    return found, opaque
