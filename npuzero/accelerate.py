@@ -43,10 +43,10 @@ class ZeroAccelerator(Accelerator):
     """Be accelerate's Accelerator, and shard the models that it prepares.
 
     A script changes the line that makes its accelerator; ``accelerate launch``, torchrun and python start it as ever.
-    ``prepare`` shards a model in place (there is no wrapper), has npuzero's optimizers in the place of torch's, and
-    points schedulers at them. Mixed precision is accelerate's autocast over float32 parameters; ``"fp16"`` scales the
-    loss by :class:`npuzero.LossScaler`, on CPU ranks, too. ``accumulate`` sends nothing between steps where the plan
-    keeps gradients unsharded.
+    ``prepare`` shards a model in place (there is no wrapper), and has its optimizer update the shards, in place, too:
+    groups, attributes and schedulers stay the program's. Mixed precision is accelerate's autocast over float32
+    parameters; ``"fp16"`` scales the loss by :class:`npuzero.LossScaler`, on CPU ranks, too. ``accumulate`` sends
+    nothing between steps where the plan keeps gradients unsharded.
 
     What gathers is collective: ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` are called on
     every rank, and so is ``clip_grad_norm_``. What ``save_state`` leaves goes on under
@@ -127,7 +127,7 @@ class ZeroAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """Put an optimizer over sharded parameters in the place of ``optimizer``."""
+        """Have ``optimizer`` update shards, where its parameters are sharded."""
         if getattr(optimizer, "_is_accelerate_prepared", False) or not adopt.over_sharded(
             adopt.parameters_of(optimizer)
         ):
@@ -137,12 +137,12 @@ class ZeroAccelerator(Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Point a scheduler at the optimizer that is used.
+        """Prepare a scheduler.
 
         Raises:
             ConfigError: its optimizer is over a sharded model, and was not prepared.
         """
-        adopt.repoint(scheduler)
+        adopt.check_scheduler(scheduler)
         return super().prepare_scheduler(scheduler)
 
     # -- a step ----------------------------------------------------------------------------------------------------

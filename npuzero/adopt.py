@@ -1,8 +1,7 @@
 """Adoption: what a framework hands over (a model, its optimizer, its schedulers) becomes npuzero's.
 
 The doors of accelerate, transformers and Lightning are built of it. A framework makes these objects by the user's own
-lines, of torch's classes, and holds on to them: so a model is sharded in place, an optimizer gets an *heir* that shares
-its param_groups, and a scheduler is pointed at the heir.
+lines, of torch's classes, and holds on to them: so a model is sharded in place, and so is what its optimizer updates.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,21 +19,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from npuzero import checkpoint
-from npuzero.api import Adam, AdamW, ZeroOptimizer, init, no_sync, zero
+from npuzero.api import ZeroOptimizer, init, no_sync, zero
 from npuzero.config import describe
-from npuzero.errors import ConfigError, PackageMissing, StateError
+from npuzero.errors import ConfigError, PackageMissing
+from npuzero.optim.adam import FUSED
+from npuzero.optim.fused import Fused
+from npuzero.optim.optimizer import shard_in_place
+from npuzero.optim.wrapped import Wrapped
 from npuzero.shard.everyone import agree
 from npuzero.shard.ownership import engine_of, owners
 
 Model = TypeVar("Model", bound=nn.Module)
 
-#: Optimizers of torch that have a class of their own here; any other is a ZeroOptimizer over its class.
-OWN: dict[type[Optimizer], Callable[..., ZeroOptimizer]] = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}
-
 #: The folder for checkpoints of sharded models, within what a framework saves.
 FOLDER = "npuzero"
-
-_HEIR = "_npuzero_heir"
 
 
 def missing(door: str, package: str, error: ImportError) -> PackageMissing:
@@ -87,58 +84,49 @@ def over_sharded(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 def adopt(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that updates the sharded parameters of ``optimizer`` in its stead: its *heir*.
+    """Have ``optimizer`` update the shards of its parameters, in place.
 
-    torch's AdamW and Adam have npuzero's; any other class that is element-wise is put over the shards as it is. The
-    heir has the same param_groups, the very dicts, and the state there was: what a scheduler that nobody has told, or
-    the user, writes into the old one's groups is what the heir follows. The old one's ``step()`` is refused.
+    torch's AdamW and Adam update as npuzero's do; any other class that is element-wise updates each rank's shards.
+    Groups, ``defaults``, hooks and attributes stay the program's, the very objects, and the state goes on.
 
     Returns:
-        ``optimizer`` itself, where it is npuzero's or none of its parameters is sharded.
+        ``optimizer``; as it was, where it is npuzero's or none of its parameters is sharded.
 
     Raises:
-        ConfigError: it is not element-wise, or cannot be made again from its options.
+        ConfigError: it is not element-wise, cannot be made again from its options, or has methods that the program
+            has replaced.
     """
-    heir = getattr(optimizer, _HEIR, None)
-    if heir is not None:
-        return cast(Optimizer, heir)
     if isinstance(optimizer, ZeroOptimizer) or not over_sharded(parameters_of(optimizer)):
         return optimizer
-    state = optimizer.state_dict() if optimizer.state else None
-    own = OWN.get(type(optimizer))
-    heir = own(optimizer.param_groups) if own else _over(type(optimizer), optimizer)
-    if state is not None:
-        heir.load_state_dict(state)
-    optimizer.param_groups = heir.param_groups
-    setattr(optimizer, _HEIR, heir)
-    optimizer.step = types.MethodType(_refuse_step, optimizer)  # type: ignore[method-assign]
-    optimizer._opt_called = True  # type: ignore[attr-defined] # its schedulers do not warn that it never steps
-    return heir
+    scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if type(optimizer) in FUSED:
+        base, rule = FUSED[type(optimizer)]
+        shard_in_place(optimizer, Fused(rule(True), masters=None, moments=None, seed=0), base)
+    else:
+        shard_in_place(optimizer, _wrapped(optimizer))
+    if scheduled:
+        _Follower(optimizer)
+    return optimizer
 
 
-def repoint(scheduler: Any) -> None:
-    """Point a scheduler, and those it is made of, at the heir of its optimizer.
+def check_scheduler(scheduler: Any) -> None:
+    """Check that somebody follows what a scheduler, or those it is made of, writes.
 
     Raises:
-        ConfigError: its optimizer is over a sharded model, and has no heir: nobody would see what it writes.
+        ConfigError: its optimizer is over a sharded model, and was not adopted.
     """
     for part in getattr(scheduler, "_schedulers", ()):  # of a SequentialLR or a ChainedScheduler
-        repoint(part)
+        check_scheduler(part)
     seen = getattr(scheduler, "optimizer", None)
-    if seen is None:
-        return
     optimizer = getattr(seen, "optimizer", seen)  # frameworks wrap optimizers
-    heir = getattr(optimizer, _HEIR, None)
-    if heir is not None:
-        scheduler.optimizer = heir
-        _Follower(heir)
-    elif not isinstance(optimizer, ZeroOptimizer) and over_sharded(parameters_of(optimizer)):
-        raise ConfigError(
-            type(scheduler).__name__,
-            expected="a scheduler whose optimizer updates the sharded model",
-            got=f"one of a {type(optimizer).__name__} that nobody has prepared",
-            do="Prepare the optimizer before its scheduler, or with it, or make the scheduler of the one that is used.",
-        )
+    if optimizer is None or isinstance(optimizer, ZeroOptimizer) or not over_sharded(parameters_of(optimizer)):
+        return
+    raise ConfigError(
+        type(scheduler).__name__,
+        expected="a scheduler whose optimizer updates the sharded model",
+        got=f"one of a {type(optimizer).__name__} that nobody has prepared",
+        do="Prepare the optimizer before its scheduler, or with it, or make the scheduler of the one that is used.",
+    )
 
 
 @contextlib.contextmanager
@@ -180,8 +168,9 @@ class _Follower(LRScheduler):
         """Do nothing."""
 
 
-def _over(kind: type[Optimizer], optimizer: Optimizer) -> ZeroOptimizer:
-    """Return the heir of an optimizer that has no class of its own here."""
+def _wrapped(optimizer: Optimizer) -> Wrapped:
+    """Return what updates shards by an optimizer's own class."""
+    kind = type(optimizer)
     arguments = [
         name
         for name, argument in inspect.signature(kind).parameters.items()
@@ -195,25 +184,12 @@ def _over(kind: type[Optimizer], optimizer: Optimizer) -> ZeroOptimizer:
             got=f"arguments that it does not show: {', '.join(unknown)}",
             do=f"Build it as npuzero.ZeroOptimizer({kind.__name__}, parameters, ...) yourself.",
         )
-    options = {name: optimizer.defaults[name] for name in arguments}
-    return ZeroOptimizer(kind, optimizer.param_groups, **options)
+    return Wrapped(kind, {name: optimizer.defaults[name] for name in arguments})
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _refuse_step(optimizer: Optimizer, *_: object, **__: object) -> NoReturn:
-    raise StateError(
-        f"{type(optimizer).__name__}.step",
-        expected="the optimizer that the framework uses, which updates the sharded model",
-        got="the one it was made from",
-        do="Step what prepare() returned.",
-    )
-
-
-_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # as torch marks the steps that schedulers know of
 
 
 def check_options(door: str, options: object) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         super().setup_optimizers(trainer)
         self.optimizers = [adopt.adopt(optimizer) for optimizer in self.optimizers]
         for config in self.lr_scheduler_configs:
-            adopt.repoint(config.scheduler)
+            adopt.check_scheduler(config.scheduler)
 
     def teardown(self) -> None:
         """End as Lightning does, and leave the module where it is: it cannot be moved."""

@@ -94,9 +94,9 @@ class ZeroTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Point a scheduler that the Trainer was given at the optimizer that is used."""
+        """Make the scheduler, or check the one that the Trainer was given."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        adopt.repoint(scheduler)
+        adopt.check_scheduler(scheduler)
         return scheduler
 
     # -- saving and loading ----------------------------------------------------------------------------------------

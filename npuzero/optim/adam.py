@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -111,6 +111,14 @@ def dynamic_rows(
     return torch.stack([lr / bias1, bias2.sqrt(), 1 - lr * decay, count], dim=1).float()
 
 
+def _adam(bias_correction: bool) -> AdamRule:
+    return AdamRule(_ADAM, bias_correction)
+
+
+def _adamw(bias_correction: bool) -> AdamRule:
+    return AdamRule(_ADAMW, bias_correction, decoupled_weight_decay=True)
+
+
 @keywords(learning_rate="lr")
 class Adam(ZeroOptimizer):
     """Replace ``torch.optim.Adam``, with one fused launch for a model's shards or all plain parameters; see
@@ -158,7 +166,7 @@ class Adam(ZeroOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "bias_correction": bias_correction,
         }
-        self._open(Fused(AdamRule(_ADAM, bias_correction), masters, moments, seed, early), params, options)
+        self._open(Fused(_adam(bias_correction), masters, moments, seed, early), params, options)
 
 
 @keywords(learning_rate="lr")
@@ -245,5 +253,11 @@ class AdamW(Adam):
             "fused": fused,
             "bias_correction": bias_correction,
         }
-        rule = AdamRule(_ADAMW, bias_correction, decoupled_weight_decay=True)
-        self._open(Fused(rule, masters, moments, seed, early), params, options)
+        self._open(Fused(_adamw(bias_correction), masters, moments, seed, early), params, options)
+
+
+#: By a class of torch's the class here that does the same, and what makes its rule.
+FUSED: dict[type[torch.optim.Optimizer], tuple[type[ZeroOptimizer], Callable[[bool], AdamRule]]] = {
+    _ADAM: (Adam, _adam),
+    _ADAMW: (AdamW, _adamw),
+}

@@ -89,9 +89,6 @@ class Fused(Worker):
                 do="Give numbers; lr may be a tensor on the device.",
             )
 
-    def join(self, group: Options) -> None:
-        pass  # each step looks at all groups
-
     def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Ahead | None:
         if not self._early:
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,8 +23,8 @@ from npuzero.optim.worker import Worker
 from npuzero.optim.wrapped import Wrapped
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
-from npuzero.shard.flat import AHEAD, Flat
-from npuzero.shard.lag import LAGGING, warn_of_lag
+from npuzero.shard.flat import Flat
+from npuzero.shard.lag import LAGGING
 from npuzero.shard.ownership import engine_behind, owners, uncopied
 from npuzero.shard.snapshot import Later, Snapshot
 
@@ -70,11 +69,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         what = "model.parameters(), not the model" if isinstance(params, nn.Module) else f"what {worker.alike} takes"
         with _as_config_error(f"{type(self).__name__}({given})", what):
             super().__init__(params, worker.defaults(options))
-        for engine in self._owners()[0]:
-            engine.boundary.accord.propose(self._terms_for(engine))
-            promise = worker.promise(self, engine)
-            if promise is not None:
-                engine.early.follow(promise)
+        self.state = states.ByParameter()
+        _propose(self)
 
     @property
     def kind(self) -> str:
@@ -114,10 +110,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         with _as_config_error(type(self).__name__, f"a group that {self._worker.alike} takes"):
             super().add_param_group(param_group)
-            group = self.param_groups[-1]
-            self._worker.check_group(type(self).__name__, group)
+            try:
+                self._worker.check_group(type(self).__name__, self.param_groups[-1])
+            except Exception:
+                self.param_groups.pop()
+                raise
         self._terms.clear()
-        self._worker.join(group)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -202,23 +200,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Tensors of sharded parameters are on the CPU. Collective where the model is sharded: call it on every rank.
         While an update of a delayed plan is pending there is ``ahead`` beside them: what it makes of the parameter.
         """
-        numbers = {id(parameter): number for number, (_, parameter) in enumerate(states.members(self.param_groups))}
-        state: dict[int, Options] = {
-            numbers[id(parameter)]: dict(plain)
-            for parameter in self._owners()[1]
-            if (plain := self._worker.plain_state(self, parameter))
-        }
-        for engine in self._engines():
-            engine.values.check_here()
-            for flat in engine.flats():
-                for i, gathered in enumerate(states.gather(self._worker, engine, flat)):
-                    if gathered and id(flat.parameters[i]) in numbers:
-                        state[numbers[id(flat.parameters[i])]] = gathered
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
-            for group in self.param_groups
-        ]
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found = states.unshard(self._worker, self, self._engines(), self._owners()[1])
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, found)
+            found = found if replaced is None else replaced
+        return found
 
     @_disable_dynamo
     def load_state_dict(self, state_dict: Options) -> None:
@@ -227,35 +215,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
         """
-        states.check(state_dict, self.param_groups)
-        for owner in self._owners()[0]:
-            owner.values.check_here()
-        groups = state_dict["param_groups"]
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")
-        order = [number for group in groups for number in group["params"]]
-        took: dict[Engine, None] = {}
-        with torch.no_grad():
-            for number, (group, parameter) in zip(order, states.members(self.param_groups), strict=True):
-                state = state_dict["state"].get(number, {})
-                if state:
-                    states.check_one(number, parameter, state, self.state_names())
-                engine = engine_behind(parameter)
-                place = engine.place(parameter) if engine else None
-                if engine is None:
-                    self._worker.restore_plain(self, group, parameter, state)
-                elif place is not None:
-                    mine = states.cut(*place, state)
-                    ahead = mine.pop(AHEAD, None)
-                    self._worker.restore(self, engine, *place, mine)
-                    if ahead is not None:
-                        if engine not in took:
-                            engine.values.settle()
-                        states.take_ahead(engine, *place, ahead)
-                        took[engine] = None
-            for engine in took:
-                warn_of_lag(state_dict["state"].values(), engine.lag)
-                engine.values.restore_parameters()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        states.load(self._worker, self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def cut_state(self, flat: Flat) -> list[dict[str, float | None]]:
         """Return per slot of ``flat`` its numbers by name, and None for each tensor, whose part :meth:`cut_buffer` has.
@@ -305,6 +270,76 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_names(self) -> tuple[str, ...]:
         """Return the names that a parameter's state must have; the others are the class's own business."""
         return self._worker.state_names(self.param_groups)
+
+
+def _propose(optimizer: ZeroOptimizer) -> None:
+    """Tell the models whose parameters these are by which rules they will be updated."""
+    for engine in optimizer._owners()[0]:
+        engine.boundary.accord.propose(optimizer._terms_for(engine))
+        promise = optimizer._worker.promise(optimizer, engine)
+        if promise is not None:
+            engine.early.follow(promise)
+
+
+def shard_in_place(
+    optimizer: torch.optim.Optimizer, worker: Worker, base: type[ZeroOptimizer] = ZeroOptimizer
+) -> ZeroOptimizer:
+    """Make ``optimizer`` update shards from now on, with the groups, defaults, hooks and attributes that it has.
+
+    As FSDP2's ``fully_shard`` does with a module, the object gets a new class of the same name: a subclass of ``base``
+    and of its own class. Whoever holds the optimizer holds the one that steps.
+
+    Args:
+        optimizer: of torch's kind, over parameters of sharded models. Its state goes to ``worker``.
+        worker: does what the optimizer's own ``step`` did.
+        base: the class of npuzero's that the new one derives from first.
+
+    Raises:
+        ConfigError: options, parameters or a class that ``worker`` refuses, or a method that the program has replaced
+            on this object.
+        CheckpointError: a state that is not of these parameters. The optimizer stays as it was in either case.
+    """
+    cls, before = type(optimizer), {**vars(optimizer)}
+    _check_replaced(optimizer)
+    with _as_config_error(cls.__name__, f"an optimizer as {worker.alike}"):
+        defaults = worker.defaults(optimizer.defaults)
+        for group in optimizer.param_groups:
+            worker.check_group(cls.__name__, {**defaults, **group})
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        for name, value in defaults.items():
+            options.setdefault(name, value)
+    optimizer.__class__ = type(cls.__name__, (base, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    assert isinstance(optimizer, base)
+    try:
+        vars(optimizer).pop("step", None)  # a scheduler's, which counts the steps of the class before
+        optimizer._patch_step_function()
+        optimizer._worker, optimizer._terms = worker, weakref.WeakKeyDictionary()
+        optimizer.state = states.ByParameter()
+        if before["state"]:
+            states.load(worker, optimizer, states.numbered(before["state"], optimizer.param_groups))
+        _propose(optimizer)
+    except Exception:
+        optimizer.__class__ = cls  # type: ignore[assignment]
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        raise
+    return optimizer
+
+
+def _check_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where a method was replaced on the object: what replaces it would call the class before."""
+    replaced = [
+        name
+        for name, value in vars(optimizer).items()
+        if callable(getattr(ZeroOptimizer, name, None)) and not hasattr(value, "_wrapped_by_lr_sched")
+    ]
+    if replaced:
+        raise ConfigError(
+            type(optimizer).__name__,
+            expected="an optimizer whose methods are its class's",
+            got=f"one whose {', '.join(replaced)} the program has replaced",
+            do="Replace methods after the optimizer was prepared, or use register_step_pre_hook and its like.",
+        )
 
 
 def _check_capture(name: str, groups: list[Options], alike: str) -> None:

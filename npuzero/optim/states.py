@@ -4,18 +4,23 @@ and taken apart.
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from npuzero.errors import CheckpointError
+from npuzero.errors import CheckpointError, StateError
 from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker
 from npuzero.shard.cuts import whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.flat import AHEAD, Flat, masters_later
+from npuzero.shard.lag import warn_of_lag
+from npuzero.shard.ownership import engine_behind, owners
 from npuzero.shard.snapshot import NOW
 
 
@@ -24,6 +29,60 @@ def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
     for group in groups:
         for parameter in group["params"]:
             yield group, parameter
+
+
+class ByParameter(defaultdict[Any, Options]):
+    """Hold states by plain parameter, as ``torch.optim.Optimizer.state``; refuse those of a sharded one."""
+
+    def __init__(self) -> None:
+        super().__init__(dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (), None, None, iter(self.items())
+
+    def __missing__(self, parameter: Any) -> Options:
+        """Begin the state of a plain parameter.
+
+        Raises:
+            StateError: the parameter is of a sharded model, of which this rank keeps a part of the state.
+        """
+        if isinstance(parameter, nn.Parameter) and engine_behind(parameter) is not None:
+            raise StateError(
+                "optimizer.state of a sharded parameter",
+                expected="a plain parameter: each rank keeps a part of a sharded one's state",
+                got=f"a parameter of shape {tuple(whole_shape(parameter))} of a model made by npuzero.zero()",
+                do="Read optimizer.state_dict(), and write by optimizer.load_state_dict(): every rank calls them.",
+            )
+        return super().__missing__(parameter)
+
+
+def numbered(state: Mapping[Any, Options], groups: list[Options]) -> Options:
+    """Return in the shape of a state dict what an optimizer of torch's keeps by parameter."""
+    held = {number: state[parameter] for number, (_, parameter) in enumerate(members(groups)) if parameter in state}
+    numbers = itertools.count()
+    return {"state": held, "param_groups": [{"params": [next(numbers) for _ in group["params"]]} for group in groups]}
+
+
+def unshard(
+    worker: Worker, optimizer: torch.optim.Optimizer, engines: list[Engine], plain: list[nn.Parameter]
+) -> Options:
+    """Return what ``torch.optim.Optimizer.state_dict`` of a plain model would. Collective over each of ``engines``."""
+    groups = optimizer.param_groups
+    numbers = {id(parameter): number for number, (_, parameter) in enumerate(members(groups))}
+    state: dict[int, Options] = {
+        numbers[id(parameter)]: dict(held) for parameter in plain if (held := worker.plain_state(optimizer, parameter))
+    }
+    for engine in engines:
+        engine.values.check_here()
+        for flat in engine.flats():
+            for i, gathered in enumerate(gather(worker, engine, flat)):
+                if gathered and id(flat.parameters[i]) in numbers:
+                    state[numbers[id(flat.parameters[i])]] = gathered
+    packed = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+        for group in groups
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 
 def gather(worker: Worker, engine: Engine, flat: Flat) -> list[Options]:
@@ -58,6 +117,44 @@ def take_ahead(engine: Engine, flat: Flat, i: int, ahead: Tensor) -> None:
     """
     take = engine.lag.take if engine.lag else Flat.write_master
     take(flat, flat.own_slots[i], ahead)
+
+
+def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) -> None:
+    """Take a state in torch's shape, unsharded tensors by parameter number: this rank's part of each.
+
+    Raises:
+        CheckpointError: no such state, other groups, other tensors, or tensors of other shapes.
+    """
+    groups = optimizer.param_groups
+    check(state_dict, groups)
+    for owner in owners(parameter for _, parameter in members(groups))[0]:
+        owner.values.check_here()
+    for group, loaded in zip(groups, state_dict["param_groups"], strict=True):
+        group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")
+    order = [number for group in state_dict["param_groups"] for number in group["params"]]
+    needs = worker.state_names(groups)
+    took: dict[Engine, None] = {}
+    with torch.no_grad():
+        for number, (group, parameter) in zip(order, members(groups), strict=True):
+            state = state_dict["state"].get(number, {})
+            if state:
+                check_one(number, parameter, state, needs)
+            engine = engine_behind(parameter)
+            place = engine.place(parameter) if engine else None
+            if engine is None:
+                worker.restore_plain(optimizer, group, parameter, state)
+            elif place is not None:
+                mine = cut(*place, state)
+                ahead = mine.pop(AHEAD, None)
+                worker.restore(optimizer, engine, *place, mine)
+                if ahead is not None:
+                    if engine not in took:
+                        engine.values.settle()
+                    take_ahead(engine, *place, ahead)
+                    took[engine] = None
+        for engine in took:
+            warn_of_lag(state_dict["state"].values(), engine.lag)
+            engine.values.restore_parameters()
 
 
 def cut(flat: Flat, i: int, state: Mapping[str, Any]) -> Options:

@@ -88,17 +88,18 @@ class Terms:
         total = 0
         for group, known in zip(self._present(), self._known, strict=False):
             if known.members:
-                values = list(map(group.__getitem__, self._keys))
+                values = list(map(group.get, self._keys))
                 if not all(map(is_, values, known.values)):
                     known.take(values)
                 total += known.digest
         return total
 
     def groups(self) -> list[Group]:
+        pairs = enumerate(zip(self._present(), self._known, strict=False))
         return [
-            Group(self._kind, i, {**{key: _word(group[key]) for key in self._keys}, **self._constants}, known.members)
-            for i, (group, known) in enumerate(zip(self._present(), self._known, strict=False))
-            if known.members
+            Group(self._kind, i, {**{key: _word(group.get(key)) for key in self._keys}, **self._constants}, it.members)
+            for i, (group, it) in pairs
+            if it.members
         ]
 
     def _present(self) -> list[Options]:

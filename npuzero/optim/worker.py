@@ -48,10 +48,6 @@ class Worker(ABC):
             ConfigError, or what torch raises: options or parameters that no update can take.
         """
 
-    @abstractmethod
-    def join(self, group: Options) -> None:
-        """Take a group that was checked into the work that is under way."""
-
     def promise(self, optimizer: torch.optim.Optimizer, engine: Engine) -> Promise | None:
         """Return what the optimizer promises to a model that it has, so that updates can begin inside backward."""
         return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -47,12 +49,14 @@ class Wrapped(Worker):
         self._class = optimizer_class
         self._options = options
         self._inner: torch.optim.Optimizer | None = None
+        self._state: defaultdict[Any, Options] = defaultdict(dict)  # as torch's, by plain parameter and stand-in
+        self._members: dict[int, tuple[Options, list[Tensor]]] = {}  # by id of a group, and the group: stand-ins
         self._aside: dict[Flat, Aside] = {}  # of far flats
         self._stand_ins: dict[int, Tensor] = {}  # by id of a sharded parameter: this rank's range of its master
 
     def __getstate__(self) -> Options:
         """Leave stand-ins out: they are ranges of a sharded model, of which there are no copies."""
-        return {**self.__dict__, "_stand_ins": {}, "_aside": {}}
+        return {**self.__dict__, "_stand_ins": {}, "_members": {}, "_aside": {}}
 
     def kind(self, name: str) -> str:
         return f"{name}({self._class.__name__})"
@@ -67,19 +71,12 @@ class Wrapped(Worker):
         refuse_differentiable(name, group)
         check_elementwise(self._class, options, next((p.device for p in group["params"]), torch.device("cpu")))
 
-    def join(self, group: Options) -> None:
-        if self._inner is not None:
-            self._inner.add_param_group(self._counterpart(group))
-
     def decides_on_device(self, groups: list[Options]) -> bool:
         return False
 
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         """Update in one chunk: what the optimizer does, and in which order, is its own business."""
         inner = self._made(optimizer)
-        # A scheduler changes the options of the optimizer that it sees, and the inner one updates.
-        for group, mirror in zip(optimizer.param_groups, inner.param_groups, strict=True):
-            mirror.update((key, value) for key, value in group.items() if key != "params")
         # A skipped step must not count: torch's optimizers cannot be told on the device, so the host waits.
         ready = [engine for engine in ready if engine.boundary.skip is None or not engine.boundary.skip.item()]
         for engine in ready:
@@ -95,7 +92,8 @@ class Wrapped(Worker):
                         counts = engine in ready and engine.boundary.used(flat)[i]
                         gradient = gradients.get(flat, flat.own_gradient)
                         stand_in.grad = gradient[flat.own_slots[i]] if counts else None
-        inner.step()
+        with self._standing_in(optimizer, inner):
+            _step_without_hooks(self._class)(inner)
         for engine in ready:
             for flat in engine.flats():
                 if flat in self._aside:
@@ -104,28 +102,55 @@ class Wrapped(Worker):
                     flat.refresh_low()
 
     def _made(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that does the work; made when it is needed, since ``zero()`` may come after
-        ``optimizer``.
+        """Return the optimizer that does the work: ``optimizer`` itself where it is of the class, else one that is made
+        when it is needed, since ``zero()`` may come after ``optimizer``.
         """
+        members = [self._members_of(group) for group in optimizer.param_groups]
+        if isinstance(optimizer, self._class):
+            return optimizer
         if self._inner is None:
-            groups = [self._counterpart(group) for group in optimizer.param_groups]
+            pairs = zip(optimizer.param_groups, members, strict=True)
+            groups = [
+                {**{key: value for key, value in group.items() if key != "param_names"}, "params": those}
+                for group, those in pairs
+            ]
             self._inner = self._class(groups, **self._options)
+            self._state = self._inner.state
         return self._inner
 
-    def _counterpart(self, group: Options) -> Options:
-        """Return ``group`` for the inner optimizer; frozen parameters of a sharded model have no part in it."""
-        members: list[Tensor] = []
-        for parameter in group["params"]:
-            engine = engine_behind(parameter)
-            place = engine.place(parameter) if engine else None
-            if engine is not None and place is not None:
-                flat, i = place
-                _check_precision(flat.plan.precision)
-                engine.absence.beside.add(self)
-                self._stand_ins[id(parameter)] = self._master_of(engine, flat)[flat.own_slots[i]].detach()
-            if engine is None or place is not None:
-                members.append(self._stand_ins.get(id(parameter), parameter))
-        return {**{key: value for key, value in group.items() if key != "param_names"}, "params": members}
+    @contextlib.contextmanager
+    def _standing_in(self, optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> Iterator[None]:
+        """Have ``inner`` see stand-ins and their states, in the very groups of ``optimizer``: what it writes into a
+        group of its own keys, such as a count of steps, lasts as in torch.
+        """
+        groups, state = optimizer.param_groups, inner.state
+        parameters = [group["params"] for group in groups]
+        inner.param_groups, inner.state = groups, self._state
+        try:
+            for group in groups:
+                group["params"] = self._members_of(group)
+            yield
+        finally:
+            inner.state = state
+            for group, those in zip(groups, parameters, strict=True):
+                group["params"] = those
+
+    def _members_of(self, group: Options) -> list[Tensor]:
+        """Return what stands in for the parameters of ``group``, made once; a sharded model's frozen ones have none."""
+        if id(group) not in self._members:
+            members: list[Tensor] = []
+            for parameter in group["params"]:
+                engine = engine_behind(parameter)
+                place = engine.place(parameter) if engine else None
+                if engine is not None and place is not None:
+                    flat, i = place
+                    _check_precision(flat.plan.precision)
+                    engine.absence.beside.add(self)
+                    self._stand_ins[id(parameter)] = self._master_of(engine, flat)[flat.own_slots[i]].detach()
+                if engine is None or place is not None:
+                    members.append(self._stand_ins.get(id(parameter), parameter))
+            self._members[id(group)] = group, members
+        return self._members[id(group)][1]
 
     def _master_of(self, engine: Engine, flat: Flat) -> Tensor:
         if not flat.far:
@@ -147,7 +172,7 @@ class Wrapped(Worker):
 
     def slot_state(self, flat: Flat, i: int) -> Options:
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
-        return {} if stand_in is None or self._inner is None else dict(self._inner.state.get(stand_in, {}))
+        return {} if stand_in is None else dict(self._state.get(stand_in, {}))
 
     def later(self, flat: Flat, name: str, own: slice, snapshot: Snapshot) -> Later | None:
         found = None
@@ -163,12 +188,12 @@ class Wrapped(Worker):
     def restore(
         self, optimizer: torch.optim.Optimizer, engine: Engine, flat: Flat, i: int, state: Mapping[str, Any]
     ) -> None:
-        inner = self._made(optimizer)
+        self._made(optimizer)
         stand_in = self._stand_ins.get(id(flat.parameters[i]))
         if stand_in is not None:
-            inner.state.pop(stand_in, None)
+            self._state.pop(stand_in, None)
             if state:
-                inner.state[stand_in] = {
+                self._state[stand_in] = {
                     k: v.to(stand_in.device, copy=True) if isinstance(v, Tensor) else torch.tensor(v)
                     for k, v in state.items()
                 }
@@ -194,15 +219,21 @@ class Wrapped(Worker):
                 value[there].copy_(values[here])
 
     def plain_state(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Options:
-        return dict(self._inner.state.get(parameter, {})) if self._inner else {}
+        return dict(self._state.get(parameter, {}))
 
     def restore_plain(
         self, optimizer: torch.optim.Optimizer, group: Options, parameter: nn.Parameter, state: Mapping[str, Any]
     ) -> None:
-        inner = self._made(optimizer)
-        inner.state.pop(parameter, None)
+        self._made(optimizer)
+        self._state.pop(parameter, None)
         if state:
-            inner.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            self._state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def _step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:
+    """Return the step of a class without torch's hooks around it, which run around the step of the whole."""
+    step: Callable[..., object] = inspect.unwrap(cls.step, stop=lambda step: not hasattr(step, "hooked"))
+    return step
 
 
 def _is_part(value: object, flat: Flat, i: int) -> TypeGuard[Tensor]:

@@ -51,7 +51,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_heir_updates_as_the_optimizer_would_with_its_options_and_state(name: str) -> None:
+def test_an_adopted_optimizer_updates_as_before_with_its_options_and_state(name: str) -> None:
     """Two steps of the plain model before it is sharded, and three after."""
     plain, other = net(), net()
     expected, before = (OPTIMIZERS[name](list(model.parameters())) for model in (plain, other))
@@ -59,13 +59,14 @@ def test_an_heir_updates_as_the_optimizer_would_with_its_options_and_state(name:
         step(model, optimizer)
         step(model, optimizer)
     adopt.shard(other, CPU, {"stage": 3})
-    heir = adopt.adopt(before)
-    assert type(heir).__name__ in (type(before).__name__, "ZeroOptimizer") and isinstance(heir, npuzero.ZeroOptimizer)
+    adopted = adopt.adopt(before)
+    assert adopted is before and type(adopted).__name__ == type(expected).__name__
+    assert isinstance(adopted, npuzero.ZeroOptimizer) and isinstance(adopted, type(expected))
     for _ in range(3):
         step(plain, expected)
-        step(other, heir)
+        step(other, adopted)
     assert distance(weights(plain), weights(other)) < BOUND
-    assert adopt.adopt(heir) is heir and adopt.adopt(before) is heir
+    assert adopt.adopt(adopted) is adopted
 
 
 def test_optimizers_over_plain_parameters_and_npuzeros_own_stay() -> None:
@@ -75,12 +76,125 @@ def test_optimizers_over_plain_parameters_and_npuzeros_own_stay() -> None:
     assert adopt.adopt(own) is own
 
 
-def test_the_optimizer_that_was_replaced_does_not_step() -> None:
+def test_what_a_program_reads_and_writes_on_an_optimizer_stays_its_own() -> None:
     model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.warmed_up = False  # type: ignore[attr-defined]
+    defaults, groups, group = optimizer.defaults, optimizer.param_groups, optimizer.param_groups[0]
+    group["lr_scale"] = 0.5
+    adopted = adopt.adopt(optimizer)
+    assert adopted is optimizer and isinstance(adopted, torch.optim.AdamW) and repr(adopted).startswith("AdamW (")
+    assert adopted.defaults is defaults and adopted.param_groups is groups and groups[0] is group
+    assert adopted.warmed_up is False and group["lr_scale"] == 0.5  # type: ignore[attr-defined]
+    before = {name: value for name, value in weights(model).items() if name.endswith("weight")}
+    for each in optimizer.param_groups:  # as timm's and MAE's schedules do
+        each["lr"] = 0.0 * each["lr_scale"]
+    step(model, adopted)
+    assert all(torch.equal(value, weights(model)[name]) for name, value in before.items())
+
+
+def test_hooks_from_before_and_after_run_once_as_in_torch() -> None:
+    model, ran = sharded(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before step"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "note": len(ran)})
+    optimizer.register_load_state_dict_post_hook(lambda _: ran.append("loaded"))
     adopt.adopt(optimizer)
-    with pytest.raises(npuzero.StateError, match="Step what prepare"):
-        optimizer.step()
+    optimizer.register_step_post_hook(lambda *_: ran.append("after step"))
+    optimizer.register_state_dict_pre_hook(lambda _: ran.append("read"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {k: v for k, v in state.items() if k != "note"})
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert ran == ["before step", "after step", "read", "loaded"] and state["note"] == 3
+
+
+class Counting(Optimizer):
+    """Keep what it counts in keys and attributes of its own, as timm's optimizers and schedule-free ones do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, count: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "count": count})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Move by a rate that falls with the count."""
+        self.steps += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            group["rate"] = group["lr"] / group["count"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["rate"])
+
+
+@pytest.mark.parametrize("made", ["adopted", "ZeroOptimizer"])
+def test_keys_of_its_own_that_a_step_writes_last(made: str) -> None:
+    plain, model = net(), net()
+    expected = Counting(plain.parameters())
+    optimizer = Counting(model.parameters()) if made == "adopted" else None
+    adopt.shard(model, CPU, {"stage": 3})
+    adopted = adopt.adopt(optimizer) if optimizer else npuzero.ZeroOptimizer(Counting, model.parameters())
+    for _ in range(3):
+        step(plain, expected)
+        step(model, adopted)
+    assert distance(weights(plain), weights(model)) < BOUND
+    assert adopted.param_groups[0]["count"] == 3 and adopted.param_groups[0]["rate"] == 0.1 / 3
+    assert optimizer is None or optimizer.steps == 3
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_groups_are_added_and_taken_away(kind: type[Optimizer]) -> None:
+    """A part of the model thaws, and stops again."""
+    plain, model = net(), net()
+    adopt.shard(model, CPU, {"stage": 3})
+    for each in (plain, model):
+        optimizer = adopt.adopt(kind([*each.parameters()][:2], lr=1e-2, weight_decay=0.0))
+        step(each, optimizer)
+        optimizer.add_param_group({"params": [*each.parameters()][2:], "lr": 2e-2})
+        step(each, optimizer)
+        del optimizer.param_groups[0]
+        step(each, optimizer)
+    assert distance(weights(plain), weights(model)) < BOUND
+
+
+def test_a_group_that_is_refused_leaves_nothing() -> None:
+    model = sharded()
+    first, *others = model.parameters()
+    optimizer = adopt.adopt(torch.optim.AdamW([first]))
+    with pytest.raises(npuzero.ConfigError, match="differentiable"):
+        optimizer.add_param_group({"params": others, "differentiable": True})
+    optimizer.add_param_group({"params": others})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_states_of_shards_are_not_read_as_if_they_were_empty() -> None:
+    model = sharded()
+    optimizer = adopt.adopt(torch.optim.AdamW(model.parameters()))
+    step(model, optimizer)
+    with pytest.raises(npuzero.StateError, match="state_dict"):
+        optimizer.state[next(model.parameters())]
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == next(model.parameters()).shape
+
+
+def test_a_step_that_the_program_has_replaced_is_not_lost() -> None:
+    optimizer = torch.optim.SGD(sharded().parameters(), lr=0.1)
+    first = optimizer.step
+    optimizer.step = lambda *a, **k: first(*a, **k)  # type: ignore[method-assign]
+    with pytest.raises(npuzero.ConfigError, match="whose step the program has replaced"):
+        adopt.adopt(optimizer)
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_a_state_that_does_not_fit_leaves_the_optimizer_as_it_was() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    step(model, optimizer)
+    optimizer.state[next(model.parameters())]["exp_avg"] = torch.zeros(3)
+    adopt.shard(model, CPU, {"stage": 3})
+    with pytest.raises(npuzero.CheckpointError, match="exp_avg"):
+        adopt.adopt(optimizer)
+    assert type(optimizer) is torch.optim.AdamW and len(optimizer.state) == len([*model.parameters()])
 
 
 class Hidden(Optimizer):
@@ -117,53 +231,67 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("repointed", [True, False])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_with_the_heir_whether_it_was_told_or_not(name: str, repointed: bool) -> None:
+def test_a_scheduler_goes_on_with_the_adopted_optimizer(name: str) -> None:
     """Warnings are errors here: torch warns where a scheduler's optimizer does not step before it."""
     plain, model = net(), net()
     expected, optimizer = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model))
     theirs, scheduler = SCHEDULERS[name](expected), SCHEDULERS[name](optimizer)
     adopt.shard(model, CPU, {})
-    heir = adopt.adopt(optimizer)
-    if repointed:
-        adopt.repoint(scheduler)
-        assert scheduler.optimizer is heir
+    adopted = adopt.adopt(optimizer)
+    adopt.check_scheduler(scheduler)
     for _ in range(5):
         step(plain, expected)
-        step(model, heir)
+        step(model, adopted)
         theirs.step()
         scheduler.step()
-        assert [group["lr"] for group in heir.param_groups] == [group["lr"] for group in expected.param_groups]
+        assert [group["lr"] for group in adopted.param_groups] == [group["lr"] for group in expected.param_groups]
     assert distance(weights(plain), weights(model)) < BOUND
     state = copy.deepcopy(scheduler.state_dict())
-    again = SCHEDULERS[name](heir)
+    again = SCHEDULERS[name](adopted)
     again.load_state_dict(state)
     assert again.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("cosine_with_min_lr", {"min_lr": 1e-6}), ("polynomial", {"power": 2.0})]
+)
+def test_schedules_of_transformers_read_the_defaults(name: str, options: dict[str, float]) -> None:
+    transformers = pytest.importorskip("transformers")
+    rates = []
+    for adopts in (False, True):
+        model = sharded() if adopts else net()
+        optimizer = adopt.adopt(torch.optim.AdamW(model.parameters(), lr=1e-5))
+        scheduler = transformers.get_scheduler(name, optimizer, 0, 5, scheduler_specific_kwargs=options)
+        for _ in range(5):
+            step(model, optimizer)
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1] > 0
 
 
 def test_a_plateau_is_followed() -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    heir = adopt.adopt(optimizer)
-    adopt.repoint(scheduler)
+    adopted = adopt.adopt(optimizer)
+    adopt.check_scheduler(scheduler)
     for loss in (1.0, 2.0, 3.0):
         scheduler.step(loss)
-    assert scheduler.optimizer is heir and heir.param_groups[0]["lr"] == 0.25
+    assert scheduler.optimizer is adopted and adopted.param_groups[0]["lr"] == 0.25
 
 
 def test_a_scheduler_of_an_optimizer_that_nobody_adopted_is_refused() -> None:
     optimizer = torch.optim.SGD(sharded().parameters(), lr=1.0)
     scheduler = schedulers.ExponentialLR(optimizer, 0.9)
     with pytest.raises(npuzero.ConfigError, match="nobody has prepared"):
-        adopt.repoint(scheduler)
+        adopt.check_scheduler(scheduler)
 
 
 def test_a_scheduler_of_a_plain_model_stays() -> None:
     optimizer = torch.optim.SGD(net().parameters(), lr=1.0)
     scheduler = schedulers.ExponentialLR(optimizer, 0.9)
-    adopt.repoint(scheduler)
+    adopt.check_scheduler(scheduler)
     assert scheduler.optimizer is optimizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from npuzero import comm
+from npuzero import adopt, comm
 from npuzero.api import zero
 from npuzero.comm import World
 from npuzero.compat.deepspeed.arguments import filled
@@ -18,10 +17,8 @@ from npuzero.compat.deepspeed.configuration import Config, explain
 from npuzero.compat.deepspeed.engine import Engine
 from npuzero.compat.deepspeed.loader import loader_of
 from npuzero.compat.deepspeed.recipe import Recipe
-from npuzero.compat.schedulers import repoint
 from npuzero.config import describe
 from npuzero.errors import ConfigError, keywords
-from npuzero.optim import Adam, AdamW, ZeroOptimizer
 
 _OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
@@ -59,12 +56,11 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
         args: with ``deepspeed_config``, the path, where ``config`` is not given. Arguments of transformers' Trainer
             (``learning_rate``, ``per_device_train_batch_size`` ...) fill in what the configuration leaves to "auto".
         model: with the same structure on every rank; rank 0's weights count.
-        optimizer: one over the model's parameters, whose options are taken and which is not to be used any more; one
-            of npuzero's; or a function from parameters to one. It goes before the configuration's.
+        optimizer: one over the model's parameters, which updates shards from now on, in place; one of npuzero's; or a
+            function from parameters to one. It goes before the configuration's.
         model_parameters: parameters, or groups of them with options; None: all that train.
         training_data: a dataset, of which each rank has its part.
-        lr_scheduler: one over ``optimizer``, which from now on is one over npuzero's; or a function of an optimizer. It
-            goes before the configuration's.
+        lr_scheduler: one over ``optimizer``, or a function of an optimizer. It goes before the configuration's.
         collate_fn: makes a batch of samples.
         config: a dict, or the path of a JSON file; ``config_params`` is its old name.
         auto: by path values for keys that say "auto", such as ``{"optimizer.params.lr": 1e-4}``; they go before
@@ -111,9 +107,9 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
         )
     _move(model, ranks, recipe)
     zero(model, plan=recipe.plan, settings=recipe.settings, world=ranks)
-    made, old = _optimizer(optimizer, recipe, model, model_parameters)
+    made = _optimizer(optimizer, recipe, model, model_parameters)
     _check_shared(made, model)
-    schedule = _schedule(lr_scheduler, recipe, made, old)
+    schedule = _schedule(lr_scheduler, recipe, made)
     loader = loader_of(training_data, collate_fn, recipe, ranks)
     return Initialized(Engine(model, made, schedule, loader, recipe, ranks, found), made, loader, schedule)
 
@@ -149,24 +145,14 @@ def _move(model: nn.Module, world: World, recipe: Recipe) -> None:
 
 def _optimizer(
     given: _OptimizerLike | None, recipe: Recipe, model: nn.Module, parameters: Iterable[Any] | None
-) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer | None]:
-    """Return npuzero's optimizer, and the one that it takes the place of, if there is one."""
+) -> torch.optim.Optimizer:
     over = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if given is None:
         assert recipe.optimizer is not None
         maker, options = recipe.optimizer
-        return maker(over, options), None
-    made = given if isinstance(given, torch.optim.Optimizer) else given(over)
-    if isinstance(made, ZeroOptimizer):
-        return made, None
-    if made.state:
-        raise ConfigError(
-            "npuzero.initialize: optimizer",
-            expected="one that has taken no step",
-            got=f"{type(made).__name__} with the states of {len(made.state)} parameters",
-            do="Build it anew, and load the states by engine.load_checkpoint().",
-        )
-    return _over_shards(made), made
+        made: torch.optim.Optimizer = maker(over, options)
+        return made
+    return adopt.adopt(given if isinstance(given, torch.optim.Optimizer) else given(over))
 
 
 def _check_shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -186,21 +172,18 @@ def _check_shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
-def _over_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return npuzero's form of an optimizer of torch's kind, with its groups and options."""
-    cls = type(optimizer)
-    known = inspect.signature(cls).parameters
-    groups = [{key: value for key, value in group.items() if key in (*known, "params", "initial_lr")}
-              for group in optimizer.param_groups]  # fmt: skip
-    options = {key: value for key, value in optimizer.defaults.items() if key in known}
-    own = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam}.get(cls)
-    return ZeroOptimizer(cls, groups, **options) if own is None else own(groups, **options)
-
-
-def _schedule(given: Any, recipe: Recipe, new: torch.optim.Optimizer, old: torch.optim.Optimizer | None) -> Any:
+def _schedule(given: Any, recipe: Recipe, optimizer: torch.optim.Optimizer) -> Any:
     if given is None:
-        return None if recipe.schedule is None else recipe.schedule[0](new, recipe.schedule[1])
+        return None if recipe.schedule is None else recipe.schedule[0](optimizer, recipe.schedule[1])
     if callable(given) and not hasattr(given, "step"):
-        return given(new)
-    repoint(given, old, new)
+        return given(optimizer)
+    for part in (*getattr(given, "_schedulers", ()), given):
+        its = getattr(part, "optimizer", optimizer)
+        if its is not optimizer:
+            raise ConfigError(
+                "lr_scheduler",
+                expected="a schedule over the optimizer that is passed beside it, or a function of an optimizer",
+                got=f"{type(part).__name__} over {describe(its)}",
+                do="Pass lr_scheduler=lambda optimizer: Schedule(optimizer, ...).",
+            )
     return given
