@@ -78,6 +78,14 @@ def is_sharded(model: object) -> bool:
     return getattr(model, "_npuzero", None) is not None
 
 
+def gathers(model: nn.Module) -> bool:
+    """Tell whether a forward of ``model`` gathers parameters from other ranks, so that every rank must run as many."""
+    if not is_sharded(model):
+        return False
+    engine = engine_of(model)
+    return engine.world.size > 1 and any(unit.guarded for unit in engine.units)
+
+
 def over_sharded(parameters: Iterable[nn.Parameter]) -> bool:
     """Tell whether any of ``parameters`` is of a sharded model."""
     return bool(owners(parameters)[0])

@@ -223,11 +223,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
             CheckpointError: they do not fit.
         """
         if self._shards is None:
-            state = checkpoint["state_dict"]
-            if not strict:  # what is not there stays as it is
-                own = full_state_dict(self.lightning_module, rank0_only=False)
-                state = {name: state.get(name, value) for name, value in own.items()}
-            load_full_state_dict(self.lightning_module, state)
+            load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
             return
         with_states = self.optimizers and "optimizer_states" in checkpoint
         adopt.load(self._shards, self.lightning_module, _only(self.optimizers) if with_states else None)

@@ -16,12 +16,13 @@ from torch import nn
 
 from npuzero import adopt
 from npuzero.api import load_full_state_dict
-from npuzero.errors import ConfigError
+from npuzero.errors import CheckpointError, ConfigError, differing_names
 
 try:
     import safetensors.torch
-    from transformers import Trainer, __version__
+    from transformers import Seq2SeqTrainer, Trainer, __version__
     from transformers.trainer import SCHEDULER_NAME
+    from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME
 
     if not hasattr(Trainer, "_build_accelerator_args"):
         raise ImportError(f"transformers {__version__}, which is older than 5.3")
@@ -30,6 +31,7 @@ except ImportError as error:
 
 from npuzero.accelerate import ZeroAccelerator
 from npuzero.checkpoint.weights import tensors_at
+from npuzero.shard.state_dict import given
 
 __all__ = ["ZeroTrainer"]
 
@@ -99,6 +101,19 @@ class ZeroTrainer(Trainer):
         adopt.check_scheduler(scheduler)
         return scheduler
 
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluate a batch; a Seq2SeqTrainer generates on every rank until all have finished, where forwards gather."""
+        if isinstance(self, Seq2SeqTrainer) and adopt.gathers(self.model):
+            gen_kwargs = {"synced_gpus": True, **(gen_kwargs or getattr(self, "_gen_kwargs", {}))}
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+
     # -- saving and loading ----------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -107,7 +122,9 @@ class ZeroTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         # Every rank gathers; the one that writes has all of it in the host's memory.
-        self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        state = self.accelerator.get_state_dict(self.model)
+        with given(self.model, state):
+            self._save(output_dir or self.args.output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -143,6 +160,49 @@ class ZeroTrainer(Trainer):
             _load_weights(self.model, Path(best))
 
 
+def _load_adapters(model: Any, folder: Path) -> None:
+    """Load what PEFT's ``save_pretrained`` left of the adapters that a sharded model has. Collective."""
+    import peft
+
+    named = model.state_dict(keep_vars=True)
+    state: dict[str, torch.Tensor] = {}
+    for adapter in model.peft_config:
+        path = folder if adapter == "default" else folder / adapter
+        stored = _adapter_tensors(path)
+        if not isinstance(model, peft.PeftModel):  # one of transformers' own, which writes the names of PEFT's wrapper
+            stored = {key.removeprefix("base_model.model."): tensor for key, tensor in stored.items()}
+        # PEFT leaves the adapter's name out of the files' names: it says here which tensor is stored as what.
+        with given(model, named):
+            names = {id(tensor): name for name, tensor in named.items()}
+            saved = peft.get_peft_model_state_dict(model, state_dict={**named}, adapter_name=adapter)
+        if saved.keys() != stored.keys():
+            missing, unknown = sorted(saved.keys() - stored.keys()), sorted(stored.keys() - saved.keys())
+            raise CheckpointError(
+                f"adapter {adapter!r} in {path}",
+                expected="the tensors of the model's adapter",
+                got=differing_names(missing, unknown),
+                do="Load the files of an adapter of the same configuration.",
+            )
+        state |= {names[id(tensor)]: stored[key] for key, tensor in saved.items()}
+    load_full_state_dict(model, state, strict=False)
+
+
+def _adapter_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    stored: dict[str, torch.Tensor]
+    if (file := folder / ADAPTER_SAFE_WEIGHTS_NAME).is_file():
+        stored = safetensors.torch.load_file(file)
+    elif (file := folder / ADAPTER_WEIGHTS_NAME).is_file():
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    else:
+        raise CheckpointError(
+            f"adapters in {folder}",
+            expected=f"{ADAPTER_SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS_NAME}",
+            got="no such file",
+            do="Load a folder that save_pretrained of a model with adapters has written.",
+        )
+    return stored
+
+
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return npuzero's optimizer, within accelerate's wrapper."""
     inner: torch.optim.Optimizer = optimizer.optimizer
@@ -154,11 +214,14 @@ def _has_shards(folder: str) -> bool:
 
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
-    """Load what ``save_pretrained`` left into a sharded model. Collective.
+    """Load what ``save_pretrained`` left into a sharded model: its weights, or its adapters. Collective.
 
     Raises:
         CheckpointError: there are no such files, or they do not fit.
     """
+    if isinstance(getattr(model, "peft_config", None), dict):
+        _load_adapters(model, folder)
+        return
     files = {entry.file for entry in tensors_at(folder).values()}
     state = {name: value for file in sorted(files) for name, value in safetensors.torch.load_file(file).items()}
     # Of tied tensors there is one name in the files.

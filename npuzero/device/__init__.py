@@ -49,7 +49,8 @@ def get(device: torch.device | str) -> Device:
     found = kind.available()
     if not found.ok:
         raise ConfigError(f"device {device}", expected="a usable device", got=found.reason, do=found.do)
-    return kind(torch.device(device))
+    # torch and frameworks write "cpu:0" as well; tensors there say "cpu".
+    return kind(torch.device(kind.kind) if kind is Cpu else torch.device(device))
 
 
 def choose(local_rank: int = 0) -> torch.device:

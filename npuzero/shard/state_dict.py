@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections import defaultdict
@@ -22,6 +23,22 @@ from npuzero.shard.extra import is_extra, set_extra
 from npuzero.shard.ownership import engine_of
 from npuzero.shard.repeated import check_repeated
 from npuzero.shard.tiles import TiledTensor
+
+
+@contextlib.contextmanager
+def given(model: nn.Module, state: Mapping[str, Any]) -> Iterator[None]:
+    """Have ``state_dict()`` of any module in a sharded ``model`` take what ``state`` has from it, inside.
+
+    For libraries that are handed the gathered state, and ask a module for its own beside it.
+    """
+    parameters = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in state}
+    for name, parameter in parameters.items():
+        parameter.__dict__["_npuzero_given"] = state[name]
+    try:
+        yield
+    finally:
+        for parameter in parameters.values():
+            parameter.__dict__.pop("_npuzero_given", None)
 
 
 def attach(engine: Engine, model: nn.Module) -> None:
@@ -207,14 +224,20 @@ def _joined(tiles: Mapping[int, Any]) -> Any:
 
 
 @collective("load_full_state_dict")
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
     """Load unsharded tensors by name (from :func:`full_state_dict`) into a sharded model; rank 0's values count.
 
     Collective: every rank calls it with the same names; the values matter on rank 0. Extra states are each rank's own.
     Over the stages of a pipeline the names are those of all stages.
 
+    Args:
+        model: made by :func:`npuzero.zero`.
+        state: unsharded tensors by name.
+        strict: whether the names must be those of ``model.state_dict()``. If False, as for torch's ``load_state_dict``,
+            what ``state`` lacks stays as it is, and names that the model lacks are ignored.
+
     Raises:
-        CheckpointError: names or shapes that do not fit the model.
+        CheckpointError: names or shapes that do not fit the model, or other names on another rank.
 
     Example::
 
@@ -229,13 +252,22 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     ]
     if line.many:
         stages = of_stages(engine.mesh, engine.mesh.world.exchange(stages[0] if line.first else None))
-    problem = _misfit({name: shape for stage in stages for name, shape in stage.items()}, state)
+    shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    if not strict and isinstance(state, Mapping):
+        shapes = {name: shape for name, shape in shapes.items() if name in state}
+        state = {name: state[name] for name in shapes}
+        stages = [{name: shape for name, shape in stage.items() if name in shapes} for stage in stages]
+        named = {name: tensor for name, tensor in named.items() if name in shapes}
+    problem = _misfit(shapes, state)
     kinds = None if problem or not line.many else {n: _word(v) for n, v in state.items() if isinstance(v, Tensor)}
     # Before anything is written: a rank that raised alone would leave the others waiting, with half of the values.
-    said = engine.mesh.world.exchange([problem and str(problem), kinds if engine.mesh.world.rank == 0 else None])
+    names = None if strict else sorted(shapes)
+    said = engine.mesh.world.exchange([problem and str(problem), kinds if engine.mesh.world.rank == 0 else None, names])
     if problem is not None:
         raise problem
-    for rank, (other, _) in enumerate(said):
+    for rank, (other, _, its) in enumerate(said):
+        if other is None and its != said[0][2]:
+            other = differing_names(sorted({*said[0][2]} - {*its}), sorted({*its} - {*said[0][2]}))
         if other is not None:
             raise CheckpointError(
                 "load_full_state_dict",
@@ -250,6 +282,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, tensor in named.items():
         tiles = tensor.by_tile(state[name]) if isinstance(tensor, TiledTensor) else [(tensor, state[name])]
         values.update((id(tile), value) for tile, value in tiles)
+    if not strict:
+        engine.apply_pending()  # what stays as it is keeps its update
     engine.values.load(values)
     buffers = {n: tensor for n, tensor in named.items() if not (isinstance(tensor, nn.Parameter) or is_extra(n))}
     with torch.no_grad():

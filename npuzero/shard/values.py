@@ -151,14 +151,21 @@ class Values:
                 flat.put(begin + first, portion.out_of(block, exact))
 
     def load(self, values: Mapping[int, Tensor]) -> None:
-        """Replace parameters by unsharded tensors, keyed by ``id(parameter)``; rank 0's values count. Collective."""
+        """Replace parameters by unsharded tensors, keyed by ``id(parameter)``; rank 0's values count, and what is not
+        there stays. Collective: the keys are of the same parameters on every rank.
+        """
         self.settle()
         self._lag.drop()
         for unit in self._units:
             for flat in unit.trainable:
                 forget_lost(flat.gradient)
             for flat in unit.flats:
-                self._fill(flat, [values[id(p)] for p in flat.parameters])
+                given = {i: values[id(p)] for i, p in enumerate(flat.parameters) if id(p) in values}
+                if len(given) == len(flat.parameters):
+                    self._fill(flat, [*given.values()])
+                    continue
+                for i, value in given.items():
+                    self._fill_slot(flat, i, value)
 
     def share(self, buffers: Iterable[Tensor]) -> None:
         """Set buffers, of any dtype, to what they are on rank 0. Collective."""

@@ -304,6 +304,15 @@ def test_a_model_is_sharded_once_and_not_in_part() -> None:
     assert not adopt.is_sharded(adopt.shard(nn.Tanh(), CPU, {}))
 
 
+def test_frameworks_number_the_one_device_of_the_host() -> None:
+    """accelerate says cpu:0 under torchrun, and the program may have called init() before."""
+    world = npuzero.init()
+    model = adopt.shard(net(), torch.device("cpu:0"), {"stage": 3})
+    assert npuzero.init("cpu:0") is npuzero.init() is world and world.device == CPU
+    step(model, adopt.adopt(torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert not adopt.gathers(model) and not adopt.gathers(net())
+
+
 @pytest.mark.parametrize("options", [{"stag": 2}, {"stage": 7}])
 def test_options_are_those_of_zero(options: dict[str, Any]) -> None:
     with pytest.raises(npuzero.ConfigError, match="stage"):

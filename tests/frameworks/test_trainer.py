@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 import npuzero
-from frameworks.toys import BOUND, ROOT, distance
+from frameworks.toys import BOUND, ROOT, distance, launch
 from npuzero.shard.ownership import engine_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from frameworks.trainer_ranks import CASES, STEPS, Case, adapted, llama, rows, trainer_of, weights
 from npuzero.transformers import ZeroTrainer
@@ -101,6 +101,64 @@ def test_evaluation_comes_before_training_and_training_again(tmp_path: Path) -> 
     trainer.args.max_steps = 2
     trainer.train(resume_from_checkpoint=str(kept))  # one more step, of a rate that is still zero
     assert distance(weights(trainer), trained) == 0
+
+
+def test_adapters_and_modules_to_save_are_saved_and_are_the_best_model(tmp_path: Path) -> None:
+    """strict, so that one rank's parameters are guarded as those of many; a checkpoint has adapters alone."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    case = Case(
+        {"max_steps": 4, "save_only_model": True, **best},
+        model=lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    )
+    trainer = trainer_of(ZeroTrainer, case, tmp_path, zero={"stage": 3, "settings": npuzero.Settings(strict=True)})
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    first, last = (PeftModel.from_pretrained(llama(), tmp_path / f"checkpoint-{n}").state_dict() for n in (2, 4))
+    assert distance(weights(trainer), first) == 0 and distance(first, last) > 1e-3
+    trainer.args.max_steps = 4
+    trainer.args.load_best_model_at_end = False
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert distance(weights(trainer), last) == 0
+    (tmp_path / "checkpoint-4" / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
+    with pytest.raises(npuzero.CheckpointError, match="no such file"):
+        trainer._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
+    with pytest.raises(npuzero.StateError, match="full_state_dict"):
+        trainer.model.base_model.state_dict()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_generation_goes_on_until_all_ranks_have_finished(
+    gathers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where forwards gather; with the program's own arguments beside it."""
+    monkeypatch.setattr("npuzero.adopt.gathers", lambda _: gathers)
+
+    class Both(ZeroTrainer, Seq2SeqTrainer):
+        pass
+
+    arguments = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True, report_to=[])
+    trainer, asked = Both(llama(), arguments), []
+    trainer.model.config.pad_token_id = 0
+
+    def generate(**options: object) -> torch.Tensor:
+        asked.append(options)
+        return torch.zeros(2, 9, dtype=torch.long)
+
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    trainer.predict(rows()[:2], max_length=9)
+    trainer.predict(rows()[:2], max_length=9, synced_gpus=False)
+    assert [options["synced_gpus"] for options in asked] == [gathers, False]
+    assert all(options["max_length"] == 9 for options in asked)
+
+
+@pytest.mark.world
+@pytest.mark.slow
+def test_ranks_generate_unequal_lengths(tmp_path: Path) -> None:
+    launch(RANKS, tmp_path, "generates")
+    found = torch.load(tmp_path / "generates.pt", weights_only=True)
+    assert found["lengths"] == [4, 9], "each rank's own are not longer for the wait"
 
 
 def test_the_plan_is_said_by_the_class_or_where_it_is_made(tmp_path: Path) -> None:

@@ -16,7 +16,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 import npuzero
 from npuzero import adopt
@@ -158,9 +169,38 @@ def result(trainer: Trainer, resume: str | None = None) -> dict[str, Any]:
     return {"weights": weights(trainer), "history": history, "steps": trainer.state.global_step, "loss": evaluated}
 
 
+def generates(folder: Path) -> None:
+    """Ranks whose sequences end at 4 and at 9 tokens, under stage 3."""
+
+    class Both(ZeroTrainer, Seq2SeqTrainer):
+        pass
+
+    class Stops(StoppingCriteria):
+        def __call__(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.full((tokens.shape[0],), tokens.shape[1] >= (4, 9)[rank])
+
+    torch.manual_seed(3)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    common = {"use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments = Seq2SeqTrainingArguments(
+        str(folder / "generates"), max_steps=1, predict_with_generate=True, per_device_eval_batch_size=2, **common
+    )
+    trainer = Both(T5ForConditionalGeneration(T5Config(vocab_size=32, **sizes)), arguments, train_dataset=rows())
+    trainer.train()
+    rank = trainer.accelerator.process_index
+    batch = {name: value[None] for name, value in rows()[0].items()}
+    _, tokens, _ = trainer.prediction_step(trainer.model, batch, False, max_length=12, stopping_criteria=[Stops()])
+    lengths = trainer.accelerator.gather(torch.tensor([int((tokens[0] != 0).sum()) + 1]))
+    if rank == 0:
+        torch.save({"lengths": lengths.tolist()}, folder / "generates.pt")
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
+        if name == "generates":
+            generates(folder)
+            continue
         case = CASES[name]
         plain = trainer_of(case.plain, case, folder / f"{name}.ddp")
         found = {"ddp": result(plain)}

@@ -464,4 +464,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "    c = f32(k.beta1, p) * m + f32(k.one_minus_beta1, p) * g\n",
         ("ops/test_flat_lion.py::test_equals_reference_on_the_grid",),
     ),
+    Mutant(
+        "a rank whose sequences end early leaves the others waiting in generate()",
+        "transformers.py",
+        '{"synced_gpus": True, **',
+        "{**",
+        ("frameworks/test_trainer.py::test_generation_goes_on_until_all_ranks_have_finished",),
+    ),
+    Mutant(
+        "cpu:0 is another device than the CPU",
+        "device/__init__.py",
+        "return kind(torch.device(kind.kind) if kind is Cpu else torch.device(device))",
+        "return kind(torch.device(device))",
+        ("frameworks/test_adopt.py::test_frameworks_number_the_one_device_of_the_host",),
+    ),
 )

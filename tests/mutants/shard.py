@@ -428,4 +428,19 @@ MUTANTS = (
         "if False:",
         ("world/test_raising.py::test_nothing_stays_gathered",),
     ),
+    Mutant(
+        "the masters of what a part of a state leaves alone are rounded",
+        "shard/values.py",
+        "                if len(given) == len(flat.parameters):\n",
+        "                if given:\n"
+        "                    given = {i: given.get(i, p.detach()) for i, p in enumerate(flat.parameters)}\n",
+        ("world/test_state.py::test_a_part_of_a_state_is_loaded_and_the_rest_stays_with_its_masters[zero1]",),
+    ),
+    Mutant(
+        "a module's own state_dict() ends a save of gathered weights",
+        "shard/state_dict.py",
+        '        parameter.__dict__["_npuzero_given"] = state[name]\n',
+        "        pass\n",
+        ("frameworks/test_trainer.py::test_adapters_and_modules_to_save_are_saved_and_are_the_best_model",),
+    ),
 )

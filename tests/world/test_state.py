@@ -53,6 +53,41 @@ def bits_of_plain(model: nn.Module) -> State:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "hsdp", "delayed", "offload3"])
+def test_a_part_of_a_state_is_loaded_and_the_rest_stays_with_its_masters(plan: str) -> None:
+    """In bf16, where the masters of what stays have bits that no parameter shows."""
+
+    def rank(world: World, part: bool) -> State:
+        model = npuzero.zero(build(), plan=plan, precision="bf16", world=world)
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, tokens_of(0, 0, world.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        name = next(name for name in model.state_dict(keep_vars=True) if name.endswith("weight"))
+        value = torch.full_like(build().state_dict()[name], 0.25)
+        if part:
+            npuzero.load_full_state_dict(model, {name: value, "elsewhere": torch.ones(1)}, strict=False)
+        else:
+            npuzero.apply_pending(model)
+            with npuzero.gathered(model, write=True), torch.no_grad():
+                model.get_parameter(name).copy_(value)
+        loss_of(model, tokens_of(1, 0, world.rank)).backward()
+        optimizer.step()
+        npuzero.apply_pending(model)
+        return npuzero.full_state_dict(model, rank0_only=False)
+
+    loaded, written = (comm.run_threads(2, functools.partial(rank, part=part))[0] for part in (True, False))
+    assert_same_bits(loaded, written)
+
+    def other(world: World) -> None:
+        model = npuzero.zero(build(), plan=plan, world=world)
+        names = sorted(model.state_dict(keep_vars=True))[: 1 + world.rank]
+        with pytest.raises(CheckpointError, match=names[-1] if world.rank else "missing|unknown"):
+            npuzero.load_full_state_dict(model, {name: build().state_dict()[name] for name in names}, strict=False)
+
+    comm.run_threads(2, other)
+
+
 @every_plan
 @pytest.mark.parametrize("make", [ToyGPT, TiedBlocksGPT, Normalized])
 def test_full_state_dict_is_that_of_the_plain_model(make: type[nn.Module], plan: str) -> None:
