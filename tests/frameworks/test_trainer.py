@@ -123,7 +123,7 @@ def test_adapters_and_modules_to_save_are_saved_and_are_the_best_model(tmp_path:
     assert distance(weights(trainer), last) == 0
     (tmp_path / "checkpoint-4" / "adapter_model.safetensors").rename(tmp_path / "elsewhere")
     with pytest.raises(npuzero.CheckpointError, match="no such file"):
-        trainer._load_from_checkpoint(str(tmp_path / "checkpoint-4"))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     with pytest.raises(npuzero.StateError, match="full_state_dict"):
         trainer.model.base_model.state_dict()
 

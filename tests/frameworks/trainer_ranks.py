@@ -189,8 +189,16 @@ def generates(folder: Path) -> None:
     trainer.train()
     rank = trainer.accelerator.process_index
     batch = {name: value[None] for name, value in rows()[0].items()}
-    _, tokens, _ = trainer.prediction_step(trainer.model, batch, False, max_length=12, stopping_criteria=[Stops()])
-    lengths = trainer.accelerator.gather(torch.tensor([int((tokens[0] != 0).sum()) + 1]))
+    own, generate = [], trainer.model.generate
+
+    def noted(**options: Any) -> Tensor:
+        tokens = generate(**options)
+        own.append(tokens.shape[1])
+        return tokens
+
+    trainer.model.generate = noted
+    trainer.prediction_step(trainer.model, batch, False, max_length=12, stopping_criteria=[Stops()])
+    lengths = trainer.accelerator.gather(torch.tensor(own))
     if rank == 0:
         torch.save({"lengths": lengths.tolist()}, folder / "generates.pt")
 
