@@ -12,7 +12,7 @@ import torch
 from npuzero.device.cpu import Cpu
 from npuzero.device.cuda import Cuda
 from npuzero.device.device import Availability, Device, Event, MemoryFigures
-from npuzero.device.handle import Handle, Ready
+from npuzero.device.handle import Handle, Ready, wait_quietly
 from npuzero.device.lane import HostLane, Lane, make_lane
 from npuzero.device.npu import Npu
 from npuzero.errors import ConfigError, did_you_mean
@@ -30,6 +30,7 @@ __all__ = [
     "choose",
     "get",
     "make_lane",
+    "wait_quietly",
 ]
 
 #: Kinds by torch's word for them, most wanted first.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 
 class Handle(ABC):
@@ -29,3 +31,13 @@ class Ready(Handle):
 
     def done(self) -> bool:
         return True
+
+
+def wait_quietly(handles: Iterable[Handle]) -> None:
+    """Wait until none of ``handles`` is under way, and ignore their errors.
+
+    For cleanup after an error: memory that pending work reads or writes must stay until that work is over.
+    """
+    for handle in handles:
+        with contextlib.suppress(Exception):
+            handle.wait()

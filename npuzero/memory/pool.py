@@ -23,16 +23,25 @@ class Pool:
         self._source = source
         self._label = label
         self._idle: dict[tuple[int, torch.dtype], list[tuple[Hashable, Tensor]]] = defaultdict(list)
+        self._lent: dict[int, Tensor] = {}  # by address
 
     def acquire(self, numel: int, dtype: torch.dtype, kind: Hashable = None) -> tuple[Tensor, bool]:
         """Return a 1-D buffer of ``numel`` elements, and whether a user of this kind left it (or it is new)."""
         idle = self._idle[numel, dtype]
         if not idle:
-            return self._space.allocate(numel, dtype, self._label, self._source), True
-        at = next((i for i, (left, _) in enumerate(idle) if left == kind), len(idle) - 1)
-        left, buffer = idle.pop(at)
+            left, buffer = kind, self._space.allocate(numel, dtype, self._label, self._source)
+        else:
+            at = next((i for i, (left, _) in enumerate(idle) if left == kind), len(idle) - 1)
+            left, buffer = idle.pop(at)
+        self._lent[buffer.data_ptr()] = buffer
         return buffer, left == kind
 
     def release(self, buffer: Tensor, kind: Hashable = None) -> None:
         """Take ``buffer`` back; the caller must hold no view of it any more."""
+        self._lent.pop(buffer.data_ptr(), None)
         self._idle[buffer.numel(), buffer.dtype].append((kind, buffer))
+
+    def reclaim(self) -> None:
+        """Take all buffers back whose users have raised, and will not return them; nothing uses any of them."""
+        for buffer in list(self._lent.values()):
+            self.release(buffer)

@@ -138,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             engine.lag.check(self, early=self._worker.promise(self, engine) is not None)
         with contextlib.ExitStack() as begun:
             for engine in engines:
-                begun.enter_context(engine.early.step_begins(self._worker))
+                begun.enter_context(engine.step(self._worker))
             ready = [engine for engine in engines if engine.begin_update(self._terms_for(engine).members)]
             self._worker.update(self, ready)
             for engine in ready:

@@ -58,7 +58,7 @@ class Shards:
         """Update the members of one model: one launch for each chunk of its shards, laid end to end.
 
         Steps are counted once, before the chunks; a range has the same coefficients and random bits in whichever chunk
-        it is.
+        it is. What may fail for want of memory comes before anything is counted or updated.
         """
         self._check_begun(optimizer, engine, members)
         groups: list[Options] = optimizer.param_groups
@@ -78,17 +78,20 @@ class Shards:
             self._taken.part(here)
         known = not counted and not _any_lr_there(groups, engine.device)
         rows = None if known else Rows(self._rule, engine.device)
-        near, far = self._ranges(used, members, counted, rows, self._steps_of)
+        steps = {} if counted else {flat: list(self._steps_of(flat)) for flat in used}
+        near, far = self._ranges(used, members, counted, rows, steps.__getitem__)
         dynamic = None if rows is None else rows.table()
-        if counted:
-            self._taken.take(here, engine.boundary.skip)
+        shards = [flat for flat in used if flat.rests.states.near]
+        line = self._line(engine, shards) if shards else None
         if far:
             self._update_far(engine, far, dynamic)
             engine.lag.begin(optimizer)
-        shards = [flat for flat in used if flat.rests.states.near]
-        if shards:
-            line = self._line(engine, shards)
-            gradients = [flat.gradient.kept.lend_near() for flat in shards]
+        gradients = [flat.gradient.kept.lend_near() for flat in shards]
+        self._steps.update(steps)
+        if counted:
+            engine.update.begun = True
+            self._taken.take(here, engine.boundary.skip)
+        if line is not None:
             for chunk in engine.update.chunks(shards, self._block_bytes):
                 parts = segments(self._rule, within(near, chunk.begin, chunk.end))
                 line.update(gradients, parts, engine.boundary.gradient_scale, engine.boundary.skip, dynamic)
@@ -127,10 +130,9 @@ class Shards:
         begun = engine.early.begun
         if not begun:
             return
-        launch, foreseen = self._begun.pop(engine), self._foreseen(engine, members)
+        launch, foreseen = self._begun[engine], self._foreseen(engine, members)
         changed = [f for f in begun if not (all(engine.boundary.used(f)) and launch.agrees(foreseen, f))]
         if changed:
-            self._begun[engine] = launch
             raise StateError(
                 f"{type(optimizer).__name__}.step",
                 expected="the options and gradients that the update of some flats has begun with, inside backward "

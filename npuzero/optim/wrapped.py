@@ -92,6 +92,8 @@ class Wrapped(Worker):
                         counts = engine in ready and engine.boundary.used(flat)[i]
                         gradient = gradients.get(flat, flat.own_gradient)
                         stand_in.grad = gradient[flat.own_slots[i]] if counts else None
+        for engine in ready:
+            engine.update.begun = True
         with self._standing_in(optimizer, inner):
             _step_without_hooks(self._class)(inner)
         for engine in ready:

@@ -7,7 +7,8 @@ pipeline. After the last act all ranks agree that none has raised, and share the
 Invariants:
     * a rank whose stage raises goes on with its row, without computing, so that nobody waits for it; the error is
       raised on every rank as the step ends, and the next step may follow ``zero_grad()``;
-    * a CollectiveError is raised at once: the communicators are broken.
+    * a CollectiveError is raised at once: the communicators are broken;
+    * an error between stages, such as no memory for what a neighbour sends, or a KeyboardInterrupt, breaks them.
 """
 
 from __future__ import annotations
@@ -222,13 +223,23 @@ class Runner:
         return self._mean_loss() if some else joined(self._outputs) if self._outputs else None
 
     def _follow(self, row: Sequence[Act]) -> None:
-        """Run a row of the schedule."""
-        for k, act in enumerate(row):
-            self._expect(row[k : k + 2] if self._overlap else row[k : k + 1])
-            with observe.span("pipeline", f"{act.kind} {act.stage} #{act.micro}", rank=self._mesh.world.rank):
-                self._acts[act.kind](act)
-        for edge in self._edges:
-            edge.end()
+        """Run a row of the schedule.
+
+        A rank that leaves its row breaks the world: its neighbours would take what it sends in the next step for what
+        they wait for in this one.
+        """
+        try:
+            for k, act in enumerate(row):
+                self._expect(row[k : k + 2] if self._overlap else row[k : k + 1])
+                with observe.span("pipeline", f"{act.kind} {act.stage} #{act.micro}", rank=self._mesh.world.rank):
+                    self._acts[act.kind](act)
+            for edge in self._edges:
+                edge.end()
+        except CollectiveError:
+            raise
+        except BaseException as error:
+            self._mesh.world.abort(f"it has left pipeline.step: {type(error).__name__}: {error}")
+            raise
 
     # -- acts ------------------------------------------------------------------------------------------------------
 

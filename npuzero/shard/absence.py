@@ -146,7 +146,7 @@ class Absence:
             if module._buffers.get(name) is host:  # else the program has put another there
                 module._buffers[name] = own
         self._swapped = []
-        self._restorer.absent = None
+        self._restorer.refusal = None
         self.away = False
         self.times += 1
         for unit in self._units:
@@ -181,7 +181,7 @@ class Absence:
         ]
         copies = self._evacuation.leave(blocks)
         self.away = True
-        self._restorer.absent = _absent
+        self._restorer.refusal = _absent
         for unit in self._units:
             unit.close()
         self._swap(buffers, {block.raw.untyped_storage()._cdata: c for block, c in zip(blocks, copies, strict=True)})

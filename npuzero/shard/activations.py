@@ -148,8 +148,9 @@ class Activations:
         if in_backward() or not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True):
             return
         self._forward = _Forward()
-        self._entered[-1] = entered = saved_tensors_hooks(self._pack, self._unpack)
-        entered.__enter__()
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered[-1] = hooks
 
     def _leave(self) -> None:
         hooks = self._entered.pop()

@@ -11,8 +11,9 @@ A backward pass opens them again, in whatever stage they are.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 
 import torch
@@ -62,6 +63,7 @@ class Boundary:
         early: the updates that begin before there is any agreement.
         summed: whether the present gradients are over all ranks.
         agreed: whether the ranks know which of them there are, for the update to come.
+        incomplete: an error has left the present gradients incomplete; nothing but dropping them helps.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that act at the boundary, made and wired by the engine
@@ -93,6 +95,7 @@ class Boundary:
         self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)
         self.skip: Tensor | None = None
+        self.incomplete = False
         # Flags, each with the ids of the parameters whose next update it may skip.
         self._skips: list[tuple[frozenset[int], Tensor]] = []
         self._trained = frozenset(id(parameter) for flat in self._flats for parameter in flat.parameters)
@@ -127,6 +130,8 @@ class Boundary:
         self._update.spare_gradients(used=self._stage is Stage.STEPPED and some)
         if not some:  # the program has zeroed the gradients, in whatever way
             self.forget()
+        elif self.incomplete:
+            raise _incomplete("backward")
         elif self._scaled:  # more gradients come after clipping: scale what there is, as torch's clipping would have
             self.apply_scale()
         if self._stage is Stage.STEPPED:  # what no optimizer has used of the last step's
@@ -150,6 +155,8 @@ class Boundary:
                 got="a call inside a backward pass, or after one that raised",
                 do="Call it after loss.backward(); after an exception call zero_grad() first.",
             )
+        if self.incomplete and _any(self._present()):
+            raise _incomplete("npuzero step")
         if not self.early.begun:  # else these are gradients of a step to come
             self._update.spare_gradients(used=self._stage is Stage.STEPPED)
         if self._stage is not Stage.AGREED:
@@ -181,7 +188,7 @@ class Boundary:
         votes = self._vote(present)
         in_use = {flat: [ranks > 0 for ranks in slots] for flat, slots in votes.items()}
         self._used = self._pipe.tie(in_use)
-        self._clear_unused(self._used)
+        _clear_unused(self._used)
         self._some = self._pipe.agree(_any(self._used), self.accord)
         if self._some and not self._ignore_unused:
             self._refuse_unused(votes)
@@ -204,14 +211,6 @@ class Boundary:
                 self._reducer.drain()
                 flat.gradient.clear(i)
                 self._dropped = True
-
-    @staticmethod
-    def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
-        """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
-        for flat, anywhere in used.items():
-            if flat.gradient.residuals and not flat.gradient.kept.lent:
-                for i in (i for i in flat.slots if not anywhere[i]):
-                    flat.gradient.clear(i)
 
     def _meet_in_gathers(self) -> None:
         """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
@@ -286,10 +285,18 @@ class Boundary:
 
     def apply_scale(self) -> None:
         """Multiply the gradients themselves by the number that the update was to multiply them by."""
-        for flat in self._flats:
-            flat.own_gradient.mul_(self.gradient_scale.to(flat.own_gradient.device))
-        self.gradient_scale.fill_(1.0)
+        with self.changing():
+            for flat in self._flats:
+                flat.own_gradient.mul_(self.gradient_scale.to(flat.own_gradient.device))
+            self.gradient_scale.fill_(1.0)
         self._scaled = False
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the gradients in place inside; where that raises, they are incomplete."""
+        self.incomplete = True
+        yield
+        self.incomplete = False
 
     def skip_where(self, flag: Tensor, parameters: frozenset[int] | None = None) -> None:
         """Have the next update of some parameters change nothing where ``flag`` ([1] float32) is not zero.
@@ -319,7 +326,7 @@ class Boundary:
         """Drop all gradients."""
         self._reducer.reset()
         self._stage = Stage.OPEN
-        self._dropped = self._brought = False
+        self.incomplete = self._dropped = self._brought = False
         self.gradient_scale.fill_(1.0)
         self._scaled = False
         self._skips.clear()
@@ -342,6 +349,23 @@ class Boundary:
             self.forget()
             for unit, memory in large:
                 self._update.lend(unit, memory)
+
+
+def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
+    """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
+    for flat, anywhere in used.items():
+        if flat.gradient.residuals and not flat.gradient.kept.lent:
+            for i in (i for i in flat.slots if not anywhere[i]):
+                flat.gradient.clear(i)
+
+
+def _incomplete(subject: str) -> StateError:
+    return StateError(
+        subject,
+        expected="gradients that are complete, or none",
+        got="those of a backward pass, clipping or unscaling that has raised: some of them are lacking",
+        do="Call zero_grad() after such an error, and go on with the next batch.",
+    )
 
 
 def _any(flags: Mapping[Flat, list[bool]]) -> bool:

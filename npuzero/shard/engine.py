@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,9 +98,9 @@ class Engine:
         self.far = Far(self.units, self.spaces, settings)
         self.lag = self.far.lag
         writes = Writes(self.units, world, self.lag)
-        fetcher = Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done)
-        gatherer = Gatherer(writes, fetcher, self.spaces)
         self._restorer = Restorer()
+        fetcher = Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done, self._restorer.refuse)
+        gatherer = Gatherer(writes, fetcher, self.spaces)
         overlap = settings.overlaps_parameters
         self.update = Update(self.units, self._restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)
         self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes, self.lag)
@@ -176,6 +177,21 @@ class Engine:
         return self.meter.now({TO_HOST: self.absence.nbytes}) if self.absence.away else self.meter.report()
 
     # -- the step --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, worker: object) -> Iterator[None]:
+        """Run a step of ``worker`` inside. Where it raises, it is undone, or every later use of the model is refused.
+
+        Raises:
+            NpuZeroError: the update that has begun inside backward has failed, or is another's.
+        """
+        with self.early.step_begins(worker):
+            try:
+                yield
+            except BaseException as error:
+                self.update.fail(error)
+                self.passes.step_fails()
+                raise
 
     def begin_update(self, members: frozenset[int]) -> bool:
         """Prepare for an optimizer that writes masters and parameters; False if there is nothing to do. Collective.

@@ -25,7 +25,10 @@ Failed = Callable[[], None]
 
 
 class Visit(NamedTuple):
-    """Hold what runs around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between."""
+    """Hold what runs around a call. One of ``after`` and ``failed`` follows ``before``, whatever happens between.
+
+    Where ``after`` raises, it has cleaned up itself.
+    """
 
     before: Before
     after: After
@@ -73,8 +76,15 @@ class Entrance:
             for visit in self._around[entered:]:  # one whose own ``before`` raised may have done half of it
                 visit.failed()
             raise
-        for visit in self._around:
-            visit.after(module, output)
+        left = 0
+        try:
+            for visit in self._around:
+                left += 1
+                visit.after(module, output)
+        except BaseException:
+            for visit in self._around[left:]:
+                visit.failed()
+            raise
         return output
 
     def _compile(self, *args: Any, **kwargs: Any) -> None:

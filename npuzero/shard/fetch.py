@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from npuzero import observe
-from npuzero.comm import Handle
+from npuzero.device import Handle, wait_quietly
+from npuzero.errors import NpuZeroError
 from npuzero.memory import Mover, Ring, Spaces
 from npuzero.plan import FROM_DISK, READ_SLOTS
 from npuzero.shard.flat import Flat
@@ -37,13 +38,20 @@ class Fetcher:
         units: that may be asked for.
         file: has what rests on disks; None: nothing does.
         updated: tells whether the update of a unit is over.
+        refuse: has every later use of the model refused; called with what failed, and the error.
     """
 
     def __init__(
-        self, units: Sequence[Unit], file: ParameterFile | None, spaces: Spaces, updated: Callable[[Unit], bool]
+        self,
+        units: Sequence[Unit],
+        file: ParameterFile | None,
+        spaces: Spaces,
+        updated: Callable[[Unit], bool],
+        refuse: Callable[[str, BaseException], None],
     ) -> None:
         self._file = file
         self._updated = updated
+        self._refuse = refuse
         self._mover: Mover = spaces.mover
         self._reads: dict[int, _Read] = {}  # by unit
         self._turn = 0
@@ -58,18 +66,47 @@ class Fetcher:
             self._read(unit)
 
     def gather(
-        self, unit: Unit, flats: Sequence[Flat], tag: str, send: Callable[[Flat, Rest, Tensor, str], Handle]
-    ) -> list[Handle]:
+        self,
+        unit: Unit,
+        flats: Sequence[Flat],
+        tag: str,
+        send: Callable[[Flat, Rest, Tensor, str], Handle],
+        handles: list[Handle],
+    ) -> None:
         """Begin to unshard ``flats``, all of ``unit`` that are to be; their memory is there.
+
+        Where it raises, no copy into that memory is under way, and ``handles`` has the gathers that are.
 
         Args:
             send: begins the gather of a flat, of whose resting shard it is given a copy on the device.
+            handles: gets those of the gathers.
+
+        Raises:
+            StorageError, OutOfSpace: a disk failed; the model is refused from now on.
         """
         read = self._read(unit) if self._on_disk(unit) else None
-        for handle in read.handles if read else ():
-            handle.wait()
+        try:
+            for handle in read.handles if read else ():
+                handle.wait()
+        except NpuZeroError as error:
+            self._refuse("a read of parameters", error)
+            raise
         self._mover.follow()
-        found: list[Handle] = []
+        try:
+            self._gather(flats, tag, send, handles, read)
+        except BaseException:
+            self._mover.quiet()
+            raise
+        self._reads.pop(unit.index, None)
+
+    def _gather(
+        self,
+        flats: Sequence[Flat],
+        tag: str,
+        send: Callable[[Flat, Rest, Tensor, str], Handle],
+        handles: list[Handle],
+        read: _Read | None,
+    ) -> None:
         for flat in flats:
             rest = flat.rests.parameters
             own = flat.whole[slice(*rest.range)]
@@ -78,9 +115,7 @@ class Fetcher:
                 if read is not None:
                     self._leaving.setdefault(read.turn % READ_SLOTS, []).append(arrived)
             with self._mover.beside():
-                found.append(send(flat, rest, own, tag) if rest.group.many else self._mover.arrival())
-        self._reads.pop(unit.index, None)
-        return found
+                handles.append(send(flat, rest, own, tag) if rest.group.many else self._mover.arrival())
 
     def _sources(self, flat: Flat, read: _Read | None) -> Iterator[tuple[int, Tensor]]:
         """Yield a flat's resting shard as it lies on the host: where in the shard each part begins, and the part."""
@@ -102,12 +137,18 @@ class Fetcher:
         observe.instant("read", unit.name)
         turn, self._turn = self._turn, self._turn + 1
         self._empty(turn % READ_SLOTS)
-        buffers, handles, begin = {}, [], 0
-        for flat in flats:
-            end = begin + self._file.read_bytes(flat)
-            buffers[flat] = self._ring.slot(turn)[begin:end]
-            handles += self._file.read(flat, buffers[flat])
-            begin = end
+        buffers: dict[Flat, Tensor] = {}
+        handles: list[Handle] = []
+        begin = 0
+        try:
+            for flat in flats:
+                end = begin + self._file.read_bytes(flat)
+                buffers[flat] = self._ring.slot(turn)[begin:end]
+                self._file.read(flat, buffers[flat], handles)
+                begin = end
+        except BaseException:
+            wait_quietly(handles)  # they write into the slot, which the next read may take
+            raise
         self._mover.moved[FROM_DISK] += begin
         self._reads[unit.index] = read = _Read(turn, versions, buffers, handles)
         return read
@@ -116,11 +157,11 @@ class Fetcher:
         """Wait until nothing comes to a slot any more that nobody has asked for, and nothing leaves it."""
         for index, read in list(self._reads.items()):
             if read.turn % READ_SLOTS == slot:
+                wait_quietly(read.handles)  # who asks for the unit reads it again, and meets what was wrong
                 del self._reads[index]
-                for handle in read.handles:
-                    handle.wait()
-        for handle in self._leaving.pop(slot, ()):
+        for handle in self._leaving.get(slot, ()):
             handle.wait()
+        self._leaving.pop(slot, None)
 
     def _on_disk(self, unit: Unit) -> list[Flat]:
         return [] if self._file is None else [flat for flat in unit.flats if self._file.has(flat)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from npuzero import observe, ops
-from npuzero.comm import Handle
+from npuzero.device import Handle, wait_quietly
 from npuzero.memory import Pool, Spaces
 from npuzero.plan import Axes, Memory, message_bytes
 from npuzero.shard.fetch import Fetcher
@@ -21,36 +22,67 @@ from npuzero.shard.writes import Writes
 _S = ParameterState
 
 
+@dataclass
+class _Gather:
+    """Hold a gather that is under way, and what undoes it.
+
+    Attributes:
+        before: the unit's state before the gather.
+        flats: those that got memory for the gather.
+        failed: the gather raised, and has not been undone yet.
+    """
+
+    before: ParameterState
+    flats: list[Flat] = field(default_factory=list)
+    handles: list[Handle] = field(default_factory=list)
+    failed: bool = False
+
+
 class Gatherer:
-    """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank."""
+    """Start, finish and undo the gathering of units. A start must be followed by a finish on every rank.
+
+    Where one of them raises, the unit is as before the start: its memory is given back, and nothing is under way.
+    """
 
     def __init__(self, writes: Writes, fetcher: Fetcher, spaces: Spaces) -> None:
         self._writes = writes
         self._fetcher = fetcher
         self._device = spaces[Memory.DEVICE]
         self._pools: dict[Axes, Pool] = {}  # of codes, by the ranks that read them in place
-        self._handles: dict[int, list[Handle]] = {}
+        self._gathers: dict[int, _Gather] = {}  # under way, by unit
 
     def start(self, unit: Unit, purpose: str = "gather") -> None:
         """Begin to gather ``unit`` unless it is unsharded or on its way; ``purpose``: the same on every rank.
 
         To compute with, parameters may travel rounded; for any other purpose they do not.
         """
+        under_way = self._gathers.get(unit.index)
+        if under_way is not None and under_way.failed:  # an interrupt has cut its undoing short
+            self._undo(unit, under_way)
         if unit.parameter_state not in (_S.SHARDED, _S.HELD):
             return
-        from_held = unit.parameter_state is _S.HELD
+        gather = self._gathers[unit.index] = _Gather(unit.parameter_state)
+        unit.move(_S.GATHERING)
+        try:
+            self._begin(unit, gather, purpose)
+        except BaseException:
+            self._undo(unit, gather)
+            raise
+
+    def _begin(self, unit: Unit, gather: _Gather, purpose: str) -> None:
+        from_held = gather.before is _S.HELD
         rounds = unit.thin and purpose == "gather"
         send = self._send_thin if rounds else self._send
         if not from_held:
             unit.rounded = rounds
-        unit.move(_S.GATHERING)
-        handles = self._handles[unit.index] = []
-        flats = [flat for flat in unit.flats if flat.apart and not flat.transient.here]
+        flats, handles = gather.flats, gather.handles
+        flats += [flat for flat in unit.flats if flat.apart and not flat.transient.here]
         tag = f"{purpose} {unit.name}"
         for flat in flats:
             flat.transient.restore()
         if unit.plan.parameters.far and not from_held:
-            handles += self._fetcher.gather(unit, flats, tag, send) if flats else []
+            if flats:
+                self._fetcher.gather(unit, flats, tag, send, handles)
             return
         for flat in flats:
             held = next(((rest, copy.tensor) for rest, copy in flat.held.items() if copy.here), None)
@@ -58,6 +90,14 @@ class Gatherer:
             handles.append(
                 self._send(flat, *held, tag) if held else send(flat, flat.rests.parameters, flat.resting, tag)
             )
+
+    def _undo(self, unit: Unit, gather: _Gather) -> None:
+        gather.failed = True
+        wait_quietly(gather.handles)
+        for flat in gather.flats:
+            flat.transient.release()
+        unit.move(gather.before)
+        del self._gathers[unit.index]
 
     @staticmethod
     def _send(flat: Flat, rest: Rest, shard: Tensor, tag: str) -> Handle:
@@ -73,9 +113,14 @@ class Gatherer:
             self._pools[group.axes] = Pool(self._device, communicator.buffer)
         pool = self._pools[group.axes]
         codes, _ = pool.acquire(group.size * message_bytes(rest.numel, bits), torch.uint8)
-        mine = codes.chunk(group.size)[group.index]
-        ops.quantize(shard, mine, bits=bits)
-        return _Codes(communicator.all_gather(codes, mine, tag=tag), codes, flat.whole, bits, group.size, pool)
+        try:
+            mine = codes.chunk(group.size)[group.index]
+            ops.quantize(shard, mine, bits=bits)
+            arriving = communicator.all_gather(codes, mine, tag=tag)
+        except BaseException:
+            pool.release(codes)
+            raise
+        return _Codes(arriving, codes, flat.whole, bits, group.size, pool)
 
     def read_ahead(self, unit: Unit) -> None:
         """Begin to bring closer what of ``unit`` rests on disks, if its next gather reads it."""
@@ -86,10 +131,16 @@ class Gatherer:
         """Wait until ``unit`` is unsharded and open its parameters to reading; start the gather if nobody has."""
         if unit.parameter_state is not _S.WHOLE:
             self.start(unit, purpose)
-            with observe.span("wait for gather", unit.name):
-                for handle in self._handles.pop(unit.index, ()):
-                    handle.wait()
+            gather = self._gathers[unit.index]
+            try:
+                with observe.span("wait for gather", unit.name):
+                    for handle in gather.handles:
+                        handle.wait()
+            except BaseException:
+                self._undo(unit, gather)
+                raise
             unit.move(_S.WHOLE)
+            del self._gathers[unit.index]
         unit.reopen()
         unit.check_views()
 
@@ -116,13 +167,28 @@ class Gatherer:
         # What is held has at least as much as is kept between micro-batches, and serves its own backward, too.
         if unit.parameter_state is _S.SHARDED or (more and unit.parameter_state is _S.HELD):
             return
-        if unit.parameter_state is _S.WHOLE:
-            self._writes.look(unit)  # what the program wrote is in the unsharded flat alone, which is about to go
-        unit.close()
-        for flat, rest in zip(unit.flats, keep, strict=True):
-            self._keep(flat, rest)
+        try:
+            if unit.parameter_state is _S.WHOLE:
+                self._writes.look(unit)  # what the program wrote is in the unsharded flat alone, which is about to go
+            unit.close()
+            for flat, rest in zip(unit.flats, keep, strict=True):
+                self._keep(flat, rest)
+        except BaseException:
+            self._drop(unit)
+            raise
         # What is kept may be the resting shards alone: then the unit is simply sharded again.
         unit.move(_S.HELD if more else _S.SHARDED)
+
+    @staticmethod
+    def _drop(unit: Unit) -> None:
+        """Keep the resting shards alone, whatever of the rest was kept so far."""
+        unit.close()
+        for flat in unit.flats:
+            for copy in flat.held.values():
+                copy.release()
+            if flat.apart:
+                flat.transient.release()
+        unit.move(_S.SHARDED)
 
     @staticmethod
     def _keep(flat: Flat, rest: Rest) -> None:
@@ -141,14 +207,19 @@ class _Codes(Handle):
 
     def __init__(self, arriving: Handle, codes: Tensor, whole: Tensor, bits: int, pieces: int, pool: Pool) -> None:
         self._arriving = arriving
-        self._codes, self._whole = codes, whole
+        self._codes: Tensor | None = codes  # until they are values
+        self._whole = whole
         self._bits, self._pieces = bits, pieces
         self._pool = pool
 
     def wait(self) -> None:
         self._arriving.wait()
-        ops.dequantize_sum(self._codes, self._whole, bits=self._bits, pieces=self._pieces)
-        self._pool.release(self._codes)
+        if self._codes is not None:
+            codes, self._codes = self._codes, None
+            try:
+                ops.dequantize_sum(codes, self._whole, bits=self._bits, pieces=self._pieces)
+            finally:
+                self._pool.release(codes)
 
     def done(self) -> bool:
         return self._arriving.done()

@@ -204,16 +204,18 @@ class Chosen:
         if self.places is None:
             self._boundary.scale_gradients(by)
             return
-        for own in own_ranges(self.places):
-            own.mul_(by.to(own.device))
+        with self._boundary.changing():
+            for own in own_ranges(self.places):
+                own.mul_(by.to(own.device))
         self._boundary.sums.forget()
 
     def clamp(self, limit: float) -> None:
         """Bring every element into ``[-limit, limit]``."""
         self._boundary.apply_scale()
         shards = self._gradients.own_shards() if self.places is None else own_ranges(self.places)
-        for own in shards:
-            own.clamp_(-limit, limit)
+        with self._boundary.changing():
+            for own in shards:
+                own.clamp_(-limit, limit)
         self._boundary.sums.forget()
 
 

@@ -163,8 +163,14 @@ class Hooks:
                 for visit in reversed(entered):
                     visit.failed()
                 raise
-            for visit in reversed(entered):
-                visit.after(module, output)
+            left = list(reversed(entered))
+            try:
+                while left:
+                    left.pop(0).after(module, output)
+            except BaseException:
+                for visit in left:
+                    visit.failed()
+                raise
             return output
 
         lay_over(module, **{name: call})
@@ -190,20 +196,29 @@ class Hooks:
 
     def _after_forward(self, unit: Unit, is_root: bool) -> After:
         def hook(module: nn.Module, output: Any) -> None:
-            expected = opaque = False
-            if torch.is_grad_enabled() and (unit.guarded or is_root or self._finite):
-                tensors, opaque = tensors_of(output)
-                if self._finite and not in_backward():  # checkpointing's second run brings what the first brought
-                    self._finite.outputs(unit, tensors)
-                reached = self._reached(unit)
-                for tensor in tensors:
-                    if tensor.requires_grad:
-                        tensor.register_hook(reached)
-                        expected = True
-            # Outputs that none of the hooks is on (hidden in an object) let backward come unannounced.
-            self._events.forward_ends(unit, keep_whole=opaque and not expected, backward_expected=expected)
+            try:
+                expected, opaque = self._watch_outputs(unit, is_root, output)
+                # Outputs that none of the hooks is on (hidden in an object) let backward come unannounced.
+                self._events.forward_ends(unit, keep_whole=opaque and not expected, backward_expected=expected)
+            except BaseException:
+                self._events.forward_fails(unit)
+                raise
 
         return hook
+
+    def _watch_outputs(self, unit: Unit, is_root: bool, output: Any) -> tuple[bool, bool]:
+        """Return whether backward is expected to reach ``output``, and whether it may hide tensors."""
+        expected = opaque = False
+        if torch.is_grad_enabled() and (unit.guarded or is_root or self._finite):
+            tensors, opaque = tensors_of(output)
+            if self._finite and not in_backward():  # checkpointing's second run brings what the first brought
+                self._finite.outputs(unit, tensors)
+            reached = self._reached(unit)
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(reached)
+                    expected = True
+        return expected, opaque
 
     def _reached(self, unit: Unit) -> Callable[[Tensor], None]:
         """Return a hook that tells of the first of one forward's outputs that backward reaches, in each pass."""

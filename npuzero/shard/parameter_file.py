@@ -88,13 +88,16 @@ class ParameterFile(FileBank):
         """Return what :meth:`read` reads."""
         return sum(place.nbytes for place in self.places(flat))
 
-    def read(self, flat: Flat, buffer: Tensor) -> list[Handle]:
-        """Begin to read the shard of ``flat``, which is updated no more, into a buffer of so many bytes."""
+    def read(self, flat: Flat, buffer: Tensor, handles: list[Handle]) -> None:
+        """Begin to read the shard of ``flat``, which is updated no more, into a buffer of so many bytes.
+
+        Args:
+            handles: gets those of the reads, as each begins.
+        """
         self.settle()
-        return [
-            self._extents.read_part(place.chunk, place.first, buffer[place.at : place.at + place.nbytes])
-            for place in self.places(flat)
-        ]
+        for place in self.places(flat):
+            part = buffer[place.at : place.at + place.nbytes]
+            handles.append(self._extents.read_part(place.chunk, place.first, part))
 
     def _flats_of(self, chunk: Chunk) -> list[Flat]:
         return [piece.flat for piece in chunk.pieces if self.has(piece.flat)]

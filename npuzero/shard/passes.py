@@ -256,9 +256,12 @@ class Passes:
     def forget_backward(self) -> None:
         """Drop a backward pass that raised: its gradients are in part there, and zero_grad() drops them."""
         if not in_backward():
-            self._failed = self._failed or self._reducer.open
+            if self._reducer.open:
+                self._failed = self._boundary.incomplete = True
             self._reducer.abandon()
             self._boundary.early.pass_ends()
+            for unit in self._units:
+                unit.computing = 0
 
     def step_ends(self) -> None:
         """Note that the step's passes are over; the next step is expected to have as many, unless it had none."""
@@ -267,6 +270,10 @@ class Passes:
             part.expected, part.count = part.count if some else part.expected, 0
         self._failed = False
         self._training = False
+
+    def step_fails(self) -> None:
+        """Note that a step has raised: the next backward pass is another try at it."""
+        self._failed = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

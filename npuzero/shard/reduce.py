@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from npuzero import observe, ops
-from npuzero.comm import Handle
+from npuzero.device import Handle, wait_quietly
 from npuzero.memory import Pool, Spaces
 from npuzero.plan import Axes, Memory, message_bytes
 from npuzero.shard.contribution import Pass
@@ -43,7 +43,7 @@ class Reducer:
         self._order = [flat.gradient for unit in in_turn(units) for flat in reversed(unit.trainable)]
         self._overlapped = overlapped
         self._mover = spaces.mover
-        pools: dict[Axes, Pool] = {}
+        pools = self._pools = dict[Axes, Pool]()
 
         def pool(group: Group | None) -> Pool:
             # A communication buffer lies where the ranks of its collective can read it.
@@ -156,6 +156,8 @@ class Reducer:
         self._last = {}
         for gradient in self._order:
             gradient.forget()
+        for pool in self._pools.values():
+            pool.reclaim()
 
     @property
     def idle(self) -> bool:
@@ -343,4 +345,8 @@ def _nested(own: Tensor, hops: Sequence[Hop]) -> list[Tensor]:
 def _wait(handle: Handle) -> Iterator[None]:
     """Pause while the collective is under way; finish it when resumed."""
     yield
-    handle.wait()
+    try:
+        handle.wait()
+    except BaseException:
+        wait_quietly([handle])  # whoever raised gives up the buffers that the collective reads and writes
+        raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from npuzero import observe
-from npuzero.comm import Handle
+from npuzero.comm.calls import here
+from npuzero.device import Handle, wait_quietly
 from npuzero.errors import StateError
 from npuzero.shard.unit import Unit
 
@@ -17,23 +18,30 @@ class Restorer:
 
     Attributes:
         before: while units are updated beside the program, waits for the update of one and starts its R4.
-        absent: while what rests is not where it rests, makes the error for who needs it.
+        refusal: makes the error for who needs the training state, while it is absent or incomplete.
     """
 
     def __init__(self) -> None:
         self.before: Callable[[Unit], None] | None = None
-        self.absent: Callable[[], StateError] | None = None
+        self.refusal: Callable[[], StateError] | None = None
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
-        """Begin to send this rank's updated shard of ``unit``; its parameters are closed to reading until finished."""
-        handles = [
-            flat.rests.restored.communicator("restore").all_gather(
-                flat.resting, flat.own_parameters, tag=f"restore {unit.name}"
-            )
-            for flat in unit.trainable
-            if flat.rests.restored.many
-        ]
+        """Begin to send this rank's updated shard of ``unit``; its parameters are closed to reading until finished.
+
+        Where it raises, nothing is under way, and it may be called again.
+        """
+        handles: list[Handle] = []
+        try:
+            for flat in unit.trainable:
+                if flat.rests.restored.many:
+                    communicator = flat.rests.restored.communicator("restore")
+                    handles.append(
+                        communicator.all_gather(flat.resting, flat.own_parameters, tag=f"restore {unit.name}")
+                    )
+        except BaseException:
+            wait_quietly(handles)
+            raise
         if handles:
             self._handles[unit.index] = handles
             unit.close()
@@ -42,20 +50,42 @@ class Restorer:
         """Wait until the resting parameters of ``unit`` are up to date.
 
         Raises:
-            StateError: they are absent.
+            StateError: they are absent or incomplete.
+            NpuZeroError: their update has failed.
         """
         self.check_here()
         if self.before is not None:
             self.before(unit)
-        handles = self._handles.pop(unit.index, None)
+        handles = self._handles.get(unit.index)
         if handles:
             with observe.span("wait for restore", unit.name):
                 for handle in handles:
                     handle.wait()
+            del self._handles[unit.index]
             if not unit.guarded:
                 unit.reopen()
 
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Refuse every use of the training state from now on: ``error`` has left it incomplete.
+
+        Args:
+            what: that failed, such as ``"optimizer.step"``.
+        """
+        # No reference to the error: its traceback has frames that hold the model.
+        why = f"one that is incomplete: {what} has failed before ({type(error).__name__}: {error})"
+        self.refusal = lambda: _incomplete(why)
+
     def check_here(self) -> None:
-        """Raise a StateError where the model's training state is absent."""
-        if self.absent is not None:
-            raise self.absent()
+        """Raise a StateError where the model's training state is absent or incomplete."""
+        if self.refusal is not None:
+            raise self.refusal()
+
+
+def _incomplete(why: str) -> StateError:
+    call = here().call
+    return StateError(
+        f"{call} of this model" if call else "reading or writing this model",
+        expected="a training state of which all parts are of the same step",
+        got=why,
+        do="Call npuzero.zero() on a new model and load the last checkpoint.",
+    )

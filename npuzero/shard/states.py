@@ -30,7 +30,7 @@ class GradientState(enum.Enum):
 _P, _G = ParameterState, GradientState
 MOVES: dict[enum.Enum, tuple[enum.Enum, ...]] = {
     _P.SHARDED: (_P.GATHERING,),
-    _P.GATHERING: (_P.WHOLE,),
+    _P.GATHERING: (_P.WHOLE, _P.SHARDED, _P.HELD),  # back to where it was, if the gather raises
     _P.WHOLE: (_P.SHARDED, _P.HELD, _P.GATHERING),
     _P.HELD: (_P.GATHERING, _P.SHARDED),
     _G.EMPTY: (_G.PARTIAL, _G.REDUCING, _G.ACCUMULATED),

@@ -31,6 +31,7 @@ class Update:
 
     Attributes:
         stream: updates what is far.
+        begun: whether the present step has changed anything of the training state.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Update:
         self._lag = lag
         self._chunk_bytes = chunk_bytes
         self._overlap = overlap
+        self.begun = False
         self._waiting: deque[Unit] = deque()  # for their R4 to start, in order
         self._lent: dict[int, list[Transient]] = {}  # by unit, gradients to be released once its update has read them
 
@@ -51,6 +53,8 @@ class Update:
         Raises:
             NpuZeroError: the update before was delayed until now, and has failed.
         """
+        self._lag.quiet()
+        self.begun = self._lag.pending
         self._lag.land()
         self._waiting = deque(self._units)
 
@@ -64,6 +68,7 @@ class Update:
         shards = [Piece(flat, 0, flat.rests.states.near) for flat in flats]
         chunks = list(chunks_of(shards, block_bytes, self._chunk_bytes))
         for i, chunk in enumerate(chunks):
+            self.begun = True
             yield chunk
             self._restore_until(chunks[i + 1].pieces[0].flat if i + 1 < len(chunks) else None)
 
@@ -72,12 +77,27 @@ class Update:
         self._restore_until(None)
         for unit in self._waiting:  # for the stream
             unit.close()
+        self.begun = False
+
+    def fail(self, error: BaseException) -> None:
+        """Undo what :meth:`begin` did, since the step has raised ``error``.
+
+        Where the step has changed anything, that cannot be undone: every later use of the model is refused.
+        """
+        if self.begun:
+            self._restorer.refuse("optimizer.step", error)
+            for unit in self._units:
+                unit.close()
+        self.begun = False
+        if self._restorer.before is None:
+            self._waiting.clear()
 
     def _restore_until(self, undone: Flat | None) -> None:
         """Start R4, in order, of the units before that of ``undone``, and before the first that the stream has."""
         while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):
-            unit = self._waiting.popleft()
+            unit = self._waiting[0]
             self._restorer.start(unit)
+            self._waiting.popleft()
             if not self._overlap:
                 self._restorer.finish(unit)
 
@@ -85,10 +105,14 @@ class Update:
 
     def run_far(self, *task: Any) -> None:
         """Begin to update what is far, as :meth:`Stream.run` does; from now on who needs a unit waits for it."""
-        self._restorer.before = self._catch_up
-        self.stream.run(*task)
-        if not self.stream.busy:
-            self._restorer.before = None
+        try:
+            self.stream.run(*task)
+        except BaseException:
+            self.begun = self.begun or self.stream.busy
+            raise
+        self.begun = True
+        if self.stream.busy:
+            self._restorer.before = self._catch_up
 
     def hold(self) -> None:
         """Let nobody have a unit: an update that has begun inside backward waits for its step."""
@@ -109,12 +133,12 @@ class Update:
         while self._waiting and (unit.index >= self._waiting[0].index or self.stream.done(self._waiting[0])):
             first = self._waiting[0]
             self.stream.wait(first)
-            self._waiting.popleft()
             for memory in self._lent.pop(first.index, ()):
                 memory.release()
             if not first.guarded:
                 first.reopen()
             self._restorer.start(first)
+            self._waiting.popleft()  # not before: where it raises, whoever waits next starts it
         if not self._waiting:
             self._restorer.before = None
 

@@ -40,8 +40,8 @@ MUTANTS = (
     Mutant(
         "what an evaluation between steps has gathered stays until the next update",
         "shard/passes.py",
-        "        self._training = False\n\n    @contextlib",
-        "        self._training = True\n\n    @contextlib",
+        "        self._training = False\n\n    def step_fails",
+        "        self._training = True\n\n    def step_fails",
         (f"{BETWEEN}::test_it_lasts_from_the_first_use_to_the_update",),
     ),
     Mutant(

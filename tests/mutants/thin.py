@@ -18,10 +18,10 @@ MUTANTS = (
     Mutant(
         "a rank computes with its own exact shard beside the others' rounded ones",
         "shard/gather.py",
-        "        ops.dequantize_sum(self._codes, self._whole, bits=self._bits, pieces=self._pieces)\n",
-        "        own = self._whole.chunk(self._pieces)[0].clone()\n"
-        "        ops.dequantize_sum(self._codes, self._whole, bits=self._bits, pieces=self._pieces)\n"
-        "        self._whole.chunk(self._pieces)[0].copy_(own)\n",
+        "                ops.dequantize_sum(codes, self._whole, bits=self._bits, pieces=self._pieces)\n",
+        "                own = self._whole.chunk(self._pieces)[0].clone()\n"
+        "                ops.dequantize_sum(codes, self._whole, bits=self._bits, pieces=self._pieces)\n"
+        "                self._whole.chunk(self._pieces)[0].copy_(own)\n",
         (PRESET,),
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "a norm counts what feedback brings of a parameter that no rank has used",
         "shard/boundary.py",
-        "        self._clear_unused(self._used)\n",
+        "        _clear_unused(self._used)\n",
         "",
         (f"{EDGES}::test_a_norm_has_nothing_of_gradients_that_no_rank_has[hpz]",),
     ),

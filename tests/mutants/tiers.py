@@ -252,7 +252,7 @@ MUTANTS = (
     Mutant(
         "a model is used while its training state is away",
         "shard/restore.py",
-        "        if self.absent is not None:\n",
+        "        if self.refusal is not None:\n",
         "        if False:\n",
         (f"{AWAY}::test_what_needs_the_state_says_so[0]",),
     ),
