@@ -13,6 +13,7 @@ from npuzero.comm import Mesh
 from npuzero.config import Settings
 from npuzero.errors import keywords
 from npuzero.parallel.kept import kept_between
+from npuzero.parallel.mesh import check_pipeline
 from npuzero.parallel.pipeline import Loss, Pipeline, agreed
 from npuzero.parallel.schedule import schedule as table_of
 from npuzero.parallel.stages import divide
@@ -77,6 +78,7 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         print(pipe.step(torch.ones(4, 8), target=torch.zeros(4, 8)))
         optimizer.step()
     """
+    check_pipeline(model, mesh, loss_fn)
     ranks = mesh.size((PIPE,))
     sharers = mesh.size((TENSOR,)) if repeats_activations(model) else 1
     given = {"micro_batches": repr(micro_batches), "schedule": repr(schedule), "chunks": repr(chunks)}

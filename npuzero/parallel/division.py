@@ -119,6 +119,14 @@ def _found(model: nn.Module, plan: Words | None) -> dict[str, Word]:
             found.update(dict.fromkeys(named, word_of(pattern, said)))
             if not named:
                 other.append((pattern, inside))
+    if not found and not other:
+        raise _refuse(
+            "plan",
+            expected="patterns that match modules of the model",
+            got=f"{type(model).__name__}, of which they match none",
+            do="Divide the model itself, not what wraps it (adapters of PEFT do not go with tensor ranks), or give a "
+            "plan= of the names in named_modules().",
+        )
     for pattern, inside in other:  # after all words: what is refused by its word is refused by that
         known = {re.sub(r"\.\d+", ".*", name) for name in modules}
         raise _refuse(
@@ -161,6 +169,15 @@ def _check_kinds(model: nn.Module, division: Division) -> None:
     """Check that words of Linears and embeddings stand at such."""
     for path, word in division.words.items():
         module = model.get_submodule(path)
+        adapter = next((each for each in (path, owner_of(path)) if _is_adapter(model.get_submodule(each))), None)
+        if adapter is not None and word.kind is not Kind.OUTSIDE:
+            raise _refuse(
+                adapter,
+                expected="a layer without adapters, of which each tensor rank has a part",
+                got=f"{type(model.get_submodule(adapter)).__module__}.{type(model.get_submodule(adapter)).__name__}, "
+                "whose adapter's matrices would stay whole",
+                do="Train adapters (LoRA) on data ranks, with npuzero.mesh() without tensor=; or merge them first.",
+            )
         linear = isinstance(module, nn.Linear) and word.kind in (Kind.COLUMNS, Kind.ROWS, Kind.VOCABULARY)
         embedding = isinstance(module, nn.Embedding) and word.kind is Kind.VOCABULARY
         if isinstance(module, nn.Embedding) and any((module.max_norm, module.sparse, module.scale_grad_by_freq)):
@@ -179,6 +196,11 @@ def _check_kinds(model: nn.Module, division: Division) -> None:
                 got=why,
                 do="Leave it out of the plan, or build the model of Linears (GPT-2 of transformers is of Conv1D).",
             )
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Tell whether ``module`` stands around a layer whose place it has taken, as PEFT's adapters do."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 # -- regions -----------------------------------------------------------------------------------------------------------

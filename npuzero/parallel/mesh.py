@@ -69,6 +69,20 @@ def ranks_of(model: nn.Module, world: object, mesh: object) -> World | Mesh:
     return ranks
 
 
+def check_pipeline(model: object, mesh: object, loss_fn: object) -> None:
+    """Raise a ConfigError where what :func:`npuzero.pipeline` is given is not of the kind that it takes."""
+    wanted = (
+        (model, nn.Module, "model", "a torch.nn.Module", "Pass the whole model."),
+        (mesh, Mesh, "mesh", "a npuzero.Mesh", "Pass what npuzero.mesh(pipe=...) returned."),
+    )
+    for value, kind, name, expected, do in wanted:
+        if not isinstance(value, kind):
+            raise ConfigError(f"npuzero.pipeline(): {name}", expected=expected, got=describe(value), do=do)
+    if loss_fn is not None and not callable(loss_fn):
+        do = "Give a function of the model's output and its targets."
+        raise ConfigError("npuzero.pipeline(): loss_fn", expected="a function, or None", got=describe(loss_fn), do=do)
+
+
 def given(world: object, mesh: object, subject: str = "npuzero.zero()") -> World | Mesh | None:
     """Return the ranks that a program gave ``subject``: a world, a mesh, a mesh and its world, or none.
 

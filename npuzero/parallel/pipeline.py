@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from npuzero import observe
 from npuzero.comm import HOST_CHANNEL, Mesh
@@ -29,17 +28,17 @@ from npuzero.comm.calls import collective
 from npuzero.config import describe
 from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
 from npuzero.parallel.edges import Edge, Outputs, checked, header
+from npuzero.parallel.micro_batches import Batch, joined, micro_batches
 from npuzero.parallel.schedule import Act, Schedule
 from npuzero.parallel.split_backward import input_gradients, weight_gradients
 from npuzero.parallel.stages import Division, Stages
-from npuzero.plan import AXES, DIGEST_BITS, PIPE, TENSOR, Report, divisors, ring_bytes
+from npuzero.plan import AXES, DIGEST_BITS, PIPE, TENSOR, Report, ring_bytes
 from npuzero.shard.engine import Engine
 from npuzero.shard.inputs import SharedInputs
 from npuzero.shard.ownership import engine_of
 
 #: Called with what the last stage returned for a micro-batch, and its targets; returns () float, the mean over it.
 Loss = Callable[..., Tensor]
-Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 
 class Scaler(Protocol):
@@ -344,11 +343,20 @@ class Runner:
     def _split(
         self, stage: int, outputs: Sequence[Tensor], gradients: tuple[Tensor, ...], inputs: Sequence[Tensor]
     ) -> Callable[[], None]:
-        """Compute the gradients of ``inputs`` alone; return what computes those of the stage's weights."""
+        """Compute the gradients of ``inputs`` alone, where that is possible; return what computes the others."""
         passes, part = self._engine.passes, self._parts[stage]
         with passes.part(part):
             groups = input_gradients(outputs, gradients or None, inputs)
-        return lambda: passes.take_gradients(part, weight_gradients(groups))
+        if groups is None:
+            self._differentiate(stage, outputs, gradients)
+            return lambda: None
+
+        def rest() -> None:
+            with passes.unsharded(part):  # checkpointing runs a block again, from its middle
+                found = weight_gradients(groups)
+            passes.take_gradients(part, found)
+
+        return rest
 
     # -- the end of a step -----------------------------------------------------------------------------------------
 
@@ -457,42 +465,6 @@ def _facts(made: tuple[Schedule, Division] | None) -> dict[str, str]:
         "chunks": str(schedule.chunks),
         "stages": hashlib.sha256(repr(division.blocks).encode()).hexdigest()[:12],
     }
-
-
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """Return ``count`` equal parts of a batch along the first dimension of its tensors.
-
-    Raises:
-        ContractError: there is no tensor, or it does not divide.
-    """
-    leaves, tree = tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
-    size = tensors[0].shape[0] if tensors else 0
-    if not size or size % count:
-        raise ContractError(
-            "pipeline.step: the batch",
-            expected=f"tensors of a first dimension that {count} micro-batches divide",
-            got=f"{size}" if tensors else "no tensor",
-            do=f"Give a multiple of {count}, or micro_batches={divisors(size)}."
-            if size
-            else "Give the model's inputs.",
-        )
-    parts = [
-        leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else [leaf] * count
-        for leaf in leaves
-    ]
-    return [tree_unflatten(list(each), tree) for each in zip(*parts, strict=True)]
-
-
-def joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of micro-batches as one: tensors joined along the first dimension, a model's by its logits."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    if isinstance(first, (tuple, list)):
-        return tuple(joined(each) for each in zip(*outputs, strict=True))
-    logits = [getattr(output, "logits", None) for output in outputs]
-    return list(outputs) if any(each is None for each in logits) else joined(logits)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 Gradients = tuple[Tensor | None, ...]
 
+#: The node of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=True)``.
+_REENTRANT = "CheckpointFunctionBackward"
+
 
 class Group:
     """Hold weights that share nodes, and what has arrived at these.
@@ -42,15 +45,21 @@ class Group:
 
 def input_gradients(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
-) -> list[Group]:
+) -> list[Group] | None:
     """Add the gradients of ``inputs`` to their ``grad``; return what :func:`weight_gradients` needs.
 
     Args:
         outputs: that need gradients.
         gradients: of the outputs; None: ones.
         inputs: leaves that need gradients, one at least.
+
+    Returns:
+        None, and nothing is computed, where the two cannot be told apart: reentrant checkpointing runs a backward pass
+        of its own for both.
     """
     graph = _reversed(output.grad_fn for output in outputs)
+    if any(node.name() == _REENTRANT for node in graph):
+        return None
     given = {id(each) for each in inputs}
     leaves = [node for node in graph if hasattr(node, "variable")]
     ways = _before([node for node in leaves if id(node.variable) in given], graph)

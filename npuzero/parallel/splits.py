@@ -98,6 +98,14 @@ def _least(
 
 
 def _given(blocks: Sequence[Block], stages: int, split: Split) -> list[int]:
+    kinds = {type(each) for each in split} if isinstance(split, (list, tuple)) else {type(split)}
+    if not isinstance(split, (list, tuple)) or not (kinds <= {int} or kinds <= {str}):
+        raise ConfigError(
+            "split",
+            expected="a list of numbers of blocks, or a list of names of first blocks",
+            got=repr(split),
+            do="Give [2, 2], or ['0', '2'].",
+        )
     if len(split) != stages:
         raise ConfigError(
             "split",
@@ -105,7 +113,7 @@ def _given(blocks: Sequence[Block], stages: int, split: Split) -> list[int]:
             got=f"{len(split)}",
             do="Give the number of blocks, or the name of the first block, of every stage, in order.",
         )
-    counts = _counts(blocks, [str(name) for name in split]) if isinstance(split[0], str) else [int(n) for n in split]
+    counts = _counts(blocks, [str(name) for name in split]) if kinds == {str} else [int(n) for n in split]
     if min(counts) < 1 or sum(counts) != len(blocks):
         raise ConfigError(
             "split",

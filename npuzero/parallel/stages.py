@@ -6,7 +6,7 @@ blocks under the names that they have in the whole model, so that checkpoints, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from npuzero.errors import ConfigError, did_you_mean
 from npuzero.parallel.splits import Block, Split, split_blocks
 from npuzero.parallel.stage_models import PipelinePlan, Section, plan_of
 from npuzero.plan import PIPE, Relation
+from npuzero.shard.build import check_shaped
 from npuzero.shard.discover import around
 from npuzero.shard.relations import relate_parameter
 
@@ -111,6 +112,7 @@ def divide(
     for what, count in (("ranks", ranks), ("chunks", chunks)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(f"pipeline {what}", expected="a positive number", got=repr(count), do="Give one or more.")
+    check_shaped(model)
     plan = plan_of(model) if blocks is None and not _is_chain(model) else None
     names = list(plan.arguments) if plan else _listed(model, blocks)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -282,8 +284,15 @@ def _listed(model: nn.Module, blocks: Sequence[nn.Module | str] | None) -> list[
         )
     if blocks is None:
         return list(model._modules)
+    if not isinstance(blocks, Iterable) or isinstance(blocks, str) or not (listed := list(blocks)):
+        raise ConfigError(
+            "pipeline blocks",
+            expected="a list of modules of the model, or of their names",
+            got=repr(blocks),
+            do="Give blocks=[model.embedding, model.layers, model.norm, model.head]: what is called one after another.",
+        )
     names: list[str] = []
-    for block in blocks:
+    for block in listed:
         name, module = _found(model, block)
         if isinstance(module, nn.ModuleList) or _is_chain(module):
             names += [f"{name}.{child}".lstrip(".") for child in module._modules]

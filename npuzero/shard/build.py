@@ -423,6 +423,14 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
+def check_shaped(model: nn.Module) -> None:
+    """Raise a ConfigError where a parameter or buffer of ``model`` has no shape yet."""
+    for name, parameter in model.named_parameters():
+        _check_shaped(f"parameter {name}", parameter)
+    for name, buffer in model.named_buffers():
+        _check_shaped(f"buffer {name}", buffer)
+
+
 def _check_shaped(subject: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(

@@ -104,6 +104,20 @@ class Passes:
         finally:
             self._part = before
 
+    @contextlib.contextmanager
+    def unsharded(self, number: int) -> Iterator[None]:
+        """Have part ``number`` unsharded inside: for work in autograd that may run its modules again and that no output
+        of a unit announces. All ranks enter it at the same place.
+        """
+        units = [unit for unit in self._parts[number].units if unit.guarded]
+        try:
+            for unit in units:
+                self._gatherer.finish(unit)
+            yield
+        finally:
+            for unit in units:
+                self._gatherer.hold_between(unit)
+
     @collective("backward")
     def take_gradients(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         """Take gradients that ``torch.autograd.grad`` made, as if a backward pass of part ``number`` had brought them.

@@ -77,4 +77,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "if name not in said[first]",
         (f"{TESTS}::test_ranks_that_have_drifted_apart_are_told_as_they_save[1-save]",),
     ),
+    Mutant(
+        "an adapter that comes into a divided layer is whole on each rank",
+        "shard/axes.py",
+        "if _DIVIDED not in vars(module):",
+        "if _DIVIDED in vars(module):",
+        (f"{TESTS}::test_adapters_in_divided_layers[after]",),
+    ),
+    Mutant(
+        "a zero-bubble pipeline reads sharded parameters where checkpointing runs a block again",
+        "shard/passes.py",
+        "units = [unit for unit in self._parts[number].units if unit.guarded]",
+        "units = list[Unit]()",
+        ("parallel/test_pipeline_checkpointing.py::test_zero_bubble_trains_as_1f1b[zero3-False-False]",),
+    ),
 )

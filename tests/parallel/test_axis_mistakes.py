@@ -146,6 +146,35 @@ def test_layers_of_ones_own_without_a_mesh() -> None:
     refused(2, body, r"parameter 0.up.weight is cut along its axis 'tensor'")
 
 
+class Adapter(nn.Module):
+    """Takes the place of a Linear, as PEFT's layers do."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = linear
+        self.a, self.b = nn.Linear(linear.in_features, 2), nn.Linear(2, linear.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.b(self.a(x))
+
+
+@pytest.mark.parametrize("order", ["before", "within", "after"])
+def test_adapters_in_divided_layers(order: str) -> None:
+    """Their matrices would be whole on each rank, beside a part of the layer."""
+
+    def body(world: World) -> None:
+        mesh, model = npuzero.mesh(tensor=2, world=world), net()
+        if order == "after":
+            parallel.tensor(model, mesh, plan=WORDS)
+        model[0].up = Adapter(model[0].up)
+        if order == "after":
+            npuzero.zero(model, mesh=mesh)
+        words = {"*.up": "colwise", "0.up.base_layer": "colwise"} if order == "within" else WORDS
+        parallel.tensor(model, mesh, plan={**words, "0.up": "replicate"} if order == "within" else words)
+
+    refused(2, body, "0.up.a.weight" if order == "after" else "0.up: .*Adapter")
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 

@@ -245,7 +245,7 @@ def constructed(*says: str, kind: type[NpuZeroError] = ConfigError, **options: A
         given: dict[str, Any] = {"loss_fn": loss_of, "blocks": model.order, "micro_batches": 4, "split": SPLIT}
         given |= {name: value(world) if callable(value) else value for name, value in options.items()}
         with pytest.raises(kind) as met:
-            npuzero.pipeline(model, npuzero.mesh(world=world, pipe=2), 2, **given)
+            npuzero.pipeline(model, npuzero.mesh(world=world, pipe=2), **{"stage": 2, **given})
         return met.value
 
     for error in comm.run_threads(2, rank, timeout_s=20):
@@ -267,6 +267,25 @@ def test_what_cannot_be_cut():
     constructed("12", "11", split=None, schedule="interleaved", chunks=6)  # more stages than blocks
     constructed("interleaved", "micro-batches", schedule="interleaved", chunks=2, split=None, micro_batches=3)
     constructed("micro-batches", micro_batches=0)
+
+
+def test_what_a_stage_cannot_follow() -> None:
+    """A plan whose groups of ranks are larger than a stage."""
+    constructed("local_size", stage=None, plan=npuzero.Plan.preset("hsdp", local_size=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("split", 2), ("split", [None, 4]), ("split", {0: 4, 1: 7}), ("blocks", 3), ("blocks", []), ("loss_fn", 3)],
+)
+def test_arguments_of_another_kind(name: str, value: object) -> None:
+    constructed(name, **{name: value})
+
+
+def test_neither_a_model_nor_a_mesh() -> None:
+    for model, mesh, says in ((None, None, "model"), (nn.Linear(2, 2), 2, "mesh")):
+        with pytest.raises(ConfigError, match=says):
+            npuzero.pipeline(model, mesh, 2, micro_batches=2)
 
 
 def test_a_stage_without_parameters():

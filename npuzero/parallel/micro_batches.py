@@ -1,0 +1,52 @@
+"""The micro-batches of a pipeline's step: a batch in equal parts, and the outputs of parts as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from npuzero.errors import ContractError
+from npuzero.plan import divisors
+
+#: What a model is called with: arguments, keyword arguments, and targets of the loss.
+Batch = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Return ``count`` equal parts of a batch along the first dimension of its tensors.
+
+    Raises:
+        ContractError: there is no tensor, or it does not divide.
+    """
+    leaves, tree = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    size = tensors[0].shape[0] if tensors else 0
+    if not size or size % count:
+        raise ContractError(
+            "pipeline.step: the batch",
+            expected=f"tensors of a first dimension that {count} micro-batches divide",
+            got=f"{size}" if tensors else "no tensor",
+            do=f"Give a multiple of {count}, or micro_batches={divisors(size)}."
+            if size
+            else "Give the model's inputs.",
+        )
+    parts = [
+        leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size else [leaf] * count
+        for leaf in leaves
+    ]
+    return [tree_unflatten(list(each), tree) for each in zip(*parts, strict=True)]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of micro-batches as one: tensors joined along the first dimension, a model's by its logits."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, (tuple, list)):
+        return tuple(joined(each) for each in zip(*outputs, strict=True))
+    logits = [getattr(output, "logits", None) for output in outputs]
+    return list(outputs) if any(each is None for each in logits) else joined(logits)
