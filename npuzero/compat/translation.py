@@ -208,7 +208,10 @@ class _Walk:
         below = self.rules.below(join(section, key))
         if below:
             return Decision.REFUSED, "", f"It takes a section with {', '.join(below)}, and this is {describe(given)}."
-        words = did_you_mean(key, self.rules.below(section), "No such key is known: remove it.")
+        known = [rule.path for rule in self.rules if rule.decision is not Decision.REFUSED]
+        homes = [path for path in known if path.rpartition(".")[2] == key][:3]
+        words = f"It belongs to another place: {' or '.join(homes)}." if homes else ""
+        words = words or did_you_mean(key, self.rules.below(section), "No such key is known: remove it.")
         return Decision.REFUSED, "", words
 
     def _on(self, path: str) -> bool:

@@ -478,4 +478,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "return kind(torch.device(device))",
         ("frameworks/test_adopt.py::test_frameworks_number_the_one_device_of_the_host",),
     ),
+    Mutant(
+        "groups of ranks that do not divide them pass where a configuration is explained",
+        "compat/deepspeed/configuration.py",
+        "if size is not None and size > 0 and world % size:",
+        "if False:",
+        (
+            "compat/deepspeed/test_deepspeed_keys.py::test_groups_that_do_not_divide_the_ranks_and_keys_in_another_place",
+        ),
+    ),
 )

@@ -49,6 +49,7 @@ def explain(config: Config, *, world: int | None = None, auto: Mapping[str, Any]
     _check_options(found, "scheduler", lambda: made_schedule(found))
     _check_adam(found)
     _check_plan(found)
+    _check_groups(found, world)
     _check_batch(found, world)
     return found
 
@@ -154,6 +155,16 @@ def _check_plan(found: Translation) -> None:
             plan_of(found)
     except ConfigError as error:
         found.refuse("zero_optimization.stage", f"Expected {error.expected}; got {error.got}. {error.do}")
+
+
+def _check_groups(found: Translation, world: int | None) -> None:
+    """Refuse groups of ranks that do not divide all of them."""
+    if world is None or found.decided(Decision.REFUSED) or not plan_of(found).parameters.axes:
+        return
+    for path in ("zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"):
+        size = found.value(path)
+        if size is not None and size > 0 and world % size:
+            found.refuse(path, f"{size} ranks of a group do not divide {world} ranks: say a divisor of {world}.")
 
 
 #: What says something of parameters that are sharded, and what to do elsewhere; nothing where it is without effect.

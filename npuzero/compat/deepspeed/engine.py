@@ -16,7 +16,7 @@ from npuzero.compat.deepspeed.recipe import Recipe
 from npuzero.compat.deepspeed.saving import Saving
 from npuzero.compat.translation import Translation
 from npuzero.config import describe
-from npuzero.errors import ConfigError, NonFiniteError, StateError
+from npuzero.errors import ConfigError, NonFiniteError, StateError, did_you_mean
 from npuzero.optim import LossScaler
 
 
@@ -64,6 +64,11 @@ class Engine(nn.Module, Facts, Saving):
         except AttributeError:
             if name == "module":
                 raise
+            if not hasattr(type(self.module), name) and not hasattr(self.module, name):
+                model = type(self.module).__name__
+                do = did_you_mean(name, dir(type(self)), "docs/deepspeed.md names what the engine has.")
+                text = f"npuzero's DeepSpeed engine has no attribute {name!r}, and neither has the {model} in it. {do}"
+                raise AttributeError(text, name=name, obj=self) from None
             return getattr(self.module, name)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:

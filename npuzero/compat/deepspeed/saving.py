@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,19 @@ from npuzero.optim import LossScaler
 #: The file that names the last tag.
 LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` of types that load without running code, where programs usually have others."""
+    if isinstance(value, argparse.Namespace):
+        return _plain(vars(value))
+    if type(value) in (dict, defaultdict) or (isinstance(value, Mapping) and not isinstance(value, dict)):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
 
 
 class Saving:
@@ -48,7 +63,8 @@ class Saving:
         Args:
             save_dir: a folder that all ranks share.
             tag: the same on every rank; None: ``global_step<n>``.
-            client_state: numbers, texts, tensors and containers of them, rank 0's.
+            client_state: numbers, texts, tensors and containers of them, rank 0's. NumPy's numbers come back as
+                Python's, a ``defaultdict`` and an ``argparse.Namespace`` as dicts.
             save_latest: whether the tag is what a load without one takes.
 
         Returns:
@@ -70,7 +86,7 @@ class Saving:
             )
         extra = {
             "counts": {count: getattr(self, count) for count in _COUNTS},
-            "client_state": dict(client_state or {}),
+            "client_state": _plain(client_state or {}),
         }
         folder = Path(save_dir) / name
         checkpoint.save(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -342,6 +345,23 @@ def test_clients_optimizers_and_schedules_are_taken_over():
                 torch.testing.assert_close(weights(engine)[name], value, rtol=1e-5, atol=1e-6)
 
     on_two(rank)
+
+
+def test_a_clients_state_may_have_what_programs_usually_have(tmp_path):
+    counts = defaultdict(int, seen=3)
+    state = {"best": numpy.float64(0.5), "at": [numpy.int64(2)], "counts": counts}
+    state["args"] = argparse.Namespace(lr=numpy.float32(0.25))
+    engine = made(config(0))
+    engine.save_checkpoint(tmp_path, client_state=state)
+    _, loaded = engine.load_checkpoint(tmp_path)
+    assert loaded == {"best": 0.5, "at": [2], "args": {"lr": 0.25}, "counts": {"seen": 3}}
+
+
+def test_what_neither_engine_nor_model_has_is_not_the_models_fault():
+    engine = made(config(0))
+    with pytest.raises(AttributeError, match=r"engine has no attribute 'get_lrs', and neither has the .* 'get_lr'"):
+        _ = engine.get_lrs
+    assert engine.head is engine.module.head and not hasattr(engine, "nothing")
 
 
 def test_functions_may_make_optimizer_and_schedule():

@@ -147,3 +147,30 @@ def test_a_misspelt_key_is_told_the_nearest_one(wrong, near):
     found = explain(replaced(config, wrong, 1), world=2)
     (entry,) = found.decided(Decision.REFUSED)
     assert entry.path == wrong and near in entry.words
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "words"),
+    [
+        (
+            {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+            "zero_optimization.zero_hpz_partition_size",
+            "divisor of 2",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 64}},
+            "zero_optimization.mics_shard_size",
+            "divisor of 2",
+        ),
+        ({"overlap_comm": True}, "overlap_comm", "another place: zero_optimization.overlap_comm"),
+        (
+            {"zero_optimization": {"stage": 2, "gradient_clipping": 1.0}},
+            "zero_optimization.gradient_clipping",
+            "place: gradient_clipping",
+        ),
+    ],
+)
+def test_groups_that_do_not_divide_the_ranks_and_keys_in_another_place(config, path, words):
+    found = explain({"train_batch_size": 8, **config}, world=2)
+    refused = {entry.path: entry.words for entry in found.entries if entry.decision is Decision.REFUSED}
+    assert list(refused) == [path] and words in refused[path]
