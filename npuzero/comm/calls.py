@@ -34,6 +34,7 @@ _WRAPPERS = {"wrapper", "decorate_context", "inner", "fn", "nonrecursive_disable
 _WALKS = str(Path("utils", "_pytree.py"))  # which this package calls to look into arguments
 
 _names: dict[CodeType, str] = {}
+_thread = threading.local()
 
 
 class Place(NamedTuple):
@@ -53,6 +54,11 @@ def collective(name: str) -> Callable[[_Function], _Function]:
     return register
 
 
+def set_failure(text: str) -> None:
+    """Have errors of other ranks that wait for the calling thread say what it has raised; ``""``: nothing more."""
+    _thread.failure = text
+
+
 def here() -> Place:
     """Return where the calling thread is: the outermost collective that the user's innermost frame called, if any."""
     frame: FrameType | None = sys._getframe(1)
@@ -60,7 +66,8 @@ def here() -> Place:
     while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
         call = _names.get(frame.f_code, call)
         frame = frame.f_back
-    return Place(call, _line(frame))
+    failure = getattr(_thread, "failure", "")
+    return Place(call, _line(frame) + (failure and f", after it raised {failure},"))
 
 
 def torchs() -> Place:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from npuzero import observe
 from npuzero.comm import HOST_CHANNEL, Mesh
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import collective, set_failure
 from npuzero.config import describe
 from npuzero.errors import CollectiveError, ConfigError, ContractError, NpuZeroError, StateError
 from npuzero.parallel.edges import Edge, Outputs, checked, header
@@ -219,6 +219,8 @@ class Runner:
         except CollectiveError as error:
             # A stage that raised on one data rank alone leaves its peers waiting: what it raised is the cause.
             raise error from self._cause()
+        finally:
+            set_failure("")
         return self._mean_loss() if some else joined(self._outputs) if self._outputs else None
 
     def _follow(self, row: Sequence[Act]) -> None:
@@ -367,9 +369,16 @@ class Runner:
         """Note the first error of a step; ``act``: in which, None: before the first one."""
         if self._failure is None:
             self._failure = ("the batch" if act is None else _words(act), error)
+            # Ranks beside this one may wait in a collective that it does not come to any more: they are told why.
+            set_failure(self._cause_in_words())
 
     def _cause(self) -> Exception | None:
         return None if self._failure is None else self._failure[1]
+
+    def _cause_in_words(self) -> str:
+        assert self._failure is not None
+        where, error = self._failure
+        return f"{where}: {type(error).__name__}: {error}"
 
     def _forget(self) -> None:
         self._live.clear()
@@ -388,7 +397,7 @@ class Runner:
             return bool(losses)
         self._forget()
         mine = self._failure
-        said = self._mesh.world.exchange(mine and f"{mine[0]}: {type(mine[1]).__name__}: {mine[1]}")
+        said = self._mesh.world.exchange(mine and self._cause_in_words())
         rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
         raise StateError(
             "pipeline.step",

@@ -78,6 +78,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (f"{TESTS}::test_ranks_that_have_drifted_apart_are_told_as_they_save[1-save]",),
     ),
     Mutant(
+        "a stage that raises on one data rank alone is told as ranks that wait for each other",
+        "parallel/pipeline.py",
+        "set_failure(self._cause_in_words())",
+        'set_failure("")',
+        ("parallel/test_pipeline_faults.py::test_one_data_rank_alone_raises",),
+    ),
+    Mutant(
         "an adapter that comes into a divided layer is whole on each rank",
         "shard/axes.py",
         "if _DIVIDED not in vars(module):",

@@ -232,6 +232,8 @@ def test_one_data_rank_alone_raises():
     assert time.monotonic() - began_s < 2 * SOON_S
     assert all("pipeline.step" in str(error) for error in errors)
     assert isinstance(errors[0].__cause__, KeyError)  # what it was is told where it was raised
+    for error in errors:  # and named on every rank
+        assert "stage 0, forward of micro-batch #" in str(error) and "KeyError: 'on purpose'" in str(error), str(error)
 
 
 # --- refused before anything moves ------------------------------------------------------------------------------------
