@@ -120,8 +120,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "ranks that wait for each other in different parts wait for ten minutes",
         "comm/world.py",
-        "        self.board = whole.board\n",
-        "",
+        "self.board, self.companions = whole.board, whole.companions",
+        "self.companions = whole.companions",
         ("world/test_subworld.py::test_ranks_that_wait_for_each_other_in_different_parts_are_told",),
     ),
     Mutant(

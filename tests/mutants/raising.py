@@ -17,20 +17,6 @@ MUTANTS = (
         (f"{GOES_ON}[zero3-forward-out of memory]",),
     ),
     Mutant(
-        "a unit computes with parameters for which the wait has raised",
-        "shard/gather.py",
-        "            except BaseException:\n                self._undo(unit, gather)\n",
-        "            except BaseException:\n                unit.move(_S.WHOLE)\n",
-        (f"{GOES_ON}[zero3-forward-out of memory]",),
-    ),
-    Mutant(
-        "a unit is taken for unsharded after what is kept of it found no memory",
-        "shard/gather.py",
-        "            self._drop(unit)\n            raise\n",
-        "            raise\n",
-        (f"{GOES_ON}[hpz-forward-out of memory]",),
-    ),
-    Mutant(
         "a unit whose updated parameters could not be sent computes with those of before",
         "shard/update.py",
         "            self._restorer.start(first)\n            self._waiting.popleft()",
