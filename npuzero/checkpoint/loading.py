@@ -126,10 +126,8 @@ class Names:
         for names in own:
             group = next((s for s in saved if _same(s["params"], names)), None)
             if group is None:
-                described = [s["params"][:3] for s in saved]
-                raise self._misfit(
-                    f"a group of the {len(names)} parameters {names[:3]}...", f"groups of {described}..."
-                )
+                expected = f"a group of the {len(names)} parameters {names[:3]}..."
+                raise self._misfit(expected, _groups_beside(saved, names))
             saved.remove(group)
             self.groups.append({key: value for key, value in group.items() if key != "params"})
             numbered = not all(isinstance(one, str) for one in group["params"])
@@ -143,6 +141,16 @@ class Names:
 
     def _misfit(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError(f"load {self._source.path}", expected=expected, got=got, do=_DO)
+
+
+def _groups_beside(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Say how large the saved groups are, and how the most similar one differs from a group of ``names``."""
+    if not saved:
+        return "no further group"
+    groups = [[str(name) for name in group["params"]] for group in saved]
+    near = max(groups, key=lambda group: len({*group} & {*names}))
+    text = differing_names(sorted({*names} - {*near}), sorted({*near} - {*names}))
+    return f"groups of {', '.join(str(len(group)) for group in groups)} parameters, the most similar with {text}"
 
 
 def _same(saved: Sequence[object], names: Sequence[str]) -> bool:
