@@ -174,18 +174,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients. A sharded gradient is dropped whatever ``set_to_none`` says: no zeros are kept of it."""
-        engines, plain = self._owners()
+        """Drop the gradients, or with ``set_to_none=False`` let those that are there be zeros, which update, too."""
+        engines, _ = self._owners()
         for engine in engines:
             engine.early.keep()
-        kept = () if set_to_none else {id(parameter) for parameter in plain}
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if id(parameter) in kept and parameter.grad is not None:
-                        parameter.grad.detach_().zero_()
-                    else:
+                    if set_to_none:
                         parameter.grad = None
+                    elif parameter.grad is not None:
+                        parameter.grad.detach_().zero_()
+        for engine in engines if not set_to_none else ():
+            engine.zero_gradients(self._terms_for(engine).members)
         for engine in engines:
             # The graph of a capturable step has the gradients' addresses.
             engine.forget_gradients(lend=not any(group.get("capturable") for group in self.param_groups))

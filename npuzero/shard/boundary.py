@@ -126,7 +126,7 @@ class Boundary:
             whether there are some already.
         """
         present = self._present()
-        some = _any(present)
+        some = _any_values(present)
         self._update.spare_gradients(used=self._stage is Stage.STEPPED and some)
         if not some:  # the program has zeroed the gradients, in whatever way
             self.forget()
@@ -163,7 +163,7 @@ class Boundary:
             self._agree_anew()
         else:  # the program may have dropped some since, as it does on every rank
             present = self._present()
-            if present != self._used:
+            if present != self._used or any(flat.gradient.zeroed for flat in self._flats):
                 self._used = present
                 self.sums.forget()
                 self._clear_dropped(present)
@@ -179,7 +179,7 @@ class Boundary:
         present = self._present()
         self._clear_dropped(present)
         self._values.look_at_whole()
-        if not _any(present) and not self._brought:
+        if not self._brought and not _any_values(present):
             self.forget()
             self._meet_in_gathers()
         # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
@@ -205,12 +205,12 @@ class Boundary:
             return {flat: flat.gradient.present() for flat in self._flats}
 
     def _clear_dropped(self, present: Mapping[Flat, list[bool]]) -> None:
-        """Zero what the buffers hold of gradients that the user dropped while others stay."""
+        """Zero what the buffers hold of gradients that the program dropped, or set to zeros, while others stay."""
         for flat, here in present.items():
             for i in flat.gradient.dropped(here):
                 self._reducer.drain()
                 flat.gradient.clear(i)
-                self._dropped = True
+                self._dropped = self._dropped or not here[i]
 
     def _meet_in_gathers(self) -> None:
         """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
@@ -345,7 +345,7 @@ class Boundary:
         ]
         # Not while a collective may write into the buffers, nor between an agreement and the update that it is for.
         done = self._stage is not Stage.AGREED and self._reducer.idle
-        if large and done and not _any(self._present()):
+        if large and done and not _any_values(self._present()):
             self.forget()
             for unit, memory in large:
                 self._update.lend(unit, memory)
@@ -370,3 +370,7 @@ def _incomplete(subject: str) -> StateError:
 
 def _any(flags: Mapping[Flat, list[bool]]) -> bool:
     return any(map(any, flags.values()))
+
+
+def _any_values(present: Mapping[Flat, list[bool]]) -> bool:
+    return any(any(here) and flat.gradient.has_values(here) for flat, here in present.items())

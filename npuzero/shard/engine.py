@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -228,6 +228,11 @@ class Engine:
         self.passes.step_ends()
         self.meter.step_ends()
         self.boundary.step_ends(members)
+
+    def zero_gradients(self, members: Iterable[int]) -> None:
+        """Let gradients be zeros, by ids of their parameters, also those that other ranks alone have brought."""
+        for flat, i in (self._places[key] for key in members):
+            flat.gradient.zeroed.add(i)
 
     def forget_gradients(self, lend: bool) -> None:
         """Drop the gradients, as zero_grad() asks.

@@ -60,6 +60,7 @@ class Gradient:
         memory: the memory of the buffer.
         contribution: what the present backward pass has brought.
         content: per slot.
+        zeroed: slots whose gradient the program has set to zeros, while the buffers still have the values of before.
         residuals: by collective.
         pool: lends what the first collective sends, and all that is summed on the way.
         pools: lend codes for a thin wire, by collective.
@@ -89,6 +90,7 @@ class Gradient:
         self.state = GradientState.EMPTY
         self.contribution = Contribution(layout)
         self.content = [Content.NOWHERE] * len(layout.slots)
+        self.zeroed: set[int] = set()
         self.summing = False
         self.pool: Pool  # the reducer's, as the others
         self.pools: dict[Hop, Pool] = {}
@@ -103,7 +105,7 @@ class Gradient:
         """Make the markers of ``parameters``, one per slot."""
         self._parameters = parameters
         of = weakref.ref(self)
-        self.markers = [guard.GradientMarker(p, partial(_parameter_of, of, i)) for i, p in enumerate(parameters)]
+        self.markers = [guard.GradientMarker(p, partial(_zero, of, i)) for i, p in enumerate(parameters)]
 
     def move(self, to: GradientState) -> None:
         """Change the state, as the life-cycle allows; where nothing was, and gradients rest here, there is memory."""
@@ -112,8 +114,9 @@ class Gradient:
             self.kept.take()
 
     def forget(self) -> None:
-        """Drop the gradients of all slots."""
+        """Drop the gradients of all slots: those that are there still are zeros."""
         self.content = [Content.NOWHERE] * len(self.content)
+        self.zeroed.clear()
         self.summing = False
         self.kept.forget()
         self.contribution.arrived.clear()
@@ -263,16 +266,31 @@ class Gradient:
         self.content[i] = Content.SUMMED
         self._parameters[i].grad = self.markers[i]
 
+    def has_values(self, present: Sequence[bool]) -> bool:
+        """Tell whether any slot that is ``present`` has a gradient that is not known to be zeros."""
+        return any(
+            here and content is not Content.NOWHERE and i not in self.zeroed
+            for i, (here, content) in enumerate(zip(present, self.content, strict=True))
+        )
+
     def dropped(self, present: Sequence[bool]) -> list[int]:
-        """Return the slots of which something is here, and which the user has dropped since (``p.grad = None``)."""
+        """Return the slots of which something is here that the program has dropped (``p.grad = None``) or set to zeros
+        since.
+        """
+        if self.zeroed:
+            return sorted({*self.zeroed, *self._left_out(present)})
         if False not in present or self.content.count(Content.NOWHERE) == len(self.content):
             return []
+        return self._left_out(present)
+
+    def _left_out(self, present: Sequence[bool]) -> list[int]:
         return [i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE]
 
     def clear(self, i: int) -> None:
         """Zero whatever the buffers hold of slot ``i``."""
         _keep_lent(self, f"that of {self.layout.slots[i].name} dropped")
         self.content[i] = Content.NOWHERE
+        self.zeroed.discard(i)
         slot = self.layout.slots[i]
         for buffer, rest in ((self.kept.values, self.rests.gradients), (self.carry, self.rests.states)):
             if buffer is not None:
@@ -298,6 +316,7 @@ def _keep_lent(gradient: Gradient, got: str) -> None:
         )
 
 
-def _parameter_of(gradient_of: weakref.ref[Gradient], i: int) -> Tensor | None:
+def _zero(gradient_of: weakref.ref[Gradient], i: int) -> None:
     gradient = gradient_of()
-    return None if gradient is None else gradient._parameters[i]
+    if gradient is not None:
+        gradient.zeroed.add(i)

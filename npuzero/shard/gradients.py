@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Container, Sequence
 
+import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
@@ -123,6 +124,8 @@ class Gradients:
         if self._alone:
             self.boundary.finish()
         slot = flat.layout.slots[i]
+        if i in flat.gradient.zeroed:
+            return torch.zeros(slot.shape, device=self._world.device)
         if flat.rests.states.guarded or not self.boundary.summed:
             call, line = torchs()
             cut = f"plan {flat.plan.name!r}, which leaves each rank a shard of the sum"

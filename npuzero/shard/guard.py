@@ -238,8 +238,8 @@ class GradientMarker(Tensor):
     Where a further backward pass finds it in ``p.grad``, autograd adds to it: then it keeps what was to be added for
     :meth:`take_added`.
 
-    ``zero_grad(set_to_none=False)``, of a module or written out, drops it, too: no zeros are kept of what is sharded.
-    ``zero_()`` alone is refused, since an update by zeros is not the same as none.
+    ``p.grad.zero_()``, which is what ``zero_grad(set_to_none=False)`` does, makes the gradient zeros: the next step
+    updates the parameter by them, as in torch.
     """
 
     #: The gradient itself, or a StateError that says why not and what to do.
@@ -248,15 +248,14 @@ class GradientMarker(Tensor):
     name: str = "a parameter"
     sharded_by: str = ""
     _added: Tensor | None
-    #: The parameter; no reference to it, not even a weak one: torch.utils.swap_tensors refuses what has any.
-    _find: Callable[[], Tensor | None]
-    _detached: bool  # as zero_grad does before it writes zeros
+    #: Lets the gradient be zeros. It refers to no parameter, not even weakly: torch.utils.swap_tensors refuses that.
+    _zero: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, find: Callable[[], Tensor | None]) -> GradientMarker:
+    def __new__(cls, parameter: Tensor, zero: Callable[[], None]) -> GradientMarker:
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
         marker: GradientMarker = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        marker._added, marker._find, marker._detached = None, find, False
+        marker._added, marker._zero = None, zero
         return marker
 
     @classmethod
@@ -269,8 +268,6 @@ class GradientMarker(Tensor):
             return func(args[0]._read(), *args[1:], **(kwargs or {}))
         if func in _READS and not described:
             raise args[0]._unreadable(f"Tensor.{func.__name__}")
-        if func in (Tensor.detach_, Tensor.requires_grad_):
-            args[0]._detached = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -281,8 +278,8 @@ class GradientMarker(Tensor):
         if func in _ADDITIONS and in_backward() and isinstance(args[0], cls):
             args[0]._added = args[1]
             return args[0]
-        if func is torch.ops.aten.zero_.default and args[0]._detached:
-            args[0]._drop()
+        if func is torch.ops.aten.zero_.default:
+            args[0]._zero()
             return args[0]
         if func._schema.is_mutable:
             marker = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
@@ -294,12 +291,6 @@ class GradientMarker(Tensor):
     def _read(self) -> Tensor:
         """Return a copy of the gradient, in the parameter's dtype."""
         return self.whole().to(self.dtype)
-
-    def _drop(self) -> None:
-        self._detached = False
-        parameter = self._find()
-        if parameter is not None and parameter.grad is self:
-            parameter.grad = None
 
     def take_added(self) -> Tensor | None:
         """Return what autograd added to it since this was asked last."""

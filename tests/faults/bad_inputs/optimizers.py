@@ -146,6 +146,14 @@ def _(world: World) -> None:
     optimizer.step()
 
 
+@fine("zeros in the place of a gradient")
+def _(world: World) -> None:
+    model = cut(world, 2)
+    backward(model, world)
+    model.scale.grad.zero_()
+    assert npuzero.full_gradient(model.scale) == 0
+
+
 @fine("a step without gradients")
 def _(world: World) -> None:
     model = cut(world)

@@ -12,7 +12,7 @@ import npuzero
 from npuzero import CheckpointError, ConfigError, StateError
 from npuzero.comm import World
 
-from .case import Table, backward, cut, loss_of
+from .case import Table, cut, loss_of
 
 TABLE = Table()
 bad = TABLE.bad
@@ -47,13 +47,6 @@ def scaled(world: World, scaler: Any) -> Any:
 def _(world: World) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.step(scaled(world, scaler))
-
-
-@bad("zeros in the place of a gradient", StateError, "zero_", "on the gradient of")
-def _(world: World) -> None:
-    model = cut(world, 2)
-    backward(model, world)
-    model.scale.grad.zero_()  # not a zero_grad(): torch would update by them
 
 
 @bad("unscale_ twice", StateError, r"LossScaler\.unscale_", "once", "unscaled", ranks=2)
