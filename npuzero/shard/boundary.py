@@ -114,10 +114,15 @@ class Boundary:
     def agreed(self) -> bool:
         return self._stage is Stage.AGREED
 
-    def used(self, flat: Flat) -> list[bool]:
-        """Return per slot whether any rank has a gradient in the present step (after :meth:`finish`)."""
+    @property
+    def used_slots(self) -> Mapping[Flat, list[bool]]:
+        """Return by flat, per slot, whether any rank has a gradient in the present step (after :meth:`finish`)."""
         assert self._stage is Stage.AGREED
-        return self._used[flat]
+        return self._used
+
+    def used(self, flat: Flat) -> list[bool]:
+        """Return of one flat what :attr:`used_slots` has of it."""
+        return self.used_slots[flat]
 
     def reopen(self) -> bool:
         """Prepare for a backward pass that brings more gradients.
@@ -158,7 +163,8 @@ class Boundary:
         if self.incomplete and _any(self._present()):
             raise _incomplete("npuzero step")
         if not self.early.begun:  # else these are gradients of a step to come
-            self._update.spare_gradients(used=self._stage is Stage.STEPPED)
+            with self._update.holding():
+                self._update.spare_gradients(used=self._stage is Stage.STEPPED)
         if self._stage is not Stage.AGREED:
             self._agree_anew()
         else:  # the program may have dropped some since, as it does on every rank

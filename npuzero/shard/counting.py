@@ -57,12 +57,14 @@ class Meter:
         self._spaces = spaces
         self.settle: Callable[[], Counter[str]] = Counter  # waits for the update of the last step; what it has moved
         self._begun = False
+        self._restored = Sent()  # by R4 of the last step, as far as it was reported
         self._last: Report | None = None
 
     def step_begins(self) -> None:
-        """Note a forward for training; the first one since the last step begins another."""
+        """Note a forward for training; the first one since an optimizer's step begins another."""
         if not self._begun:
             self._begun = True
+            self._restored.clear()
             self._reset()
 
     def reset(self) -> None:
@@ -77,7 +79,9 @@ class Meter:
         self._spaces.reset_peaks()
 
     def step_ends(self) -> None:
-        sent = self._mesh.sent + self._mesh.restored
+        """Report the step so far: that of another optimizer may follow, without a forward, and is part of it."""
+        self._restored += self._mesh.restored
+        sent = self._mesh.sent + self._restored
         by_verb = sent_by_verb(sent, self._mesh.control.total())
         moved = dict.fromkeys(LINKS, 0) | self._spaces.mover.moved
         world = self._mesh.shape.world

@@ -199,13 +199,14 @@ class Engine:
         Args:
             members: ids of the optimizer's parameters of this model.
         """
-        self.values.bring_home(thoroughly=True)
-        if self.boundary.agreed:  # else finish() looks
-            self.values.look_at_whole()
-        some = self.boundary.finish()
+        with self.update.before_step(members):
+            self.values.bring_home(thoroughly=True)
+            if self.boundary.agreed:  # else finish() looks
+                self.values.look_at_whole()
+            some = self.boundary.finish()
         if some:
             self.boundary.begin_update(members)
-            self.update.begin()
+            self.update.begin(members, self.boundary.used_slots)
         else:
             self._apply_pending()
         return some
@@ -243,6 +244,7 @@ class Engine:
         self.passes.forget_backward()
         if not in_backward():
             self._hooks.forget_backward()
+        self.update.proceed()
         # Who watches may yet ask where it stopped being finite; what is away has no memory to lend.
         if lend and self.finite.watching is None and not self.absence.away:
             self.boundary.lend_memory()

@@ -3,13 +3,21 @@
 What is near is one chunk, unless ``Settings.chunk_bytes`` divides it. R4 of a unit starts when the last chunk with
 anything of it is updated, always in the order of the units: within ``end()`` for those that are near, and for a unit
 that is far, and those behind it, when it is waited for.
+
+Where several optimizers update a model one after the other, R4 of a unit waits until all of its parameters that have a
+gradient are updated: so it is sent once a step. It starts sooner where somebody needs the unit, such as the next
+forward, or where the gradients that no optimizer has used are dropped (``zero_grad()``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from npuzero.memory import Transient
 from npuzero.shard.chunks import Chunk, Piece, chunks_of
@@ -45,10 +53,40 @@ class Update:
         self._overlap = overlap
         self.begun = False
         self._waiting: deque[Unit] = deque()  # for their R4 to start, in order
+        self._sends: set[Unit] = set()  # of which anything was updated since their last R4
+        self._trained = frozenset(id(p) for unit in units for flat in unit.trainable for p in flat.parameters)
+        self._updated: frozenset[int] = frozenset()  # ids of the parameters that optimizers have had in this step
+        self._left: set[int] = set()  # ids of those beside them that had a gradient
+        self._holds = False  # units with any of these wait on, whoever finishes them
         self._lent: dict[int, list[Transient]] = {}  # by unit, gradients to be released once its update has read them
 
-    def begin(self) -> None:
-        """Prepare for an optimizer that writes masters and parameters: every unit has an R4 to come.
+    @contextlib.contextmanager
+    def before_step(self, members: frozenset[int]) -> Iterator[None]:
+        """Start no R4, inside, of a unit that another optimizer of this step is still to update.
+
+        Args:
+            members: ids of the parameters of the optimizer that steps next; one that comes again begins a new step.
+        """
+        if not self._updated.isdisjoint(members):
+            self._updated, self._left = frozenset(), set()
+        with self.holding():
+            yield
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """Start no R4, inside, of a unit with gradients that no optimizer has used yet."""
+        before, self._holds = self._holds, True
+        try:
+            yield
+        finally:
+            self._holds = before
+
+    def begin(self, members: frozenset[int], used: Mapping[Flat, Sequence[bool]]) -> None:
+        """Prepare for an optimizer that writes masters and parameters: each unit with any of them has an R4 to come.
+
+        Args:
+            members: ids of its parameters.
+            used: per slot of each flat, whether any rank has a gradient.
 
         Raises:
             NpuZeroError: the update before was delayed until now, and has failed.
@@ -56,6 +94,17 @@ class Update:
         self._lag.quiet()
         self.begun = self._lag.pending
         self._lag.land()
+        self._updated |= members
+        if self._lag:
+            self._sends.update(self._units)
+        elif len(members) == len(self._trained):
+            self._left = set()
+            self._sends.update(u for u in self._units if any(map(any, map(used.__getitem__, u.trainable))))
+        else:
+            flats = ((unit, flat) for unit in self._units for flat in unit.trainable)
+            slots = [(unit, id(p)) for unit, flat in flats for p in itertools.compress(flat.parameters, used[flat])]
+            self._left = {key for _, key in slots if key not in self._updated}
+            self._sends.update(unit for unit, key in slots if key in members)
         self._waiting = deque(self._units)
 
     def chunks(self, flats: Sequence[Flat], block_bytes: Callable[[Flat], int]) -> Iterator[Chunk]:
@@ -75,9 +124,11 @@ class Update:
     def end(self) -> None:
         """Start R4 of the units that still wait: nothing near is written any more."""
         self._restore_until(None)
-        for unit in self._waiting:  # for the stream
+        for unit in self._waiting:  # for the stream, or for another optimizer
             unit.close()
         self.begun = False
+        if self._waiting:
+            self._restorer.before = self._catch_up
 
     def fail(self, error: BaseException) -> None:
         """Undo what :meth:`begin` did, since the step has raised ``error``.
@@ -92,14 +143,33 @@ class Update:
         if self._restorer.before is None:
             self._waiting.clear()
 
+    def proceed(self) -> None:
+        """Start R4 of the units that wait for no optimizer any more, since gradients were dropped."""
+        if self._left:
+            self._advance(-1)
+
     def _restore_until(self, undone: Flat | None) -> None:
         """Start R4, in order, of the units before that of ``undone``, and before the first that the stream has."""
         while self._waiting and undone not in self._waiting[0].trainable and not self.stream.has(self._waiting[0]):
             unit = self._waiting[0]
-            self._restorer.start(unit)
+            if self._is_left(unit):
+                return
+            self._start(unit)
             self._waiting.popleft()
             if not self._overlap:
                 self._restorer.finish(unit)
+
+    def _start(self, unit: Unit) -> None:
+        if unit in self._sends:
+            self._restorer.start(unit)
+            self._sends.discard(unit)
+
+    def _is_left(self, unit: Unit) -> bool:
+        """Tell whether R4 would send anything of ``unit`` that another optimizer may be about to update."""
+        if not self._left or unit not in self._sends or not any(flat.rests.restored.many for flat in unit.trainable):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(id(p) in self._left and p.grad is not None for flat in unit.trainable for p in flat.parameters)
 
     # -- what is far -----------------------------------------------------------------------------------------------
 
@@ -130,14 +200,22 @@ class Update:
 
     def _catch_up(self, unit: Unit) -> None:
         """Wait for the update of ``unit`` and of those before it, and start their R4; and of those behind, if done."""
-        while self._waiting and (unit.index >= self._waiting[0].index or self.stream.done(self._waiting[0])):
+        if not self._holds:  # somebody needs parameters: the step is over, whatever optimizer has taken none
+            self._left = set()
+        self._advance(unit.index)
+
+    def _advance(self, index: int) -> None:
+        """Start R4, in order, of the units up to ``index``, waiting for their update, and of those behind, if done."""
+        while self._waiting and (index >= self._waiting[0].index or self.stream.done(self._waiting[0])):
             first = self._waiting[0]
+            if self._is_left(first):
+                return
             self.stream.wait(first)
             for memory in self._lent.pop(first.index, ()):
                 memory.release()
             if not first.guarded:
                 first.reopen()
-            self._restorer.start(first)
+            self._start(first)
             self._waiting.popleft()  # not before: where it raises, whoever waits next starts it
         if not self._waiting:
             self._restorer.before = None

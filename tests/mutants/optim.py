@@ -330,6 +330,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("world/test_zeros.py::test_zeros_update[zero3-SGD-by_one_optimizer]",),
     ),
     Mutant(
+        "each of two optimizers has all parameters sent that share a unit with its own",
+        "shard/update.py",
+        "            if self._is_left(self._waiting[0]):",
+        "            if False:",
+        ("world/test_two_optimizers.py::test_a_step_sends_what_was_foretold[zero1-one_after_the_other]",),
+    ),
+    Mutant(
+        "the step of one optimizer sends the units of another",
+        "shard/update.py",
+        "self._sends.update(unit for unit, key in slots if key in members)",
+        "self._sends.update(self._units)",
+        ("world/test_two_optimizers.py::test_only_units_that_were_updated_are_sent[zero1]",),
+    ),
+    Mutant(
+        "of two optimizers the report counts what the last one has sent",
+        "shard/counting.py",
+        "self._restored += self._mesh.restored",
+        "self._restored = self._mesh.restored.copy()",
+        ("world/test_two_optimizers.py::test_only_units_that_were_updated_are_sent[zero1]",),
+    ),
+    Mutant(
         "gradients of one optimizer that overflow skip the step of another",
         "shard/boundary.py",
         "if not parameters.isdisjoint(members)]",
