@@ -27,6 +27,7 @@ from npuzero.shard.census import Census
 from npuzero.shard.counting import CountingMesh
 from npuzero.shard.early import Early
 from npuzero.shard.flat import Flat
+from npuzero.shard.gradient import has_values
 from npuzero.shard.inputs import SharedInputs
 from npuzero.shard.ownership import deleted
 from npuzero.shard.pipe import Pipe
@@ -379,4 +380,12 @@ def _any(flags: Mapping[Flat, list[bool]]) -> bool:
 
 
 def _any_values(present: Mapping[Flat, list[bool]]) -> bool:
-    return any(any(here) and flat.gradient.has_values(here) for flat, here in present.items())
+    return any(any(here) and has_values(flat.gradient, here) for flat, here in present.items())
+
+
+def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
+    """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
+    for flat, anywhere in used.items():
+        if flat.gradient.residuals and not flat.gradient.kept.lent:
+            for i in (i for i in flat.slots if not anywhere[i]):
+                flat.gradient.clear(i)

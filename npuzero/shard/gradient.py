@@ -266,25 +266,14 @@ class Gradient:
         self.content[i] = Content.SUMMED
         self._parameters[i].grad = self.markers[i]
 
-    def has_values(self, present: Sequence[bool]) -> bool:
-        """Tell whether any slot that is ``present`` has a gradient that is not known to be zeros."""
-        return any(
-            here and content is not Content.NOWHERE and i not in self.zeroed
-            for i, (here, content) in enumerate(zip(present, self.content, strict=True))
-        )
-
     def dropped(self, present: Sequence[bool]) -> list[int]:
         """Return the slots of which something is here that the program has dropped (``p.grad = None``) or set to zeros
         since.
         """
-        if self.zeroed:
-            return sorted({*self.zeroed, *self._left_out(present)})
-        if False not in present or self.content.count(Content.NOWHERE) == len(self.content):
+        if not self.zeroed and (False not in present or self.content.count(Content.NOWHERE) == len(self.content)):
             return []
-        return self._left_out(present)
-
-    def _left_out(self, present: Sequence[bool]) -> list[int]:
-        return [i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE]
+        left_out = (i for i, here in enumerate(present) if not here and self.content[i] is not Content.NOWHERE)
+        return sorted({*self.zeroed, *left_out})
 
     def clear(self, i: int) -> None:
         """Zero whatever the buffers hold of slot ``i``."""
@@ -296,6 +285,14 @@ class Gradient:
             if buffer is not None:
                 begin, end = overlap((slot.begin, slot.end), rest.range)
                 buffer[begin - rest.begin : end - rest.begin].zero_()
+
+
+def has_values(gradient: Gradient, present: Sequence[bool]) -> bool:
+    """Tell whether any slot that is ``present`` has a gradient that is not known to be zeros."""
+    return any(
+        here and content is not Content.NOWHERE and i not in gradient.zeroed
+        for i, (here, content) in enumerate(zip(present, gradient.content, strict=True))
+    )
 
 
 def forget_lost(gradient: Gradient) -> None:
