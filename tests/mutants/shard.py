@@ -333,8 +333,8 @@ MUTANTS = (
     Mutant(
         "a cut gradient begins with what the last step left",
         "shard/gradient.py",
-        "self.content = [Content.NOWHERE] * len(self.content)\n        self.summing = False",
-        "self.content = [Content.NOWHERE] * len(self.content)",
+        "self.zeroed.clear()\n        self.summing = False",
+        "self.zeroed.clear()",
         (f"{LOOPS}[steps that zero nothing-zero3]", f"{LOOPS}[a closure-zero3]"),
     ),
     Mutant(

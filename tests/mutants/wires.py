@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant(
         "what R4 sends is missing along its axes",
         "shard/counting.py",
-        "sent = self._mesh.sent + self._mesh.restored\n",
+        "sent = self._mesh.sent + self._restored\n",
         "sent = self._mesh.sent\n",
         (f"{FORETOLD}[2-2-zero1.5-bf16]",),
     ),
