@@ -381,11 +381,3 @@ def _any(flags: Mapping[Flat, list[bool]]) -> bool:
 
 def _any_values(present: Mapping[Flat, list[bool]]) -> bool:
     return any(any(here) and has_values(flat.gradient, here) for flat, here in present.items())
-
-
-def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:
-    """Zero what feedback alone has brought of gradients that no rank has: a norm is not to count it."""
-    for flat, anywhere in used.items():
-        if flat.gradient.residuals and not flat.gradient.kept.lent:
-            for i in (i for i in flat.slots if not anywhere[i]):
-                flat.gradient.clear(i)

@@ -332,7 +332,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "each of two optimizers has all parameters sent that share a unit with its own",
         "shard/update.py",
-        "            if self._is_left(self._waiting[0]):",
+        "            if self._is_left(unit):",
         "            if False:",
         ("world/test_two_optimizers.py::test_a_step_sends_what_was_foretold[zero1-one_after_the_other]",),
     ),

@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "a unit whose updated parameters could not be sent computes with those of before",
         "shard/update.py",
-        "            self._restorer.start(first)\n            self._waiting.popleft()",
-        "            self._waiting.popleft()\n            self._restorer.start(first)",
+        "            self._start(first)\n            self._waiting.popleft()",
+        "            self._waiting.popleft()\n            self._start(first)",
         (f"{GOES_ON}[offload-forward-out of memory]",),
     ),
     Mutant(
