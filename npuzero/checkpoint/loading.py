@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ class Names:
     Attributes:
         parameters: key by name, for parameters and buffers.
         states: for each parameter's name the keys of its optimizer states, by name.
-        groups: for each of the optimizer's groups, its options.
+        groups: for each of the optimizer's groups, the saved options of the group that it matches; {} without one.
+        regrouped: whether the groups are others than the saved ones, or in another order.
+        notice: what of the optimizer does not go on as it was saved, to warn of; "" where all of it does.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class Names:
         self.parameters = self._find_model(model)
         self.states: dict[str, dict[str, str]] = {}
         self.groups: list[dict[str, Any]] = []
+        self.regrouped = False
+        self.notice = ""
         if optimizer is not None:
             self._find_optimizer()
 
@@ -122,18 +127,44 @@ class Names:
             self.groups = [self._read(options[names[0]]) if names else {} for names in own]
             return {name: name for names in own for name in names}
         saved = [self._read(options[str(g)]) for g in range(len(options))]
+        if all(isinstance(one, str) for group in saved for one in group["params"]):
+            return self._match_names(saved, own)
+        return self._match_numbers(saved, own)
+
+    def _match_names(self, saved: Sequence[dict[str, Any]], own: Sequence[Sequence[str]]) -> dict[str, str]:
+        """Match groups by the parameters that the optimizer has both then and now; a group without a match keeps its
+        own options.
+        """
+        then = [{*group["params"]} for group in saved]
+        before, now = set().union(*then), {name for names in own for name in names}
+        common = before & now
+        if now and before and not common:
+            raise self._misfit("states of parameters of the optimizer", differing_names(sorted(now), sorted(before)))
+        rest, order = [*range(len(saved))], []
+        for names in own:
+            kept = common.intersection(names)
+            fits = [i for i in rest if then[i] & common == kept and (kept or not (then[i] or names))]
+            order += fits[:1] or [None]
+            rest = [i for i in rest if i != order[-1]]
+            self.groups.append({} if not fits else {k: v for k, v in saved[fits[0]].items() if k != "params"})
+        self.regrouped = order != [*range(len(saved))]
+        self.notice = _notice(order, sorted(before - now), sorted(now - before))
+        return {name: name for name in common}
+
+    def _match_numbers(self, saved: list[dict[str, Any]], own: Sequence[Sequence[str]]) -> dict[str, str]:
+        """Match groups by their sizes: plain torch saves numbers of parameters."""
+        if len(self._shares) > 1:
+            raise self._misfit("parameters of groups by name, over the stages of a pipeline", "numbers of them")
         ids: dict[str, str] = {}
         for names in own:
-            group = next((s for s in saved if _same(s["params"], names)), None)
+            group = next((s for s in saved if len(s["params"]) == len(names)), None)
             if group is None:
-                expected = f"a group of the {len(names)} parameters {names[:3]}..."
-                raise self._misfit(expected, _groups_beside(saved, names))
+                sizes = ", ".join(str(len(s["params"])) for s in saved)
+                got = f"groups of {sizes or 'no'} parameters, by number"
+                raise self._misfit(f"a group of the {len(names)} parameters {names[:3]}...", got)
             saved.remove(group)
             self.groups.append({key: value for key, value in group.items() if key != "params"})
-            numbered = not all(isinstance(one, str) for one in group["params"])
-            if numbered and len(self._shares) > 1:
-                raise self._misfit("parameters of groups by name, over the stages of a pipeline", "numbers of them")
-            ids.update(zip(names, map(str, group["params"]) if numbered else names, strict=True))
+            ids.update(zip(names, map(str, group["params"]), strict=True))
         return ids
 
     def _read(self, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -143,21 +174,22 @@ class Names:
         return CheckpointError(f"load {self._source.path}", expected=expected, got=got, do=_DO)
 
 
-def _groups_beside(saved: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Say how large the saved groups are, and how the most similar one differs from a group of ``names``."""
-    if not saved:
-        return "no further group"
-    groups = [[str(name) for name in group["params"]] for group in saved]
-    near = max(groups, key=lambda group: len({*group} & {*names}))
-    text = differing_names(sorted({*names} - {*near}), sorted({*near} - {*names}))
-    return f"groups of {', '.join(str(len(group)) for group in groups)} parameters, the most similar with {text}"
+def _notice(order: Sequence[int | None], left_out: Sequence[str], new: Sequence[str]) -> str:
+    """Say what of the optimizer does not go on as it was saved; "" where all of it does.
 
-
-def _same(saved: Sequence[object], names: Sequence[str]) -> bool:
-    """Tell whether a saved group, of names or (by plain torch) of numbers, is the group of ``names``."""
-    if all(isinstance(one, str) for one in saved):
-        return set(saved) == set(names)
-    return len(saved) == len(names)
+    Args:
+        order: for each of the optimizer's groups, the saved group that it matches.
+        left_out: saved parameters that the optimizer does not have.
+        new: parameters of the optimizer that were not saved.
+    """
+    unmatched = [str(i) for i, match in enumerate(order) if match is None]
+    texts = {
+        "has groups of other parameters, so these keep the program's hyperparameters": unmatched,
+        "does not have parameters whose saved states are left out": left_out,
+        "has parameters without a saved state, which begin without one": new,
+    }
+    said = [f"{text}: {', '.join(names[:5])}" + ", ..." * (len(names) > 5) for text, names in texts.items() if names]
+    return "; it ".join(said)
 
 
 class Loader:
@@ -193,10 +225,19 @@ class Loader:
             self._load_entry(str(entry.path[1]), entry.value)
         if self._optimizer is not None:
             warn_of_lag(self._names.states.values(), self._engine.lag)
+            if self._names.notice and self._engine.mesh.world.rank == 0:
+                text = f"load {self._source.path}: the optimizer {self._names.notice}."
+                warnings.warn(text, UserWarning, stacklevel=5)
             for group, options in zip(self._optimizer.param_groups, self._names.groups, strict=True):
                 group.update(options)
             for flat in self._engine.flats():
                 self._load_states(flat)
+
+    def load_scheduler(self, scheduler: Any) -> None:
+        """Load a scheduler's state; with its rates by group, where the optimizer's groups are not those saved."""
+        scheduler.load_state_dict(shared_state(self._source, "scheduler"))
+        if self._names.regrouped:
+            _follow_groups(scheduler)
 
     def _load_parameters(self, part: Part) -> None:
         stored = [(self._names.parameters[str(cut.paths[0][1])], cut.piece) for cut in part.cuts]
@@ -269,6 +310,16 @@ class Loader:
         if type(described) is not Tensors or described.size != shape:
             got = f"shape {tuple(described.size)}" if type(described) is Tensors else "no tensor"
             raise CheckpointError(f"load {key}", expected=f"shape {tuple(shape)}", got=got, do=_DO)
+
+
+def _follow_groups(scheduler: Any) -> None:
+    """Have a scheduler, and those it is made of, continue from the rates that the optimizer's groups have now."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        _follow_groups(part)
+    if hasattr(scheduler, "base_lrs"):
+        groups = scheduler.optimizer.param_groups
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+        scheduler._last_lr = [group["lr"] for group in groups]
 
 
 @dataclass(frozen=True)

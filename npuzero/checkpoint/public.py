@@ -187,9 +187,10 @@ def load(
     engine.values.settle()
     try:
         loader.load()
-        for name, kept in {"scheduler": scheduler, "scaler": scaler}.items():
-            if kept is not None:
-                kept.load_state_dict(loading.shared_state(source, name))
+        if scheduler is not None:
+            loader.load_scheduler(scheduler)
+        if scaler is not None:
+            scaler.load_state_dict(loading.shared_state(source, "scaler"))
         if data is not None:
             loading.restore_data(source, data, engine.mesh.index(DATA), engine.mesh.size(DATA))
         if rng and source.manifest is not None and "rng.0" in source.tensors:

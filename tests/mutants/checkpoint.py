@@ -111,8 +111,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "groups by number take any group of plain torch, however many parameters it has",
         "checkpoint/loading.py",
-        "return len(saved) == len(names)",
-        "return True",
+        'if len(s["params"]) == len(names)',
+        "if True",
         ("checkpoint/test_torch.py::test_numbered_groups_of_another_length",),
     ),
     Mutant(
@@ -350,5 +350,49 @@ MUTANTS: tuple[Mutant, ...] = (
         "        try:\n            self.companions.end()\n",
         "        try:\n            pass\n",
         ("checkpoint/test_saving.py::test_the_end_of_the_ranks_waits_for_a_save_under_way[by close()]",),
+    ),
+    Mutant(
+        "a group that was split keeps none of the states of its parameters",
+        "checkpoint/loading.py",
+        "        return {name: name for name in common}\n",
+        "        return {name: name for name in common if self.notice == ''}\n",
+        (
+            "checkpoint/test_regrouped.py::test_a_run_goes_on_to_the_bit_with_its_parameters_in_other_groups[zero1-one-split]",
+        ),
+    ),
+    Mutant(
+        "hyperparameters of a saved group go into a group of other parameters",
+        "checkpoint/loading.py",
+        "if then[i] & common == kept and (kept or not (then[i] or names))",
+        "if then[i] & common >= kept and (kept or not (then[i] or names))",
+        ("checkpoint/test_regrouped.py::test_a_scheduler_has_the_rates_of_the_groups_there_are_now",),
+    ),
+    Mutant(
+        "a group of which parameters were frozen since loses its hyperparameters",
+        "checkpoint/loading.py",
+        "if then[i] & common == kept and",
+        "if then[i] == kept and",
+        ("checkpoint/test_regrouped.py::test_what_was_frozen_since_is_left_out_and_the_rest_goes_on",),
+    ),
+    Mutant(
+        "a scheduler gives the rates of saved groups to others",
+        "checkpoint/loading.py",
+        "        if self._names.regrouped:\n",
+        "        if False:\n",
+        ("checkpoint/test_regrouped.py::test_a_scheduler_has_the_rates_of_the_groups_there_are_now[in order]",),
+    ),
+    Mutant(
+        "an engine without an optimizer holds masters of what never trains",
+        "compat/deepspeed/door.py",
+        "        model.requires_grad_(False)\n",
+        "        pass\n",
+        ("compat/deepspeed/test_deepspeed_inference.py::test_a_reference_model_takes_the_weights_of_a_training_run",),
+    ),
+    Mutant(
+        "an engine without an optimizer ends a step by an error of Python's",
+        "compat/deepspeed/engine.py",
+        "        if self.optimizer is None:\n            raise",
+        "        if False:\n            raise",
+        ("compat/deepspeed/test_deepspeed_inference.py::test_a_reference_model_computes_as_without_an_engine[3]",),
     ),
 )

@@ -27,7 +27,7 @@ class Initialized(NamedTuple):
     """Hold what :func:`initialize` returns, in DeepSpeed's order."""
 
     engine: Engine
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None
     training_dataloader: DataLoader[Any] | None
     lr_scheduler: Any
 
@@ -52,6 +52,9 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
     The model is sharded in place, on this rank's device. What becomes of each key is in ``engine.translation``, and
     ``npuzero config explain FILE`` prints it.
 
+    Without an optimizer, neither here nor in the configuration, the engine is for inference, such as of a reference
+    model: its parameters are frozen, so that nothing is held for their training, and no schedule is made.
+
     Args:
         args: with ``deepspeed_config``, the path, where ``config`` is not given. Arguments of transformers' Trainer
             (``learning_rate``, ``per_device_train_batch_size`` ...) fill in what the configuration leaves to "auto".
@@ -68,11 +71,12 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
         world: the ranks; None: those of :func:`npuzero.init`.
 
     Returns:
-        The engine, its optimizer, the loader (None without data) and the schedule (None where nobody names one).
+        The engine, its optimizer (None for inference), the loader (None without data) and the schedule (None where
+        nobody names one).
 
     Raises:
-        ConfigError: keys that npuzero cannot follow, each with its way out; no configuration or optimizer; a schedule
-            over another optimizer.
+        ConfigError: keys that npuzero cannot follow, each with its way out; no configuration; ``model_parameters`` or
+            ``lr_scheduler`` without an optimizer; a schedule over another optimizer.
 
     Example::
 
@@ -98,18 +102,17 @@ def initialize(  # noqa: PLR0913 - DeepSpeed's arguments, by name, and two of np
         _chosen(config, config_params, args), world=ranks.size, auto={**filled(args, ranks.size), **(auto or {})}
     )
     recipe = Recipe.of(found, ranks.size)
-    if optimizer is None and recipe.optimizer is None:
-        raise ConfigError(
-            "npuzero.initialize",
-            expected="an optimizer",
-            got="neither optimizer= nor the key 'optimizer'",
-            do='Pass one, or say {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}.',
-        )
+    trains = optimizer is not None or recipe.optimizer is not None
+    if not trains:
+        _check_for_inference(model_parameters=model_parameters, lr_scheduler=lr_scheduler)
+        model.requires_grad_(False)
     _move(model, ranks, recipe)
     zero(model, plan=recipe.plan, settings=recipe.settings, world=ranks)
-    made = _optimizer(optimizer, recipe, model, model_parameters)
-    _check_shared(made, model)
-    schedule = _schedule(lr_scheduler, recipe, made)
+    made, schedule = None, None
+    if trains:
+        made = _optimizer(optimizer, recipe, model, model_parameters)
+        _check_shared(made, model)
+        schedule = _schedule(lr_scheduler, recipe, made)
     loader = loader_of(training_data, collate_fn, recipe, ranks)
     return Initialized(Engine(model, made, schedule, loader, recipe, ranks, found), made, loader, schedule)
 
@@ -124,6 +127,23 @@ def _chosen(config: Config | None, config_params: Config | None, args: Any) -> C
             do="Pass config=, a dict or the path of a JSON file.",
         )
     return said[0]
+
+
+def _check_for_inference(**given: Any) -> None:
+    """Check that nothing is given that only an optimizer can use.
+
+    Raises:
+        ConfigError: something is.
+    """
+    names = [f"{name}=" for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(
+            "npuzero.initialize",
+            expected=f"an optimizer beside {' and '.join(names)}",
+            got="neither optimizer= nor the key 'optimizer'",
+            do='Pass one, or say {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}. For inference leave out '
+            f"{' and '.join(names)}.",
+        )
 
 
 def _move(model: nn.Module, world: World, recipe: Recipe) -> None:

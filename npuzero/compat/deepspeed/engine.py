@@ -27,7 +27,7 @@ class Engine(nn.Module, Facts, Saving):
 
     Attributes:
         module: the model, sharded.
-        optimizer: npuzero's, over its parameters.
+        optimizer: npuzero's, over its parameters; None: the engine is for inference.
         lr_scheduler: stepped once an update; None: there is none.
         training_dataloader: None: no data were given.
         global_steps: updates tried, those among them that were skipped.
@@ -39,7 +39,7 @@ class Engine(nn.Module, Facts, Saving):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         schedule: Any,
         loader: Any,
         recipe: Recipe,
@@ -50,7 +50,7 @@ class Engine(nn.Module, Facts, Saving):
         self.module = module
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, schedule, loader
         self.recipe, self.batch, self.translation, self.world = recipe, recipe.batch, translation, world
-        self.scaler = None if recipe.scale is None else LossScaler(**recipe.scale)
+        self.scaler = None if recipe.scale is None or optimizer is None else LossScaler(**recipe.scale)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._applied = False
         self._norm: Tensor | None = None
@@ -78,7 +78,12 @@ class Engine(nn.Module, Facts, Saving):
             return self.module(*inputs, **options)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a loss whose own ``backward()`` is a pass: divided by the passes of a step, and scaled."""
+        """Return a loss whose own ``backward()`` is a pass: divided by the passes of a step, and scaled.
+
+        Raises:
+            StateError: the engine has no optimizer.
+        """
+        self._check_optimizer("engine.scale")
         self._passes += 1
         mean = loss / self.batch.accumulation
         return mean if self.scaler is None else self._scaled(mean)
@@ -96,7 +101,9 @@ class Engine(nn.Module, Facts, Saving):
 
         Raises:
             ConfigError: no scalar that has been computed from the model.
+            StateError: the engine has no optimizer.
         """
+        self._check_optimizer("engine.backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             raise ConfigError(
                 "engine.backward",
@@ -143,9 +150,10 @@ class Engine(nn.Module, Facts, Saving):
             lr_kwargs: for the schedule's ``step``.
 
         Raises:
-            StateError: inside :meth:`no_sync`, or no backward pass since the last update.
+            StateError: the engine has no optimizer; inside :meth:`no_sync`; or no backward pass since the last update.
             NonFiniteError: gradients overflow at the least loss scale.
         """
+        self._check_optimizer("engine.step")
         if self._alone:
             raise StateError(
                 "engine.step", expected="a call outside no_sync()", got="one inside", do="Leave the block before."
@@ -189,11 +197,22 @@ class Engine(nn.Module, Facts, Saving):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
         self._passes = 0
 
     def destroy(self) -> None:
         """Do nothing: what the engine holds goes with it, as in Python."""
+
+    def _check_optimizer(self, call: str) -> None:
+        """Raise StateError where the engine was made for inference."""
+        if self.optimizer is None:
+            raise StateError(
+                call,
+                expected="an engine with an optimizer",
+                got="one for inference: neither optimizer= nor the key 'optimizer' was given to npuzero.initialize",
+                do='Pass optimizer=, or say {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}.',
+            )
 
     def _scaled(self, loss: Tensor) -> Tensor:
         assert self.scaler is not None

@@ -91,13 +91,17 @@ class Facts:
         return self.recipe.plan.precision.parameters is torch.bfloat16
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each group of parameters."""
+        """Return the learning rate of each group of parameters; [] without an optimizer."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
         """Return the momentum of each group, or its betas where it has none."""
-        has = any("momentum" in group for group in self.optimizer.param_groups)
+        has = any("momentum" in group for group in self._groups)
         return self._of_groups("momentum" if has else "betas")
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else list(self.optimizer.param_groups)
+
     def _of_groups(self, name: str) -> list[Any]:
-        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
+        return [group.get(name, 0.0) for group in self._groups]
