@@ -8,18 +8,21 @@ Invariants:
     * a slot lists waits only while *every* thread of its rank that uses the world waits: a rank that computes, however
       long, may still come anywhere;
     * a wait is taken off the board before its thread goes on, and counts only grow. So where each of some ranks waits
-      for one of them that has not come, or for one that has ended, none of them will ever go on, and all are told.
+      for one of them that has not come, or for one that has ended, none of them will ever go on, and all are told;
+    * a rank that left a call by an exception may still come: its program may have caught the exception. The slot says
+      so until the rank calls again, and who waits for it longer than ``WARN_S`` warns, once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from npuzero.comm.calls import STEP, Place, here, subject
+from npuzero.comm.calls import STEP, Place, here, record_exits, subject
 from npuzero.device.lane import LaneThread, Patience
 from npuzero.errors import CollectiveError
 
@@ -29,6 +32,12 @@ PATIENCE_S = 0.5
 #: Seconds between two looks at the board: at first, and at most. The last to come looks soon, so the others need not.
 _LOOK_S = 0.25
 _LOOK_MOST_S = 1.0
+
+#: Letters of an exception's text that are kept.
+_TEXT = 300
+
+#: Seconds that a wait may last before a rank is named that left a call by an exception and has not called again.
+WARN_S = 10.0
 
 #: Seconds between two calls of ``Watch.look`` by a thread that polls.
 SLICE_S = 0.05
@@ -84,12 +93,29 @@ class Wait(NamedTuple):
         return f"{is_in} ({operation})"
 
 
+class Exit(NamedTuple):
+    """Record that a rank left the call at ``where`` by ``error`` (its type and text), at ``at_s`` (time.time)."""
+
+    where: Place
+    error: str
+    at_s: float
+
+    def text(self) -> str:
+        """Return it in words."""
+        line = self.where.line and f", called at {self.where.line},"
+        return f"left {self.where.call}{line} by {self.error} at {_clock(self.at_s)}, and has called nothing since"
+
+
 class Slot(NamedTuple):
-    """Hold one rank's ``waits`` (none while it may go on), its ``arrived`` counts by place, and how it ``ended``."""
+    """Hold one rank's ``waits`` (none while it may go on), its ``arrived`` counts by place, and how it ``ended``.
+
+    ``left``: the call that it left by an exception, until it calls again.
+    """
 
     waits: tuple[Wait, ...]
     arrived: dict[str, int]
     ended: str = ""
+    left: Exit | None = None
 
 
 #: The slot of a rank that does not wait.
@@ -143,6 +169,9 @@ class Board:
     Args:
         arrived: how often this rank has come to each place.
         fail: breaks the world, for all ranks, and for good.
+
+    Attributes:
+        warn_s: seconds that a wait may last before ranks are named that left a call by an exception.
     """
 
     def __init__(
@@ -158,9 +187,14 @@ class Board:
         self._waits: dict[threading.Thread, Wait] = {}
         self._written = NOWHERE
         self._failure: Failure | None = None
+        self._left: Exit | None = None
+        self._warned: set[tuple[int, Exit]] = set()
+        self.warn_s = WARN_S
 
     def enter(self) -> None:
         """Register the calling thread as one that uses the world; once for each thread."""
+        record_exits(self)
+        self.clear_exit()
         if getattr(self._here, "known", False):
             return
         self._here.known = True
@@ -187,6 +221,36 @@ class Board:
         with self._lock:
             self._waits.pop(threading.current_thread(), None)
             self._write()
+
+    def record_exit(self, call: str, error: BaseException | None) -> None:
+        """Record that this rank has left ``call`` by ``error``; None: by an exception that cannot be told."""
+        if isinstance(error, (CollectiveError, GeneratorExit)):
+            return  # all ranks know of the first, and the second is no error
+        text = "an exception" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
+        with self._lock, suppress(CollectiveError):  # the board may have gone with its store
+            self._left = Exit(Place(call, here().line), text[:_TEXT], time.time())
+            self._write()
+
+    def clear_exit(self) -> None:
+        """Clear the record: this rank calls again."""
+        if self._left is None:
+            return
+        with self._lock, suppress(CollectiveError):
+            self._left = None
+            self._write()
+
+    def warn_of_exits(self, slots: Sequence[Slot], subject: str, waited_s: float) -> None:
+        """Warn, once for each, of ranks that left a call by an exception; the first rank that waits does."""
+        if waited_s < self.warn_s or self.rank != next((rank for rank, slot in enumerate(slots) if slot.waits), None):
+            return
+        told = {(rank, slot.left) for rank, slot in enumerate(slots) if slot.left is not None and not slot.ended}
+        new = sorted(told - self._warned)
+        self._warned |= told
+        if new:
+            who = "; ".join(f"rank {rank} {left.text()}" for rank, left in new)
+            do = "Where a program catches an exception of one rank, let every rank leave the step, or end that rank."
+            text = f"{subject} has waited for {waited_s:.0f} s: {who}. {do}"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
 
     def failure(self, *, known: bool = False) -> Failure | None:
         """Return why the world is broken, if it is; with ``known``, only if this rank has already heard of it."""
@@ -246,8 +310,8 @@ class Board:
     def _write(self) -> None:
         self._threads = {thread for thread in self._threads if thread.is_alive()}
         waits = tuple(self._waits.values()) if self._threads <= self._waits.keys() else ()
-        if waits or self._written.waits:
-            self._put(Slot(waits, self._arrived()) if waits else NOWHERE)
+        if waits or self._written.waits or self._left != self._written.left:
+            self._put(Slot(waits, self._arrived()) if waits else NOWHERE._replace(left=self._left))
 
     def _put(self, slot: Slot) -> None:
         if slot != self._written and not self._written.ended:
@@ -342,6 +406,7 @@ class Watch:
         if failure is not None:
             return failure
         slots = board.read()
+        board.warn_of_exits(slots, self.subject, time.monotonic() - self._begin_s)
         found = {rank: slots[rank] for rank in stuck(slots)}
         if found and found == self._before:
             self._condemned = True
@@ -385,7 +450,8 @@ def _describe(slots: Mapping[int, Slot], missed: str) -> str:
     for rank, slot in slots.items():
         waits = " and ".join(wait.text(len(slots), missed) for wait in slot.waits)
         ended = slot.ended and slot.ended + (missed and f" without {missed}")
-        ranks_by_text.setdefault(ended or waits or "does not wait, and may come", []).append(rank)
+        left = slot.left.text() if slot.left is not None else ""
+        ranks_by_text.setdefault(ended or waits or left or "does not wait, and may come", []).append(rank)
     parts = []
     for text, ranks in ranks_by_text.items():
         begins = sorted(wait.since_s for rank in ranks for wait in slots[rank].waits)

@@ -6,14 +6,16 @@ among the frames of its thread.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -44,7 +46,17 @@ class Place(NamedTuple):
     line: str = ""
 
 
-def collective(name: str) -> Callable[[_Function], _Function]:
+class ExitRecorder(Protocol):
+    """Record the last call that a rank left by an exception: the board."""
+
+    def record_exit(self, call: str, error: BaseException | None) -> None:
+        """Record that this rank has left ``call`` by ``error``."""
+
+    def clear_exit(self) -> None:
+        """Clear the record: this rank calls again."""
+
+
+def named(name: str) -> Callable[[_Function], _Function]:
     """Let errors of ranks that wait for each other speak of a function as ``name``; the function stays what it is."""
 
     def register(function: _Function) -> _Function:
@@ -52,6 +64,58 @@ def collective(name: str) -> Callable[[_Function], _Function]:
         return function
 
     return register
+
+
+def collective(name: str) -> Callable[[_Function], _Function]:
+    """Name a public collective call as :func:`named` does, and record the exceptions that leave it.
+
+    A wrapper stands around the call. Hooks, many a step, are ``named`` only: what makes them tells the board.
+    """
+    exits = _Exits(name)
+
+    def wrap(function: _Function) -> _Function:
+        named(name)(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with exits:
+                return function(*args, **kwargs)
+
+        @functools.wraps(function)
+        def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            with exits:
+                return (yield from function(*args, **kwargs))
+
+        return cast("_Function", generate if inspect.isgeneratorfunction(function) else call)
+
+    return wrap
+
+
+class _Exits(AbstractContextManager[None]):
+    """Record exceptions that leave the block, which runs the call ``name``, where the calling thread uses a world."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.clear_exit()
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        recorder = _recorder()
+        if recorder is not None and error is not None:
+            recorder.record_exit(self._name, error)
+
+
+def record_exits(recorder: ExitRecorder) -> None:
+    """Have ``recorder`` record which collective calls the calling thread leaves by an exception."""
+    _thread.recorder = recorder
+
+
+def _recorder() -> ExitRecorder | None:
+    recorder: ExitRecorder | None = getattr(_thread, "recorder", None)
+    return recorder
 
 
 def set_failure(text: str) -> None:

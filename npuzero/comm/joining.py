@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from npuzero import config, device, observe
 from npuzero.comm import fork
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import named
 from npuzero.comm.lives import store_of_this_life
 from npuzero.comm.process_world import ProcessWorld
 from npuzero.comm.roll import DO, EXPECTED, RollCall, StoredRoll
@@ -32,7 +32,7 @@ from npuzero.errors import CollectiveError, ConfigError, did_you_mean
 BACKENDS = ("shm", "gloo", "nccl", "hccl")
 
 
-@collective("init")
+@named("init")
 def process_world(
     device: torch.device | str | None = None,
     timeout_s: float | None = None,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from npuzero import config
-from npuzero.comm.board import NOWHERE, Failure, Meeting, Slot, Wait
+from npuzero.comm.board import NOWHERE, Exit, Failure, Meeting, Slot, Wait
 from npuzero.comm.calls import Place
 from npuzero.errors import CollectiveError
 
@@ -154,7 +154,7 @@ class StoredSlots:
 
 
 def _slot_of(text: str) -> Slot:
-    waits, arrived, ended = json.loads(text)
+    waits, arrived, ended, left = json.loads(text)
     return Slot(
         tuple(
             Wait(Meeting(place, number, tuple(ranks), said), since_s, Place(*where))
@@ -162,4 +162,5 @@ def _slot_of(text: str) -> Slot:
         ),
         arrived,
         ended,
+        left and Exit(Place(*left[0]), *left[1:]),
     )

@@ -59,6 +59,7 @@ class Boundary:
     Attributes:
         gradient_scale: [1] float32 on the device: what gradients are multiplied by at the update (clipping, unscaling).
         skip: [1] float32 on the device, or None: where it is not zero, the present update changes nothing.
+        board: of the world, which records the calls that this rank left by an exception.
         accord: what all ranks must say alike.
         sums: over the gradients, once they are agreed on.
         early: the updates that begin before there is any agreement.
@@ -92,6 +93,7 @@ class Boundary:
         self._values = values
         self._census = census
         self._ignore_unused = ignore_unused
+        self.board = world.board
         self.accord = Accord(self._flats, world, pipe.world, inputs)
         self.sums = Sums(self._flats, mesh, world.device)
         self.gradient_scale = torch.ones(1, device=world.device)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from npuzero.comm.board import Board
 from npuzero.config import strict_word
 from npuzero.errors import StateError
 from npuzero.shard.entrance import After, Before, Entrance, Visit
@@ -38,6 +39,8 @@ from npuzero.shard.unit import Unit
 
 class Events(Protocol):
     """Receive what the hooks tell; the engine listens."""
+
+    board: Board
 
     def forward_begins(self, unit: Unit, inputs: Any) -> None: ...
     def forward_ends(self, unit: Unit, keep_whole: bool, backward_expected: bool) -> None: ...
@@ -91,7 +94,7 @@ class Hooks:
         """Have ``backward_ends`` called when autograd's present pass is over."""
         if not self._end_queued:
             self._end_queued = True
-            Variable._execution_engine.queue_callback(self._finish_backward)
+            Variable._execution_engine.queue_callback(_PassEnd(self._finish_backward, self._events.board))
 
     def forget_backward(self) -> None:
         """Start anew: a pass that raised never reaches its end."""
@@ -256,6 +259,26 @@ class Hooks:
                 parameter.grad = marker
 
         return hook
+
+
+class _PassEnd:
+    """Call ``finish`` as autograd's pass ends. Where the pass raises, autograd drops this instead: the board is told.
+
+    Which exception it was autograd does not tell.
+    """
+
+    def __init__(self, finish: Callable[[], None], board: Board) -> None:
+        self._finish = finish
+        self._board = board
+        self._done = False
+
+    def __call__(self) -> None:
+        self._finish()
+        self._done = True
+
+    def __del__(self) -> None:
+        if not self._done:
+            self._board.record_exit("backward", None)
 
 
 def _outermost(visit: Visit) -> Visit:

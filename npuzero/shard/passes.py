@@ -6,6 +6,7 @@ Called by the hooks (:class:`npuzero.shard.hooks.Events`), in the order that is 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero import observe
-from npuzero.comm.calls import collective
+from npuzero.comm.calls import named
 from npuzero.errors import ConfigError, StateError
 from npuzero.shard.boundary import Boundary
 from npuzero.shard.buffers import Buffers
@@ -41,6 +42,7 @@ class Passes:
 
     Attributes:
         inside: the units whose forward runs.
+        board: records the passes that this rank left by an exception.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts that act in a pass, made and wired by the engine
@@ -61,6 +63,7 @@ class Passes:
         self._reducer = reducer
         self._restorer = restorer
         self._boundary = boundary
+        self.board = boundary.board
         self._finite = finite
         self._meter = meter
         self._buffers = buffers
@@ -118,7 +121,7 @@ class Passes:
             for unit in units:
                 self._gatherer.hold_between(unit)
 
-    @collective("backward")
+    @named("backward")
     def take_gradients(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         """Take gradients that ``torch.autograd.grad`` made, as if a backward pass of part ``number`` had brought them.
 
@@ -143,10 +146,12 @@ class Passes:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    @collective("forward")
+    @named("forward")
     def forward_begins(self, unit: Unit, inputs: Any) -> None:
         fresh = not in_backward()
         self._restorer.check_here()
+        if not self.inside:
+            self.board.clear_exit()
         self.inside.add(unit.index)
         if unit.index == 0 and fresh:
             self._model_begins(unit, inputs)
@@ -197,6 +202,8 @@ class Passes:
         """Release the unit: its forward raised, and no backward comes that would, though the program may go on."""
         self.inside.discard(unit.index)
         self._failed = self._failed or not in_backward()
+        if not self.inside and not in_backward():
+            self.board.record_exit("forward", sys.exc_info()[1])
         whole = unit.parameter_state is ParameterState.WHOLE
         # In backward, checkpointing ends what it runs again by raising.
         if unit.guarded and whole and not in_backward():
@@ -204,7 +211,7 @@ class Passes:
 
     # -- backward --------------------------------------------------------------------------------------------------
 
-    @collective("backward")
+    @named("backward")
     def backward_reaches(self, unit: Unit) -> None:
         self._restorer.check_here()
         if not self._reducer.open:
@@ -219,13 +226,13 @@ class Passes:
         self._gatherer.finish(unit)
         self._start_gathers(self._part.trace.before(unit.index, self._ahead))
 
-    @collective("backward")
+    @named("backward")
     def backward_leaves(self, unit: Unit) -> None:
         unit.computing -= 1
         if unit.computing == 0 and self._reducer.open and not unit.missing and not unit.opaque:
             self._gatherer.hold_between(unit)
 
-    @collective("backward")
+    @named("backward")
     def gradient_arrives(self, unit: Unit, flat: Flat, i: int, gradient: Tensor) -> None:
         if unit not in self._part:
             raise _of_another_part(unit)
@@ -237,7 +244,7 @@ class Passes:
         if unit.guarded and not unit.missing and not unit.opaque and (not unit.has_frozen or unit.computing == 0):
             self._gatherer.hold_between(unit)
 
-    @collective("backward")
+    @named("backward")
     def backward_ends(self) -> None:
         if self._reducer.open:
             self._reducer.end()
@@ -247,6 +254,7 @@ class Passes:
             self._gatherer.hold_between(unit)
 
     def _begin_backward(self) -> None:
+        self.board.clear_exit()
         again = self._boundary.reopen()
         if self._failed and not again:  # after an error: another try at the step, whose passes are counted anew
             self._failed = False
