@@ -38,7 +38,7 @@ class NpuZeroError(Exception):
     """
 
     def __init__(self, subject: str, *, expected: str, got: str, do: str, **facts: Any) -> None:
-        super().__init__(f"{subject}: expected {expected}; got {got}. {do}")
+        super().__init__(f"{subject}: expected {_clause(expected)}; got {_clause(got)}. {do}")
         self.subject = subject
         self.expected = expected
         self.got = got
@@ -48,6 +48,11 @@ class NpuZeroError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors travel between processes (multiprocessing, pytest-xdist): rebuild from the parts.
         return _rebuild, (type(self), self.subject, self.expected, self.got, self.do, self.facts)
+
+
+def _clause(text: str) -> str:
+    """Return ``text`` without the full stop at its end, since the message has one of its own: others' errors end so."""
+    return text if text.endswith("..") else text.removesuffix(".")
 
 
 def _rebuild(

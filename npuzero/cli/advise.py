@@ -57,7 +57,8 @@ def check_options(options: argparse.Namespace) -> None:
         if getattr(options, name) != options.parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             do = f"Leave {option} out, or ask without --on." if options.on else f"Say --on, or leave {option} out."
-            raise ConfigError(option, expected=needed, got="another", do=do)
+            given = "an answer, by --on" if options.on else "no --on"
+            raise ConfigError(option, expected=needed, got=given, do=do)
 
 
 def heads_for(options: argparse.Namespace) -> int:

@@ -83,11 +83,12 @@ def run(options: argparse.Namespace) -> str:
     wrong = [entry for part in PARTS for entry in report.facts[part] if entry["wrong"]]
     if wrong:
         _say(text)
+        available = devices.KINDS[options.device].available()
         raise BenchmarkError(
             f"npuzero check on {options.device}",
             expected="every case right",
             got=f"{sum(entry['wrong'] for entry in wrong)} wrong, first {wrong[0]['name']}: {wrong[0]['first'][0]}",
-            do=f"Please send {report.path} back.",
+            do=f"Please send {report.path} back." if available.ok else available.do,
         )
     return f"{text}\n\nwritten to {report.path}"
 

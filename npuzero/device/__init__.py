@@ -50,6 +50,10 @@ def get(device: torch.device | str) -> Device:
     found = kind.available()
     if not found.ok:
         raise ConfigError(f"device {device}", expected="a usable device", got=found.reason, do=found.do)
+    index = str(device).partition(":")[2]
+    if kind is Cpu and index not in {"", "0"}:
+        do = "Say cpu: ranks share it, and torchrun --nproc-per-node says how many there are."
+        raise ConfigError("device", expected="cpu, which is one device", got=repr(str(device)), do=do)
     # torch and frameworks write "cpu:0" as well; tensors there say "cpu".
     return kind(torch.device(kind.kind) if kind is Cpu else torch.device(device))
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from npuzero.config import describe
 from npuzero.errors import ConfigError, did_you_mean
 from npuzero.parallel.splits import Block, Split, split_blocks
 from npuzero.parallel.stage_models import PipelinePlan, Section, plan_of
@@ -174,6 +175,13 @@ class Stages(nn.Module):
         Raises:
             ConfigError: the stage is not here; the model is asked for what a stage has not all of.
         """
+        if not isinstance(stage, int):
+            raise ConfigError(
+                "pipeline(stage, *args)",
+                expected=f"the stage's number first, one of {', '.join(map(str, self.numbers))}",
+                got=describe(stage),
+                do="Train and evaluate by pipe.step(batch, target=...); pipe(stage, x) runs one stage.",
+            )
         if stage not in self._runs:
             raise ConfigError(
                 f"pipeline stage {stage}",

@@ -454,6 +454,8 @@ def test_stages_that_cannot_be_taken() -> None:
     for numbers in ((), (2,), (-1,)):
         with pytest.raises(ConfigError, match="numbers of stages from 0 to 1"):
             division.take(numbers)
+    with pytest.raises(ConfigError, match=r"the stage's number first, one of 1; got shape=\(2, 3\)"):
+        division.take((1,))(torch.ones(2, 3))
     with pytest.raises(ConfigError, match="one of the stages 1, which are here; got 0"):
         division.take((1,))(0, torch.ones(1, 8))
     with pytest.raises(ConfigError, match=r"'numbers'\. Rename"):

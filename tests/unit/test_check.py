@@ -71,7 +71,9 @@ def test_a_device_that_is_not_there_is_a_finding(tmp_path: Path, capsys: pytest.
     assert main(["check", "--device", "npu", "--out", str(tmp_path)]) == 2
     report = read(tmp_path)
     assert "ConfigError" in wrong_in(report)["device npu"][0] and report["installation"]["versions"]["torch"]
-    assert devices.KINDS["npu"].available().reason in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert devices.KINDS["npu"].available().reason in said
+    assert devices.KINDS["npu"].available().do in said and "Please send" not in said  # there is nothing to look into
 
 
 def test_what_cannot_be_measured_is_a_finding_and_the_rest_goes_on(

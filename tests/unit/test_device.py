@@ -112,3 +112,9 @@ def test_a_cpu_refuses_modes_it_has_not():
     device.get("cpu").set_matmul("ieee")
     with pytest.raises(ConfigError, match="ieee"):
         device.get("cpu").set_matmul("tf32")
+
+
+@pytest.mark.parametrize("name", ["cpu:1", "cpu:7", torch.device("cpu", 7)])
+def test_the_cpu_is_one_device(name):
+    with pytest.raises(ConfigError, match="expected cpu, which is one device; got 'cpu:"):
+        device.get(name)

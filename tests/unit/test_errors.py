@@ -41,6 +41,15 @@ def test_text_and_fields(kind):
     assert error.facts == {"index": 3}
 
 
+@pytest.mark.parametrize(
+    ("got", "text"), [("it failed.", "got it failed. Mend it."), ("1, 2, ...", "got 1, 2, .... Mend it.")]
+)
+def test_a_clause_that_ends_with_a_full_stop_gets_no_other(got, text):
+    error = errors.StateError("a save", expected="a file.", got=got, do="Mend it.")
+    assert str(error) == f"a save: expected a file; {text}"
+    assert error.got == got
+
+
 @pytest.mark.parametrize("kind", [errors.NpuZeroError, *KINDS])
 def test_pickling_keeps_everything(kind):
     error = kind("world", expected="2", got="3", do="Start again.", rank=1)
