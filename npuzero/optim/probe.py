@@ -27,10 +27,13 @@ _SHAPES = ((4, 6), (1, 5))  # matrices: some optimizers treat them apart, or tak
 _RANGES = ((0, 1), (1, 9), (9, 24), (24, 29))  # of all elements; the matrix is cut within a row, too
 # Rounding differs with the length of a tensor, by bits; a norm that differs is a factor.
 _TOLERANCE, _ROUNDING = 1e-3, 1e-6
-_PASSED: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+#: By class and kind of options: the names of its states that are one number for a whole parameter.
+_PASSED: weakref.WeakKeyDictionary[type, dict[str, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
-def check_elementwise(optimizer_class: type[torch.optim.Optimizer], options: Options, device: torch.device) -> None:
+def check_elementwise(
+    optimizer_class: type[torch.optim.Optimizer], options: Options, device: torch.device
+) -> frozenset[str]:
     """Try an optimizer class with the options of a group; once for each kind of options.
 
     Random numbers that others draw are not touched, and nobody's hooks are called.
@@ -39,15 +42,18 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer], options: Opt
         options: keyword arguments of the class.
         device: of the parameters.
 
+    Returns:
+        the names of its states that are one number for a whole parameter, such as ``step``.
+
     Raises:
         ConfigError: it is not element-wise, needs a closure, or cannot step on dense gradients; says what was found.
         Exception: what the class raises for options that it refuses.
     """
-    passed = _PASSED.setdefault(optimizer_class, set())
+    passed = _PASSED.setdefault(optimizer_class, {})
     # A number matters by being zero or not: there a term of the update begins.
     kind = repr(sorted((k, bool(v) if isinstance(v, (int, float)) else repr(v)) for k, v in options.items()))
     if kind in passed:
-        return
+        return passed[kind]
     trial = {**options}
     if isinstance(trial.get("lr"), (int, float, Tensor)):
         trial["lr"] = 0.1  # by a rate of zero nothing would be seen
@@ -60,7 +66,7 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer], options: Opt
 
     accelerators = [] if place.type == "cpu" else [place]
     with torch.random.fork_rng(accelerators, device_type=place.type if accelerators else "cuda"), torch.no_grad():
-        problem = _difference(make, place)
+        problem, numbers = _difference(make, place)
     if problem is not None:
         raise ConfigError(
             f"ZeroOptimizer of {optimizer_class.__name__}",
@@ -69,22 +75,23 @@ def check_elementwise(optimizer_class: type[torch.optim.Optimizer], options: Opt
             do="Choose SGD, Adam, AdamW, RMSprop, Adagrad or the like; what looks at whole tensors or norms, or at the "
             "loss, cannot be had of shards.",
         )
-    passed.add(kind)
+    passed[kind] = numbers
+    return numbers
 
 
-def _difference(make: Make, device: torch.device) -> str | None:
-    """Return what tells the optimizer from an element-wise one; None where nothing does."""
+def _difference(make: Make, device: torch.device) -> tuple[str | None, frozenset[str]]:
+    """Return what tells the optimizer from an element-wise one, or None; and the names of its states of one number."""
     wholes = _tensors(device)
     together = make(wholes)
     if problem := _unusable(together):
-        return problem
+        return problem, frozenset()
     begin = _flat(wholes)
     # An optimizer for each range, not a group: one over all would let a norm of its gradients be the same in both.
     pieces = [begin[first:last].clone() for first, last in _RANGES]
     try:
         apart = [make([piece]) for piece in pieces]
     except (ValueError, TypeError, RuntimeError) as error:
-        return f"one that refuses a range of a tensor: {error}"
+        return f"one that refuses a range of a tensor: {error}", frozenset()
     for step in range(_STEPS):
         gradients = _gradients(step, device)
         for whole, gradient in zip(wholes, gradients, strict=True):
@@ -96,8 +103,13 @@ def _difference(make: Make, device: torch.device) -> str | None:
             try:
                 _step(optimizer)
             except Exception as error:
-                return f"one whose step on dense gradients raises {type(error).__name__}: {error}"
-    return _compared(begin, _flat(wholes), torch.cat(pieces))
+                return f"one whose step on dense gradients raises {type(error).__name__}: {error}", frozenset()
+    return _compared(begin, _flat(wholes), torch.cat(pieces)), _numbers(together)
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    states = optimizer.state.values()
+    return frozenset(k for state in states for k, v in state.items() if isinstance(v, Tensor) and not v.dim())
 
 
 def _unusable(optimizer: torch.optim.Optimizer) -> str | None:

@@ -144,7 +144,7 @@ def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) 
             if engine is None:
                 worker.restore_plain(optimizer, group, parameter, state)
             elif place is not None:
-                mine = cut(*place, state)
+                mine = cut(*place, state, worker.numbers)
                 ahead = mine.pop(AHEAD, None)
                 worker.restore(optimizer, engine, *place, mine)
                 if ahead is not None:
@@ -157,21 +157,16 @@ def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) 
             engine.values.restore_parameters()
 
 
-def cut(flat: Flat, i: int, state: Mapping[str, Any]) -> Options:
-    """Return this rank's part of the state of slot ``i``, whose tensors are unsharded."""
+def cut(flat: Flat, i: int, state: Mapping[str, Any], numbers: frozenset[str]) -> Options:
+    """Return this rank's part of the state of slot ``i``, whose tensors are unsharded; ``numbers`` stay as they are."""
     parameter, portion = flat.parameters[i], flat.portions[i]
 
     def own(whole: Tensor) -> Tensor:
         return flat.cut_like_own(i, whole if portion is None else portion.take(whole))
 
-    return {k: own(v) if _is_whole(k, v, parameter) else v for k, v in state.items()}
-
-
-def _is_whole(name: str, value: object, parameter: nn.Parameter) -> bool:
-    """Tell whether ``value`` is a state of the parameter's shape, of which a rank keeps its part: a scalar's step is
-    not.
-    """
-    return isinstance(value, Tensor) and value.shape == whole_shape(parameter) and (value.dim() > 0 or name != "step")
+    shape = whole_shape(parameter)
+    wholes = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape and (shape or k not in numbers)}
+    return {k: own(v) if k in wholes else v for k, v in state.items()}
 
 
 def check(state_dict: object, groups: list[Options]) -> None:

@@ -27,10 +27,12 @@ class Worker(ABC):
     Attributes:
         alike: who does the same in plain torch, as errors name it.
         constants: what random bits depend on, beside the groups.
+        numbers: names of states that are one number, whatever the parameter's shape.
     """
 
     alike: str
     constants: Words
+    numbers: frozenset[str] = frozenset({"step"})
 
     @abstractmethod
     def kind(self, name: str) -> str:

@@ -69,7 +69,8 @@ class Wrapped(Worker):
         options = self._options | {key: value for key, value in group.items() if key in arguments}
         self._class([torch.zeros(1, 1)], **options)
         refuse_differentiable(name, group)
-        check_elementwise(self._class, options, next((p.device for p in group["params"]), torch.device("cpu")))
+        device = next((p.device for p in group["params"]), torch.device("cpu"))
+        self.numbers |= check_elementwise(self._class, options, device)
 
     def decides_on_device(self, groups: list[Options]) -> bool:
         return False

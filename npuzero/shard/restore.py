@@ -56,6 +56,10 @@ class Restorer:
         self.check_here()
         if self.before is not None:
             self.before(unit)
+        self.wait(unit)
+
+    def wait(self, unit: Unit) -> None:
+        """Wait for the R4 of ``unit`` that is under way, if any, and start none."""
         handles = self._handles.get(unit.index)
         if handles:
             with observe.span("wait for restore", unit.name):

@@ -157,7 +157,7 @@ class Update:
             self._start(unit)
             self._waiting.popleft()
             if not self._overlap:
-                self._restorer.finish(unit)
+                self._restorer.wait(unit)  # finish() would start R4 of units whose chunks are yet to be updated
 
     def _start(self, unit: Unit) -> None:
         if unit in self._sends:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero.comm import SingleWorld
 from world.toy import build
-from world.train import CutSession, PlainSession, Session, relative_difference
+from world.train import CutSession, PlainSession, Session, check, relative_difference
 
 Optimizer = torch.optim.Optimizer
 
@@ -132,6 +133,39 @@ def test_going_back_to_a_state_goes_back_in_steps(plan: str | None, how: str, la
 
 
 # -- masters in halves -------------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Of one parameter without dimensions, whose states look like the numbers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "RAdam", "Adagrad", "Rprop", "Adamax"])
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_numbers_beside_the_states_of_a_scalar_come_back(plan: str, name: str) -> None:
+    """Most ranks have no part of the scalar."""
+
+    def scenario(session: Session) -> None:
+        make = partial(session.optimizer, getattr(torch.optim, name), lr=1e-2)
+        optimizer = make()
+        for number in range(4):
+            if number == 2:
+                state = optimizer.state_dict()
+                optimizer = make()
+                optimizer.load_state_dict(state)
+            inputs = [torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + r)) for r in range(3)]
+            session.mean(lambda rank, inputs=inputs: session.model(inputs[rank]).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(scenario, 3, Scaled, plan=plan)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])

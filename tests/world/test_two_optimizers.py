@@ -126,3 +126,17 @@ def test_only_units_that_were_updated_are_sent(plan: str) -> None:
         assert of_d > 0 and of_g > 0
         assert of_d * 2 == of_g * 3
         assert of_both == of_d + of_g
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "hsdp", "offload"])
+def test_chunks_are_updated_before_they_are_sent(plan: str, overlap: bool) -> None:
+    """The second optimizer has more chunks to update when R4 of the first unit ends."""
+
+    def scenario(session: Session) -> None:
+        optimizers = all_of(session)
+        for turn in range(3):
+            session.loss(turn).backward()
+            one_after_the_other(optimizers)
+
+    check(scenario, 2, plan=plan, settings=npuzero.Settings(overlap=overlap, chunk_bytes=100, bucket_bytes=1))
