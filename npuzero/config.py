@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import sys
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from npuzero import cann
+from npuzero.arguments import as_path, parse_json, read_text
+from npuzero.arguments import describe as describe
 from npuzero.errors import ConfigError, did_you_mean, keywords, nearest
 
 _Record = TypeVar("_Record", bound="_Checked")
@@ -395,26 +396,18 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, no valid JSON, a key that is there twice, or its top level is no object.
     """
-    subject = f"file {os.fspath(path)}"
+    file = as_path("file", path)
+    subject = f"file {file}"
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        value = parse_json(read_text(file))
     except OSError as error:
         raise ConfigError(
-            subject, expected="a readable file", got=error.strerror or type(error).__name__, do="Check the path."
+            subject, expected="a readable file", got=error.strerror or str(error), do="Check the path."
         ) from error
     except ValueError as error:
         raise ConfigError(subject, expected="JSON in UTF-8", got=str(error), do="Correct the file.") from error
     if not isinstance(value, dict):
         raise ConfigError(subject, expected="a JSON object", got=describe(value), do="Put the values between braces.")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a JSON file, whose keys are there once: of two values one would be dropped."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"the key {twice!r} twice in one object")
     return value
 
 
@@ -436,13 +429,6 @@ def check_keys(subject: str, given: Iterable[str], known: Iterable[str]) -> None
                 key=key,
                 nearest=nearest(key, known),
             )
-
-
-def describe(value: Any) -> str:
-    """Return a value as an error shows it: text on one line, cut short (of a tensor what it is), and type."""
-    tensor = hasattr(value, "shape") and hasattr(value, "dtype")
-    text = f"shape={tuple(value.shape)}, dtype={value.dtype}" if tensor else " ".join(repr(value).split())
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def public_name(kind: type) -> str:

@@ -27,6 +27,7 @@ CSRC = ROOT / "csrc"
 # A module imports its own part and the rows above; parts of one row never import each other.
 ROWS = (
     ("errors", "cann"),
+    ("arguments",),
     ("plan",),
     ("config",),
     ("observe",),

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from npuzero.config import describe
-from npuzero.errors import ConfigError, StateError
+from npuzero.arguments import as_number, describe
+from npuzero.errors import StateError
 from npuzero.shard.clipping import clip_norm, clip_values, skip_nonfinite
 from npuzero.shard.ownership import engine_behind, given_to
 
@@ -47,9 +47,9 @@ def clip_grad_norm_(
         norm = npuzero.clip_grad_norm_(model, 1.0)
         optimizer.step()
     """
-    _check_positive("clip_grad_norm_: max_norm", max_norm)
-    _check_positive("clip_grad_norm_: norm_type", norm_type)
-    return clip_norm(given_to("clip_grad_norm_", model), float(max_norm), float(norm_type), error_if_nonfinite)
+    most = _positive("clip_grad_norm_: max_norm", max_norm)
+    kind = _positive("clip_grad_norm_: norm_type", norm_type)
+    return clip_norm(given_to("clip_grad_norm_", model), most, kind, error_if_nonfinite)
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
@@ -72,8 +72,8 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         npuzero.clip_grad_value_(model, 0.5)
         optimizer.step()
     """
-    _check_positive("clip_grad_value_: clip_value", clip_value)
-    clip_values(given_to("clip_grad_value_", model), float(clip_value))
+    most = _positive("clip_grad_value_: clip_value", clip_value)
+    clip_values(given_to("clip_grad_value_", model), most)
 
 
 def skip_nonfinite_(model: nn.Module | Iterable[nn.Parameter]) -> Tensor:
@@ -131,9 +131,9 @@ def grad_norms(model: nn.Module | Iterable[nn.Parameter], norm_type: float = 2.0
         for name, norm in npuzero.grad_norms(model).items():
             print(f"{name}: {norm:.3g}")
     """
-    _check_positive("grad_norms: norm_type", norm_type)
+    kind = _positive("grad_norms: norm_type", norm_type)
     ((engine, parameters),) = given_to("grad_norms", model, plain=False, models=1).engines.items()
-    return engine.gradients.norms(float(norm_type), parameters)
+    return engine.gradients.norms(kind, parameters)
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -169,6 +169,7 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
     return engine.gradients.full(*place)
 
 
-def _check_positive(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(what, expected="a positive number", got=describe(value), do="Give e.g. 1.0, after the model.")
+def _positive(what: str, value: object) -> float:
+    return as_number(
+        what, value, "a positive number", "Give e.g. 1.0, after the model.", holds=lambda number: number > 0
+    )

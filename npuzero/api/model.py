@@ -129,7 +129,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
     """
     _check_kind("npuzero.zero()", model, nn.Module, "Pass the model itself.")
-    settings = _settings(settings)
+    settings = checked_settings(settings)
     if buffers is not None:
         Rule(str, "how ranks share buffers; leave it out and each keeps its own", choices=BUFFER_RULES).check(
             "npuzero.zero(): buffers", buffers
@@ -193,7 +193,7 @@ def predict(  # noqa: PLR0913 - the facts of a step, a name each
     chosen = chosen_plan(None, plan, precision, local_size)
     facts = {"micro_batches": micro_batches, "clip": clip, "moments": moments, "acts": acts}
     plans = Plans.named(chosen, unit_plans, offload)
-    foreseen = build.predict(model, plans, world, units, _settings(settings), parts, **facts)
+    foreseen = build.predict(model, plans, world, units, checked_settings(settings), parts, **facts)
     return model.with_sends(foreseen, activation_bytes) if isinstance(model, Pipeline) else foreseen
 
 
@@ -320,7 +320,8 @@ def chosen_plan(
     return chosen
 
 
-def _settings(settings: Settings | None) -> Settings:
+def checked_settings(settings: Settings | None) -> Settings:
+    """Return ``settings``, by default those of Settings()."""
     if settings is None:
         return Settings()
     _check_kind("settings", settings, Settings, "Use npuzero.Settings(...), or Settings.from_dict(...) for a dict.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from npuzero.api.model import PlanLike, chosen_plan, zero
+from npuzero.api.model import PlanLike, checked_settings, chosen_plan, zero
 from npuzero.checkpoint.weights import Weights
 from npuzero.comm import Mesh
 from npuzero.config import Settings
@@ -79,6 +79,7 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
         optimizer.step()
     """
     check_pipeline(model, mesh, loss_fn)
+    settings = checked_settings(settings)
     ranks = mesh.size((PIPE,))
     sharers = mesh.size((TENSOR,)) if repeats_activations(model) else 1
     given = {"micro_batches": repr(micro_batches), "schedule": repr(schedule), "chunks": repr(chunks)}
@@ -89,7 +90,6 @@ def pipeline(  # noqa: PLR0913 - all there is to choose, by name
     )
     pipe = division.take(range(mesh.index((PIPE,)), table.stages, ranks), Pipeline)
     pipe.follow(table, sharers)
-    settings = Settings() if settings is None else settings
     own = chosen_plan(stage, plan, precision, local_size)
     if table.name == "zero-bubble" or not isinstance(plan, Plan):
         own = kept_between(own, pipe, mesh, settings, Plans.named(own, unit_plans, offload))

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from npuzero.arguments import as_path, check_count
 from npuzero.checkpoint.parts import check_known
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
@@ -248,10 +249,8 @@ def export(
         npuzero.export(model, "exported", dtype="bf16")  # exported/model.safetensors
     """
     engine = engine_of(model)
-    if isinstance(file_bytes, bool) or not isinstance(file_bytes, int) or file_bytes < 1:
-        do = "Give a size in bytes, such as 5 * 10**9."
-        raise ConfigError("npuzero.export: file_bytes", expected="a positive integer", got=repr(file_bytes), do=do)
-    target, wanted, line = Path(path), _dtype(dtype), Line(engine.mesh)
+    check_count("npuzero.export: file_bytes", file_bytes, "Give a size in bytes, such as 5 * 10**9.")
+    target, wanted, line = as_path("npuzero.export: path", path), _dtype(dtype), Line(engine.mesh)
     check_repeated(engine, "npuzero.export")
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}
     tensors: dict[str, Tensor] = {}

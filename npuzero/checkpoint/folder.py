@@ -15,6 +15,7 @@ import shutil
 import stat
 from pathlib import Path
 
+from npuzero.arguments import as_path
 from npuzero.checkpoint import owner
 from npuzero.checkpoint.files import MANIFEST
 from npuzero.checkpoint.owner import Claim, Fate
@@ -92,7 +93,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    found, _ = survey(Path(folder))
+    found, _ = survey(as_path("checkpoint.latest: folder", folder))
     return found[-1] if found else None
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from npuzero.arguments import as_path, check_count
 from npuzero.checkpoint import files, loading, parts
 from npuzero.checkpoint import folder as folders
 from npuzero.checkpoint import rng as generators
@@ -23,7 +24,7 @@ from npuzero.checkpoint.saving import CHANNEL, Job, Saving, agree, saver_of
 from npuzero.checkpoint.source import Source
 from npuzero.checkpoint.stages import Share
 from npuzero.comm.calls import collective
-from npuzero.errors import CheckpointError, ConfigError, keywords
+from npuzero.errors import CheckpointError, keywords
 from npuzero.plan import DATA, STAGE
 from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
@@ -96,8 +97,9 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
     engine = engine_of(model)
     saver = saver_of(engine)
     saver.finish()
-    check_repeated(engine, f"save {Path(folder)}", CHANNEL)
-    job = Job(Path(folder), step, keep_last, Share([], [], {}, None, []))
+    run = as_path("save: folder", folder)
+    check_repeated(engine, f"save {run}", CHANNEL)
+    job = Job(run, step, keep_last, Share([], [], {}, None, []))
     problem: Exception | None = None
     try:
         cut_optimizer = parts.optimizer_of(model, optimizer)
@@ -177,7 +179,7 @@ def load(
         share = None if engine.mesh.index(STAGE) else asdict(parts.share_of(model, cut_optimizer))
     except Exception as error:
         problem = error
-    path, shares = _agreed_path(Path(folder), engine, problem, share)
+    path, shares = _agreed_path(as_path("load: folder", folder), engine, problem, share)
     try:
         source = Source(path)
         loader = Loader(source, model, engine, cut_optimizer, shares)
@@ -225,7 +227,7 @@ def verify(folder: PathLike) -> None:
         npuzero.checkpoint.save("run", model, step=100)
         npuzero.checkpoint.verify("run")
     """
-    Source(resolved(Path(folder))).verify()
+    Source(resolved(as_path("verify: folder", folder))).verify()
 
 
 class Checkpointer:
@@ -257,7 +259,7 @@ class Checkpointer:
         **kept: Any,
     ) -> None:
         _check_count("Checkpointer: every", every, 1)
-        self._folder = Path(folder)
+        self._folder = as_path("Checkpointer: folder", folder)
         self._every = every
         self._options: Mapping[str, Any] = {"keep_last": keep_last, "asynchronous": asynchronous}
         self._kept = kept
@@ -338,5 +340,4 @@ def resolved(folder: Path) -> Path:
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"save: {name}", expected=f"an integer from {least}", got=repr(value), do="Give such a one.")
+    check_count(f"save: {name}", value, "Give such a one.", least=least)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuzero.arguments import open_regular, parse_json
 from npuzero.errors import CheckpointError
 
 #: Names of dtypes, by the format's own specification.
@@ -74,7 +75,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         CheckpointError: it is no such file, or a torn one.
     """
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _HEADER_LIMIT):
@@ -85,8 +86,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             str(path), expected="a safetensors file", got=str(error.strerror or error), do="Give another path."
         ) from error
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise _torn(path, f"a header that is no JSON: {error}") from error
     if not isinstance(header, dict):
         raise _torn(path, "a header that is no JSON object")
@@ -125,15 +126,6 @@ def _are_sizes(value: Any, count: int | None = None) -> bool:
     if not isinstance(value, list) or (count is not None and len(value) != count):
         return False
     return all(type(item) is int and 0 <= item < 2**63 for item in value)
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} twice")
-        found[name] = value
-    return found
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

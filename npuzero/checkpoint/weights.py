@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from npuzero import observe
+from npuzero.arguments import as_path, parse_json, read_text
 from npuzero.checkpoint.safetensors import Entry, bytes_of, read_header
 from npuzero.errors import CheckpointError, ConfigError, keywords, nearest
 from npuzero.memory import zeros
@@ -63,7 +64,7 @@ class StoredWeights:
             CheckpointError: a file is missing or torn, or a tensor is missing, or of another shape or dtype.
         """
         self._found.clear()
-        entries = tensors_at(Path(self._weights.path))
+        entries = tensors_at(as_path("Weights.path", self._weights.path))
         rename = self._weights.rename or (lambda name: name)
         wanted: set[str] = set()
         for names, tensor in _tensors_of(model):
@@ -126,7 +127,7 @@ def tensors_at(path: Path) -> dict[str, Entry]:
     Raises:
         CheckpointError: something is missing or torn, or the index and the files disagree.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         path = next((path / name for name in (SINGLE, INDEX) if (path / name).exists()), path / SINGLE)
     if path.suffix != ".json":
         return read_header(path)
@@ -150,12 +151,15 @@ def read_index(path: Path) -> dict[str, str]:
         CheckpointError: it is no index, or names files elsewhere.
     """
     try:
-        index = json.loads(path.read_bytes())
+        index = parse_json(read_text(path))
     except OSError as error:
         raise CheckpointError(
-            str(path), expected="an index of safetensors files", got=str(error.strerror), do="Give another path."
+            str(path),
+            expected="an index of safetensors files",
+            got=error.strerror or str(error),
+            do="Give another path.",
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _no_index(path, f"no JSON: {error}") from error
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict):

@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--device", default="cpu", choices=list(devices.KINDS), help="the kind of device (cpu)")
     parser.add_argument(
-        "--ranks", type=int, default=2, metavar="N", help="processes that talk and train (2; 1: no talk)"
+        "--ranks", type=number, default=2, metavar="N", help="processes that talk and train (2; 1: no talk)"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: that the command works")
     parser.add_argument("--out", type=Path, default=Path("runs/check"), metavar="FOLDER", help="(runs/check)")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 
+from npuzero.arguments import describe
 from npuzero.comm.communicator import Communicator
 from npuzero.comm.world import World
 from npuzero.errors import ConfigError, did_you_mean
@@ -148,3 +149,10 @@ def _ranks_per_host(world: World, tensor: int, data: int) -> int:
             do="Place the ranks evenly, or give local_size.",
         )
     return math.gcd(max(1, size // tensor), data)
+
+
+def check_mesh(subject: str, mesh: object) -> None:
+    """Raise a ConfigError unless ``mesh`` is a mesh."""
+    if not isinstance(mesh, Mesh):
+        do = "Pass what npuzero.mesh() returned."
+        raise ConfigError(f"{subject}: mesh", expected="a npuzero.Mesh", got=describe(mesh), do=do)

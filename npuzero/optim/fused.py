@@ -166,6 +166,6 @@ def _members(optimizer: torch.optim.Optimizer) -> Members:
 
 
 def _check_choice(name: str, value: str | None, allowed: Iterable[str]) -> None:
-    if value is not None and value not in allowed:
+    if value is not None and (not isinstance(value, str) or value not in allowed):
         do = did_you_mean(value, tuple(allowed), "Choose among these.")
         raise ConfigError(name, expected=f"None or one of {', '.join(allowed)}", got=repr(value), do=do)

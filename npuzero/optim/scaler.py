@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from npuzero.arguments import as_number
 from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
 from npuzero.optim.loss_scale import KeptScale, LossScale
 from npuzero.shard.engine import Engine
@@ -20,6 +21,14 @@ from npuzero.shard.ownership import engine_behind
 class _Stage(enum.Enum):
     UNSCALED = "unscaled"
     STEPPED = "stepped"
+
+
+def _number(name: str, value: object, expected: str, holds: Callable[[float], bool]) -> float:
+    return as_number(f"LossScaler: {name}", value, expected, "Correct it.", holds=holds)
+
+
+def _count(name: str, value: object, least: int) -> int:
+    return int(_number(name, value, f"at least {least}", lambda n: n.is_integer() and least <= n < 2**31))
 
 
 @keywords(min_scale="floor", max_scale="ceiling", initial_scale="init_scale")
@@ -82,20 +91,14 @@ class LossScaler:
         consecutive_hysteresis: bool = False,
         growth_delay: int = 0,
     ) -> None:
+        floor = _number("floor", floor, "a positive number", lambda n: 0 < n < math.inf)
+        ceiling = _number("ceiling", ceiling, f"at least floor={floor}", lambda n: n >= floor)
         within = f"a number from floor={floor} to ceiling={ceiling}"
-        rules = {
-            "floor": (floor, math.isfinite(floor) and floor > 0, "a positive number"),
-            "ceiling": (ceiling, ceiling >= floor, f"at least floor={floor}"),
-            "init_scale": (init_scale, math.isfinite(init_scale) and floor <= init_scale <= ceiling, within),
-            "growth_factor": (growth_factor, 1 < growth_factor < math.inf, "more than 1"),
-            "backoff_factor": (backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
-            "growth_interval": (growth_interval, growth_interval >= 1, "at least 1"),
-            "hysteresis": (hysteresis, hysteresis >= 1, "at least 1"),
-            "growth_delay": (growth_delay, growth_delay >= 0, "at least 0"),
-        }
-        for name, (value, holds, expected) in rules.items():
-            if not holds:
-                raise ConfigError(f"LossScaler: {name}", expected=expected, got=repr(value), do="Correct it.")
+        init_scale = _number("init_scale", init_scale, within, lambda n: floor <= n <= ceiling and n < math.inf)
+        growth_factor = _number("growth_factor", growth_factor, "more than 1", lambda n: 1 < n < math.inf)
+        backoff_factor = _number("backoff_factor", backoff_factor, "between 0 and 1", lambda n: 0 < n < 1)
+        growth_interval = _count("growth_interval", growth_interval, 1)
+        hysteresis, growth_delay = _count("hysteresis", hysteresis, 1), _count("growth_delay", growth_delay, 0)
         self._enabled = enabled
         settings = {
             "growth_factor": growth_factor,
@@ -107,7 +110,7 @@ class LossScaler:
             "consecutive_hysteresis": consecutive_hysteresis,
             "growth_delay": growth_delay,
         }
-        begins = {"scale": float(init_scale), "window": -growth_delay, "patience": hysteresis, "skipped": 0}
+        begins = {"scale": init_scale, "window": -growth_delay, "patience": hysteresis, "skipped": 0}
         self._kept = KeptScale(settings, begins)
         # Since the last update: of each optimizer what it has done, and whether its gradients overflowed.
         self._stages: dict[int, _Stage] = {}

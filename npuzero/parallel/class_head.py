@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npuzero.comm import Mesh
+from npuzero.comm.mesh import check_mesh
 from npuzero.errors import ConfigError, ContractError
 from npuzero.parallel import functions
 from npuzero.parallel.margins import Margin
@@ -84,6 +85,7 @@ class ClassHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_mesh("ClassHead", mesh)
         ranks, index = mesh.size(DATA), mesh.index(DATA)
         _check(features, classes, ranks, sample_rate, margin)
         self.features, self.classes, self.sample_rate, self.margin = features, classes, sample_rate, margin

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from npuzero import comm
+from npuzero.arguments import check_count
 from npuzero.comm import Mesh, World
 from npuzero.config import describe, public_name
 from npuzero.errors import ConfigError, keywords
@@ -45,6 +46,9 @@ def mesh(
         print(mesh.size(("node", "local")), "ranks with data of their own")
     """
     world = comm.current_world() if world is None else world
+    given(world, None, "npuzero.mesh()")
+    if data is not None:
+        check_count("npuzero.mesh(): data", data, "Give the number of ranks with data of their own, or leave it out.")
     made = Mesh(world, local_size, pipe=pipe, pod=pod, sequence=sequence, tensor=tensor)
     if data is not None and data != made.shape.data:
         raise ConfigError(

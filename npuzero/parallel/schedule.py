@@ -27,6 +27,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+from npuzero.arguments import check_count
 from npuzero.errors import ConfigError, did_you_mean
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -152,6 +153,10 @@ class Schedule:
         return simulate(self).bubble
 
 
+#: Forwards of the largest table that is made.
+_MOST_ACTS = 1 << 22
+
+
 def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """Return the schedule called ``name``.
 
@@ -165,9 +170,14 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
         ConfigError: there is no such schedule, or not for these numbers.
     """
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            do = f"Give the number of {what.replace('_', '-')}."
-            raise ConfigError(f"schedule: {what}", expected="a positive integer", got=repr(number), do=do)
+        check_count(f"schedule: {what}", number, f"Give the number of {what.replace('_', '-')}.", most=_MOST_ACTS)
+    if ranks * micro_batches * chunks > _MOST_ACTS:
+        raise ConfigError(
+            "schedule",
+            expected=f"at most {_MOST_ACTS:,} forwards in a step, over all ranks",
+            got=f"{ranks} ranks x {micro_batches} micro-batches x {chunks} chunks",
+            do="Use fewer micro-batches; each may have more samples.",
+        )
     _check(name, ranks, micro_batches, chunks)
     if chunks == 1 and name == "interleaved":
         name = "1f1b"
@@ -212,7 +222,7 @@ def simulate(schedule: Schedule, forward: Time = 1, backward: Time = 2, weights:
 
 def _check(name: str, ranks: int, micro_batches: int, chunks: int) -> None:
     """Refuse a schedule that there is not."""
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         known = ", ".join(NAMES)
         raise ConfigError(
             "schedule", expected=f"one of {known}", got=repr(name), do=did_you_mean(name, NAMES, "Choose one.")

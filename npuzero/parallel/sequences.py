@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuzero.comm import Communicator, Mesh
+from npuzero.comm.mesh import check_mesh
 from npuzero.errors import ConfigError
 from npuzero.parallel.functions import swap
 from npuzero.plan import DATA, SEQUENCE, divisors
@@ -241,8 +242,5 @@ def sequence_group(mesh: Mesh) -> Communicator:
 
 
 def _communicator(mesh: Mesh, axes: tuple[str, ...]) -> Communicator:
-    if not isinstance(mesh, Mesh):
-        raise ConfigError(
-            "npuzero.parallel: mesh", expected="a Mesh", got=repr(mesh), do="Pass what npuzero.mesh() returned."
-        )
+    check_mesh("npuzero.parallel", mesh)
     return mesh.communicator(axes, SEQUENCE)

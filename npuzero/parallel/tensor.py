@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from npuzero.comm import Communicator, Counted, Mesh
+from npuzero.comm.mesh import check_mesh
 from npuzero.errors import ConfigError, NpuZeroError, StateError, did_you_mean, keywords
 from npuzero.parallel.division import Division, divide, linear_of, owner_of
 from npuzero.parallel.heads import divide_attributes
@@ -113,6 +114,7 @@ def tensor(model: _Model, mesh: Mesh, mode: str = "mtp", plan: Words | None = No
             got=f"{type(model).__name__}, which is",
             do="Call it once, before npuzero.zero().",
         )
+    check_mesh("parallel.tensor()", mesh)
     ranks = mesh.size((TENSOR,))
     division = _agreed(mesh, mode, lambda: divide(model, plan, ranks, MODES[mode].sliced))
     sent = Sent()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from npuzero.arguments import check_count
 from npuzero.plan.placement import AXES, DATA, ENDS, PIPE, SEQUENCE, Axes
 
 #: Shards start and end on multiples of this, since misaligned collectives are many times slower (pytorch#195450).
@@ -36,6 +37,10 @@ class MeshShape:
     tensor: int = 1
     pipe: int = 1
     sequence: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            check_count(f"MeshShape.{axis}", getattr(self, axis), "Give the number of ranks along the axis.")
 
     @property
     def world(self) -> int:

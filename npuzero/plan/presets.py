@@ -152,7 +152,9 @@ class Plan:
         Raises:
             ConfigError: unknown name or precision.
         """
-        key = f"zero{name:g}" if isinstance(name, (int, float)) and not isinstance(name, bool) else name
+        key: object = name
+        if isinstance(name, (int, float)) and not isinstance(name, bool) and abs(name) < len(PRESETS):
+            key = f"zero{name:g}"
         if isinstance(key, str) and key in _OFFLOADED:
             row, offload = _OFFLOADED[key]
             return replace(Plan.preset(row, precision=precision, local_size=local_size).offloaded(offload), name=key)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from npuzero import device
+from npuzero.arguments import check_count
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
@@ -253,6 +254,7 @@ def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
     Raises:
         ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
     """
+    check_count("predict: moments", moments, "Give the number of an optimizer's moments: 2 of Adam.", least=0)
     _check_passes(micro_batches, parts, acts)
     # Blocks are mostly alike: those of the same shapes and plan have the same flats.
     alike: dict[tuple[object, ...], list[tuple[int, torch.dtype, bool, Plan]]] = {}
@@ -283,17 +285,23 @@ def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
 
 def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence[tuple[int, bool]]) -> None:
     """Check the numbers that say how many passes a step has, and of what."""
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        do = "Give the number of backward passes a step."
-        raise ConfigError("predict: micro_batches", expected="a positive integer", got=repr(micro_batches), do=do)
+    check_count("predict: micro_batches", micro_batches, "Give the number of backward passes a step.")
     count = len(parts) or 1
-    if (parts and not acts) or not all(0 <= number < count for number, _ in acts):
+    if (
+        not isinstance(acts, Sequence)
+        or (parts and not acts)
+        or not all(_is_act(act) and 0 <= act[0] < count for act in acts)
+    ):
         raise ConfigError(
             "predict: acts",
             expected=f"passes of {count} parts, each (number of the part from 0, whether it is a backward pass)",
-            got=repr(list(acts)),
+            got=repr(acts),
             do="Give parts and acts together, or neither of them.",
         )
+
+
+def _is_act(act: object) -> bool:
+    return isinstance(act, tuple) and len(act) == 2 and isinstance(act[0], int)
 
 
 def layouts_of(
