@@ -40,14 +40,14 @@ def as_number(
     return found
 
 
-def check_count(subject: str, value: object, do: str, *, least: int = 1, most: int = 2**63 - 1) -> int:
-    """Return ``value``, an integer from ``least`` to ``most``.
+def check_count(subject: str, value: object, do: str, *, least: int = 1) -> int:
+    """Return ``value``, an integer from ``least`` on, of 63 bits.
 
     Raises:
         ConfigError: it is no such integer.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        expected = f"an integer from {least}" + (f" to {most}" if most < 2**63 - 1 else "")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        expected = "a positive integer" if least == 1 else f"an integer from {least}"
         raise ConfigError(subject, expected=expected, got=describe(value), do=do)
     return value
 

@@ -170,6 +170,5 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _positive(what: str, value: object) -> float:
-    return as_number(
-        what, value, "a positive number", "Give e.g. 1.0, after the model.", holds=lambda number: number > 0
-    )
+    do = "Give e.g. 1.0, after the model."
+    return as_number(what, value, "a positive number", do, holds=lambda number: number > 0)

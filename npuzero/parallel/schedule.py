@@ -170,7 +170,7 @@ def schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Sche
         ConfigError: there is no such schedule, or not for these numbers.
     """
     for what, number in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
-        check_count(f"schedule: {what}", number, f"Give the number of {what.replace('_', '-')}.", most=_MOST_ACTS)
+        check_count(f"schedule: {what}", number, f"Give the number of {what.replace('_', '-')}.")
     if ranks * micro_batches * chunks > _MOST_ACTS:
         raise ConfigError(
             "schedule",

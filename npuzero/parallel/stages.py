@@ -6,7 +6,7 @@ blocks under the names that they have in the whole model, so that checkpoints, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -292,7 +292,11 @@ def _listed(model: nn.Module, blocks: Sequence[nn.Module | str] | None) -> list[
         )
     if blocks is None:
         return list(model._modules)
-    if not isinstance(blocks, Iterable) or isinstance(blocks, str) or not (listed := list(blocks)):
+    try:
+        listed = [] if isinstance(blocks, str) else list(blocks)
+    except TypeError:
+        listed = []
+    if not listed:
         raise ConfigError(
             "pipeline blocks",
             expected="a list of modules of the model, or of their names",

@@ -190,7 +190,7 @@ class Boundary:
         self._values.look_at_whole()
         if not self._brought and not _any_values(present):
             self.forget()
-            self._meet_in_gathers()
+            _meet_in_gathers(self._units, self.gradient_scale.device)
         # Before the vote: a rank that had no backward pass owes the others, who may be waiting, its zeros.
         self._reducer.finish()
         self.accord.begin_vote()
@@ -220,15 +220,6 @@ class Boundary:
                 self._reducer.drain()
                 flat.gradient.clear(i)
                 self._dropped = self._dropped or not here[i]
-
-    def _meet_in_gathers(self) -> None:
-        """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
-        groups: dict[object, Group] = {}
-        for flat in (flat for unit in self._units for flat in unit.flats if flat.rests.parameters.cut):
-            groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
-        for group in groups.values():
-            nothing = torch.empty(0, device=self.gradient_scale.device)
-            group.communicator("gather").all_reduce(nothing, tag="a step without a backward pass").wait()
 
     def _refuse_unused(self, votes: Mapping[Flat, list[int]]) -> None:
         """Raise where some rank has no gradient of a parameter that trains. Collective over the stages.
@@ -358,6 +349,16 @@ class Boundary:
             self.forget()
             for unit, memory in large:
                 self._update.lend(unit, memory)
+
+
+def _meet_in_gathers(units: Sequence[Unit], device: torch.device) -> None:
+    """Meet ranks that gather for a backward pass, and would wait for ever: together it is an error at once."""
+    groups: dict[object, Group] = {}
+    for flat in (flat for unit in units for flat in unit.flats if flat.rests.parameters.cut):
+        groups.setdefault(flat.rests.parameters.group.axes, flat.rests.parameters.group)
+    for group in groups.values():
+        nothing = torch.empty(0, device=device)
+        group.communicator("gather").all_reduce(nothing, tag="a step without a backward pass").wait()
 
 
 def _clear_unused(used: Mapping[Flat, list[bool]]) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from npuzero import checkpoint
 from npuzero.api import export, full_state_dict
+from npuzero.arguments import read_text
 from npuzero.comm import World
 from npuzero.compat.deepspeed.recipe import Recipe
 from npuzero.errors import CheckpointError, ConfigError
@@ -136,7 +137,7 @@ class Saving:
         latest = Path(load_dir) / LATEST
         if tag is None and not latest.is_file():
             return None, None
-        folder = Path(load_dir) / (latest.read_text(encoding="utf-8").strip() if tag is None else str(tag))
+        folder = Path(load_dir) / (read_text(latest).strip() if tag is None else str(tag))
         if any(folder.glob("mp_rank_*_model_states.pt")):
             raise CheckpointError(
                 f"checkpoint {folder}",

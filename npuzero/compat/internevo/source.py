@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from npuzero.arguments import open_regular
 from npuzero.errors import ConfigError
 
 #: Bytes of one file; files of one configuration; nodes and elements that are looked at in all.
@@ -65,11 +66,12 @@ class Source:
     def _read(self) -> bytes:
         subject, do = f"configuration {self.path}", "Give the path of an InternEvo configuration, a .py file."
         try:
-            text = self.path.read_bytes()
+            with open(open_regular(self.path), "rb") as file:
+                text = file.read(MOST_BYTES + 1)
         except OSError as error:
             raise ConfigError(subject, expected="a file to read", got=str(error), do=do) from None
         if len(text) > MOST_BYTES:
-            raise ConfigError(subject, expected=f"at most {MOST_BYTES} bytes", got=f"{len(text)} bytes", do=do)
+            raise ConfigError(subject, expected=f"at most {MOST_BYTES} bytes", got="more", do=do)
         return text
 
     def _parsed(self, text: bytes) -> ast.Module:
