@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -77,7 +77,7 @@ def number(least: float | None = None, most: float | None = None, above: float |
     words = "".join(f" {word} {bound:.15g}" for word, bound in bounds.items() if bound is not None)
 
     def read(value: Any) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             low = (least is None or value >= least) and (above is None or value > above)
             if low and (most is None or value <= most):
                 return value
