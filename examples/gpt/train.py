@@ -227,8 +227,8 @@ def build_optimizer(model: nn.Module, options: Options) -> tuple[torch.optim.Opt
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def train(model: nn.Module, text: Tensor, options: Options, world: World) -> Progress:
-    """The loop. ``text`` u8[n] is the same on all ranks."""
+def train(model: nn.Module, text: Tensor, options: Options, world: World) -> Progress | None:
+    """The loop. ``text`` u8[n] is the same on all ranks. None: the run that is resumed is finished."""
     optimizer, scheduler = build_optimizer(model, options)
     half = npuzero.PRECISIONS[options.precision].parameters is torch.float16
     scaler = npuzero.LossScaler(enabled=half)
@@ -240,6 +240,8 @@ def train(model: nn.Module, text: Tensor, options: Options, world: World) -> Pro
             checkpoints = Checkpointer(options.checkpoint_dir, every=options.checkpoint_every, **kept)
             stack.enter_context(checkpoints)
         first = checkpoints.resume() if checkpoints and options.resume else 0
+        if first and first >= options.steps:
+            return None
         progress = Progress(model, options, world, first)
         for step in range(first, options.steps):
             total = torch.zeros((), device=world.device)
@@ -346,6 +348,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     npuzero.zero(model, plan=options.plan, settings=options.settings)
     progress = train(model, corpus.train, options, world)
+    if progress is None:
+        if world.rank == 0:
+            print(f"The run in {options.checkpoint_dir} is finished: --steps {options.steps} were taken before.")
+        return
     measured = npuzero.report(model)
     result = {
         "options": asdict(options),

@@ -95,6 +95,15 @@ def steps_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
 
 
+def test_a_finished_run_that_is_resumed_ends_at_once(tmp_path: Path) -> None:
+    how = [*TINY, "--out", str(tmp_path), "--checkpoint-every", "3", "--checkpoint-dir", str(tmp_path / "saves")]
+    launch([str(GPT_FOLDER / "train.py"), *how])
+    before = (tmp_path / "result.json").read_text(), steps_of(tmp_path)
+    output = launch([str(GPT_FOLDER / "train.py"), *how, "--resume"])
+    assert f"The run in {tmp_path / 'saves'} is finished" in output
+    assert ((tmp_path / "result.json").read_text(), steps_of(tmp_path)) == before
+
+
 @pytest.mark.world
 @pytest.mark.slow
 def test_a_resumed_run_is_that_which_was_not_stopped_to_the_bit(tmp_path: Path) -> None:
