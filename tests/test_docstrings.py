@@ -27,17 +27,17 @@ VERBS = frozenset(
         r"\w+",
         """
         Accept Add Align Allocate Answer Append Apply Arrange Ask Average Await Be Begin Break Bring Build Call Carry
-        Cast Change Check Choose Clip Close Collect Combine Compare Compile Complete Compose Compute Connect
+        Cast Change Check Choose Clear Clip Close Collect Combine Compare Compile Complete Compose Compute Connect
         Convert Copy Count Create Cut Decode Define Delete Derive Describe Detach Digest Disable Divide Do Draw
         Drop Enable Encode End Ensure Erase Estimate Evaluate Exchange Expand Explain Export Extend Fail Fill
         Filter Find Finish Follow Forget Format Forward Free Gather Generate Give Go Group Guard Handle Have
         Hold Identify Import Initialize Insert Install Iterate Join Keep Know Launch Lay Leave Lend Let List
-        Load Locate Look Make Map Mark Measure Meet Merge Move Multiply Name Note Observe Open Order Pack Parse
+        Load Locate Look Make Map Mark Match Measure Meet Merge Move Multiply Name Note Observe Open Order Pack Parse
         Pass Pause Pickle Place Plot Point Predict Prepare Present Print Probe Process Provide Push Put Quantize Queue
         Quote Raise Read Receive Record Recover Reduce Refer Refuse Register Release Remember Remove Render Repeat
         Replace Report Represent Reset Resolve Restart Restore Resume Return Round Run Save Say Scale Scatter
         Search Select Send Serve Set Shard Share Show Skip Sort Split Stand Start Step Stop Store Sum Summarize Swap
-        Take Tell Time Trace Train Translate Treat Try Turn Unpack Unscale Unshard Update Use Validate Verify
+        Take Tell Time Trace Train Translate Treat Try Turn Undo Unpack Unscale Unshard Update Use Validate Verify
         View Visit Wait Walk Warn Watch Wrap Write Yield Zero
     """,
     )

@@ -138,7 +138,7 @@ def zero(  # noqa: PLR0913 - all there is to choose, by name
         values = None if weights is None else files.enter_context(contextlib.closing(stored(weights)))
         origin = Origin(values, initialize)
         plans = Plans.named(chosen_plan(stage, plan, precision, local_size), unit_plans, offload)
-        ranks = ranks_of(model, world, mesh)
+        ranks = ranks_of(model, world, mesh) or comm.current_world()
         engine = Engine(model, plans, ranks, settings, units, origin, buffers)
     attach(engine, model)
     return model

@@ -60,15 +60,15 @@ def mesh(
     return made
 
 
-def ranks_of(model: nn.Module, world: object, mesh: object) -> World | Mesh:
+def ranks_of(model: nn.Module, world: object, mesh: object) -> World | Mesh | None:
     """Return the ranks that :func:`npuzero.zero` trains ``model`` on: those given, else the mesh that its layers were
-    divided over, else all.
+    divided over; None: neither, so all ranks.
 
     Raises:
         ConfigError: as :func:`given`; the layers were divided over another mesh; a sequence axis and a model of
             transformers that :func:`npuzero.parallel.sequence` has not prepared.
     """
-    ranks = mesh_of(model, given(world, mesh)) or comm.current_world()
+    ranks = mesh_of(model, given(world, mesh))
     check_prepared(model, ranks)
     return ranks
 

@@ -66,7 +66,7 @@ def sequence(model: nn.Module, mesh: Mesh) -> nn.Module:
     return model
 
 
-def check_prepared(model: nn.Module, ranks: World | Mesh) -> None:
+def check_prepared(model: nn.Module, ranks: World | Mesh | None) -> None:
     """Check that :func:`sequence` has prepared a model of transformers that is to train on a sequence axis.
 
     Raises:
