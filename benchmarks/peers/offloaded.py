@@ -92,8 +92,8 @@ def mapped(forget: bool = False) -> Build:
     """
 
     def build(model: nn.Module, workload: Workload) -> Steps:
-        model.to(workload.dtype)
         updates = [MappedAdamW(list(parameters), workload.hyper) for parameters in _blocks(model)]
+        model.to(workload.dtype)
         parameters = list(model.parameters())
 
         def update() -> None:

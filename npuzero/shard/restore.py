@@ -69,15 +69,21 @@ class Restorer:
             if not unit.guarded:
                 unit.reopen()
 
-    def refuse(self, what: str, error: BaseException) -> None:
+    def refuse(self, what: str, error: BaseException, check: Callable[[], None] = lambda: None) -> None:
         """Refuse every use of the training state from now on: ``error`` has left it incomplete.
 
         Args:
             what: that failed, such as ``"optimizer.step"``.
+            check: raises an error that says more than the refusal, if there is one.
         """
         # No reference to the error: its traceback has frames that hold the model.
         why = f"one that is incomplete: {what} has failed before ({type(error).__name__}: {error})"
-        self.refusal = lambda: _incomplete(why)
+
+        def refusal() -> StateError:
+            check()
+            return _incomplete(why)
+
+        self.refusal = refusal
 
     def check_here(self) -> None:
         """Raise a StateError where the model's training state is absent or incomplete."""

@@ -133,10 +133,11 @@ class Update:
     def fail(self, error: BaseException) -> None:
         """Undo what :meth:`begin` did, since the step has raised ``error``.
 
-        Where the step has changed anything, that cannot be undone: every later use of the model is refused.
+        Where the step has changed anything, that cannot be undone: every later use of the model is refused, by the
+        error of the update of what is far where that has failed.
         """
         if self.begun:
-            self._restorer.refuse("optimizer.step", error)
+            self._restorer.refuse("optimizer.step", error, self.stream.check)
             for unit in self._units:
                 unit.close()
         self.begun = False
