@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant(
         "a model of which a step has updated one half trains on",
         "shard/update.py",
-        '            self._restorer.refuse("optimizer.step", error)\n',
+        '            self._restorer.refuse("optimizer.step", error, self.stream.check)\n',
         "            pass\n",
         (f"{STEP}[zero1-later-out of memory]",),
     ),
