@@ -161,7 +161,8 @@ def load(
 
     Raises:
         CheckpointError: on every rank: there is none, it is damaged, or it does not fit. If it is found to be damaged
-            while it is read, the model has a part of it: load another one.
+            while it is read, the model has a part of it, and is refused until another load, as complete, succeeds.
+        StateError: on every rank: the model is incomplete for another reason.
 
     Example::
 
@@ -175,6 +176,7 @@ def load(
     problem: Exception | None = None
     share: dict[str, Any] | None = None
     try:
+        engine.restorer.check_loadable(states=optimizer is not None)
         cut_optimizer = parts.optimizer_of(model, optimizer)
         share = None if engine.mesh.index(STAGE) else asdict(parts.share_of(model, cut_optimizer))
     except Exception as error:
@@ -183,25 +185,26 @@ def load(
     try:
         source = Source(path)
         loader = Loader(source, model, engine, cut_optimizer, shares)
-    except Exception as error:
-        problem = error
-    agree(world, f"load {path}", problem)
-    engine.values.settle()
-    try:
-        loader.load()
-        if scheduler is not None:
-            loader.load_scheduler(scheduler)
-        if scaler is not None:
-            scaler.load_state_dict(loading.shared_state(source, "scaler"))
-        if data is not None:
-            loading.restore_data(source, data, engine.mesh.index(DATA), engine.mesh.size(DATA))
-        if rng and source.manifest is not None and "rng.0" in source.tensors:
-            loading.restore_rng(source, world.rank, world.size, world.device)
         extra, taken = (source.read_object(k) if k in source.tensors else None for k in ("extra", "step"))
     except Exception as error:
         problem = error
     agree(world, f"load {path}", problem)
-    engine.values.restore_parameters()
+    with engine.restorer.loading("checkpoint.load", states=optimizer is not None):
+        engine.values.settle()
+        try:
+            loader.load()
+            if scheduler is not None:
+                loader.load_scheduler(scheduler)
+            if scaler is not None:
+                scaler.load_state_dict(loading.shared_state(source, "scaler"))
+            if data is not None:
+                loading.restore_data(source, data, engine.mesh.index(DATA), engine.mesh.size(DATA))
+            if rng and source.manifest is not None and "rng.0" in source.tensors:
+                loading.restore_rng(source, world.rank, world.size, world.device)
+        except Exception as error:
+            problem = error
+        agree(world, f"load {path}", problem)
+        engine.values.restore_parameters()
     return Loaded(path, taken, extra)
 
 

@@ -59,6 +59,7 @@ class Engine:
         gradients: clipping, norms and the like, as programs ask for them.
         finite: the watch for inf and NaN.
         values: unsharded parameters, in and out.
+        restorer: sends updated parameters, and refuses a model whose training state is incomplete.
         update: the chunks that an optimizer updates one by one, between begin_update and end_update.
         early: the updates that begin inside backward.
         far: the states that rest beyond the device.
@@ -98,12 +99,12 @@ class Engine:
         self.far = Far(self.units, self.spaces, settings)
         self.lag = self.far.lag
         writes = Writes(self.units, world, self.lag)
-        self._restorer = Restorer()
-        fetcher = Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done, self._restorer.refuse)
+        self.restorer = Restorer()
+        fetcher = Fetcher(self.units, self.far.file, self.spaces, self.far.stream.done, self.restorer.refuse)
         gatherer = Gatherer(writes, fetcher, self.spaces)
         overlap = settings.overlaps_parameters
-        self.update = Update(self.units, self._restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)
-        self.values = Values(self.units, world, self.mesh, gatherer, self._restorer, writes, self.lag)
+        self.update = Update(self.units, self.restorer, self.far.stream, self.lag, settings.chunk_bytes, overlap)
+        self.values = Values(self.units, world, self.mesh, gatherer, self.restorer, writes, self.lag)
         # So far the model is as it was: whatever any rank had against it has been raised on all of them.
         reference = EngineReference(self)
         self.values.take_over(model, specs, origin, self.spaces, self.far.spread, lambda unit: claim(reference, unit))
@@ -129,7 +130,7 @@ class Engine:
             self.units,
             gatherer,
             reducer,
-            self._restorer,
+            self.restorer,
             self.boundary,
             self.finite,
             self.meter,
@@ -137,7 +138,7 @@ class Engine:
             settings.prefetch if settings.overlaps_parameters else 0,
             world.device.type,
         )
-        self.absence = Absence(self.units, self.spaces, self.values, self.update, reducer, self._restorer, self.passes)
+        self.absence = Absence(self.units, self.spaces, self.values, self.update, reducer, self.restorer, self.passes)
         flats = [flat for unit in self.units for flat in unit.flats]
         around = around_forward(self.plan.activations, self.spaces, world.device, flats, self.mesh)
         self._hooks = Hooks(self.passes, self.units, doors(model, specs[0]), self.plan.precision.parameters, around)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from npuzero import observe
 from npuzero.comm.calls import here
@@ -19,11 +20,14 @@ class Restorer:
     Attributes:
         before: while units are updated beside the program, waits for the update of one and starts its R4.
         refusal: makes the error for who needs the training state, while it is absent or incomplete.
+        half_loaded: the refusal that a failed load has left, which a load of as much ends; None where none has failed.
     """
 
     def __init__(self) -> None:
         self.before: Callable[[Unit], None] | None = None
         self.refusal: Callable[[], StateError] | None = None
+        self.half_loaded: Callable[[], StateError] | None = None
+        self._half_states = False  # optimizer states were among what the failed load has left
         self._handles: dict[int, list[Handle]] = {}
 
     def start(self, unit: Unit) -> None:
@@ -76,14 +80,40 @@ class Restorer:
             what: that failed, such as ``"optimizer.step"``.
             check: raises an error that says more than the refusal, if there is one.
         """
+        self._refuse(what, error, check, "Call npuzero.zero() on a new model and load the last checkpoint.")
+
+    def check_loadable(self, states: bool) -> None:
+        """Raise a StateError where a load, with optimizer states if ``states``, leaves the model incomplete."""
+        if self.refusal is not self.half_loaded or (self._half_states and not states):
+            self.check_here()
+
+    @contextlib.contextmanager
+    def loading(self, what: str, states: bool) -> Iterator[None]:
+        """Refuse every use of the training state from now on where the block, which loads it, raises.
+
+        Args:
+            what: the call that loads.
+            states: whether optimizer states are among what is loaded.
+        """
+        self._half_states = self._half_states or states
+        self.refusal = self.half_loaded = None
+        try:
+            yield
+        except BaseException as error:
+            self.half_loaded = self._refuse(what, error, lambda: None, "Load another checkpoint, as completely.")
+            raise
+        self._half_states = False
+
+    def _refuse(self, what: str, error: BaseException, check: Callable[[], None], do: str) -> Callable[[], StateError]:
         # No reference to the error: its traceback has frames that hold the model.
         why = f"one that is incomplete: {what} has failed before ({type(error).__name__}: {error})"
 
         def refusal() -> StateError:
             check()
-            return _incomplete(why)
+            return _incomplete(why, do)
 
         self.refusal = refusal
+        return refusal
 
     def check_here(self) -> None:
         """Raise a StateError where the model's training state is absent or incomplete."""
@@ -91,11 +121,11 @@ class Restorer:
             raise self.refusal()
 
 
-def _incomplete(why: str) -> StateError:
+def _incomplete(why: str, do: str) -> StateError:
     call = here().call
     return StateError(
         f"{call} of this model" if call else "reading or writing this model",
         expected="a training state of which all parts are of the same step",
         got=why,
-        do="Call npuzero.zero() on a new model and load the last checkpoint.",
+        do=do,
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 import npuzero
 from npuzero import checkpoint, comm
 from npuzero.comm import World
+from npuzero.errors import CheckpointError, StateError
 
 from .training import Position, Training
 
@@ -66,3 +69,44 @@ def test_ours_is_checked_before_it_is_used(trials: int, tmp_path: Path) -> None:
 def test_torchs_is_detected_or_harmless(trials: int, tmp_path: Path) -> None:
     """It has checksums of its own in each item only."""
     assert outcomes(save(tmp_path, foreign=True), trials)["detected"] > trials / 4
+
+
+@pytest.mark.parametrize("plan", ("zero1", "zero3", "offload3"))
+def test_a_half_loaded_model_is_refused_until_another_load_succeeds(plan: str, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+
+    def rank(world: World) -> None:
+        training = Training(world, plan)
+        training.steps(0, 2)
+        training.save(run, 2)
+        training.save(other, 2)
+        if world.rank == 0:
+            _damage_values(next(run.iterdir()))
+        world.exchange(None)
+        expected = training.state()
+        with pytest.raises(CheckpointError, match="step-00000002"):
+            training.load(run)
+        uses = {
+            "forward": partial(training.steps, 2, 3),
+            "checkpoint.save": partial(training.save, run, 3),
+            "full_state_dict": training.state,
+            "checkpoint.load": partial(checkpoint.load, other, training.model),  # leaves states half loaded
+        }
+        for call, use in uses.items():
+            with pytest.raises(StateError, match=r"checkpoint\.load has failed before") as refused:
+                use()
+            assert call in str(refused.value)
+        training.load(other)
+        state = training.state()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        training.steps(2, 3)
+
+    comm.run_threads(2, rank)
+
+
+def _damage_values(path: Path) -> None:
+    """Change a byte in the middle: of optimizer states, before which parameters are loaded."""
+    for file in path.glob("*.distcp"):
+        raw = bytearray(file.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        file.write_bytes(raw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant
 
 HOSTILE = "checkpoint/test_hostile.py::test_a_hostile_index_is_refused_and_the_process_saves_and_loads_on"
+HALF_LOADED = "checkpoint/test_damage.py::test_a_half_loaded_model_is_refused_until_another_load_succeeds"
 
 MUTANTS: tuple[Mutant, ...] = (
     # what is written
@@ -394,5 +395,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if self.optimizer is None:\n            raise",
         "        if False:\n            raise",
         ("compat/deepspeed/test_deepspeed_inference.py::test_a_reference_model_computes_as_without_an_engine[3]",),
+    ),
+    Mutant(
+        "a model of which a load has written one half trains on",
+        "shard/restore.py",
+        "            self.half_loaded = self._refuse(what, error, lambda: None, ",
+        "            _ = (what, error, ",
+        (f"{HALF_LOADED}[zero1]",),
+    ),
+    Mutant(
+        "a load of parameters alone makes up for one of which optimizer states failed",
+        "shard/restore.py",
+        "self._half_states = self._half_states or states",
+        "self._half_states = False",
+        (f"{HALF_LOADED}[zero1]",),
     ),
 )
