@@ -327,8 +327,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what a program wrote before a load overwrites what was loaded",
         "checkpoint/public.py",
-        '    agree(world, f"load {path}", problem)\n    engine.values.settle()\n',
-        '    agree(world, f"load {path}", problem)\n',
+        "states=optimizer is not None):\n        engine.values.settle()\n",
+        "states=optimizer is not None):\n",
         ("checkpoint/test_exact.py::test_what_a_program_has_just_written_is_saved_and_does_not_outlast_a_load",),
     ),
     Mutant(
