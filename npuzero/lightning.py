@@ -9,19 +9,25 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from npuzero import adopt
-from npuzero.api import LossScaler, clip_grad_norm_, clip_grad_value_, full_state_dict, load_full_state_dict
+from npuzero.api import LossScaler, clip_grad_norm_, clip_grad_value_, full_state_dict, gathered, load_full_state_dict
 from npuzero.errors import ConfigError
+from npuzero.shard.guard import owned
+from npuzero.shard.ownership import engine_of
 
 
-def _packages() -> tuple[Any, Any]:
-    """Return the modules of strategies and of a trainer's states, of the package that is meant.
+def _packages() -> tuple[Any, Any, Any]:
+    """Return the modules of strategies, of a trainer's states and of callbacks, of the package that is meant.
 
     Raises:
         PackageMissing: there is none.
@@ -31,18 +37,25 @@ def _packages() -> tuple[Any, Any]:
         homes.reverse()
     for home in homes:
         try:
-            return import_module(f"{home}.strategies"), import_module(f"{home}.trainer.states")
+            strategies, states, callbacks = (
+                import_module(f"{home}.{name}") for name in ("strategies", "trainer.states", "callbacks")
+            )
+            return strategies, states, callbacks
         except ImportError as error:
             missing = error
     raise adopt.missing("npuzero.lightning", "lightning", missing) from missing
 
 
-_strategies, _states = _packages()
+_strategies, _states, _callbacks = _packages()
+#: EMA and its kin; () before Lightning 2.6.
+_WeightAveraging = getattr(_callbacks, "WeightAveraging", ())
 
 __all__ = ["ZeroStrategy"]
 
 #: What of a checkpoint is Lightning's: loops, callbacks, schedulers, hyperparameters.
 _REST = "lightning.ckpt"
+#: Where WeightAveraging keeps the trained weights in a checkpoint; the averaged ones are in their place.
+_CURRENT = "current_model_state"
 
 
 class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
@@ -87,6 +100,8 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         self._zero = adopt.check_options("ZeroStrategy", zero)
         self._full = full_checkpoints
         self._shards: Path | None = None  # of the checkpoint that is being loaded
+        self._weights: tuple[Mapping[str, Any], bool, bool] | None = None  # what setup is to load, and how
+        self._adapted = _Adapted()
 
     # -- the module and its optimizers -----------------------------------------------------------------------------
 
@@ -98,25 +113,43 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            plugin.clip_gradients = self._clip
+            plugin.clip_gradients = partial(_clip, plugin)
             scaler = getattr(plugin, "scaler", None)
             if isinstance(scaler, torch.amp.GradScaler):
                 plugin.scaler = _scaler_of(scaler)
         self._precision_plugin = plugin
 
+    def setup_environment(self) -> None:
+        """Start the ranks, and adapt the trainer's callbacks, which are set up next."""
+        super().setup_environment()
+        self._adapted.begin(self.lightning_module.trainer.callbacks, self)
+
     def setup(self, trainer: Any) -> None:
-        """Shard the module, whatever the trainer is to do with it, and make its optimizers where it trains."""
+        """Shard the module, whatever the trainer is to do with it, and make its optimizers where it trains. Load what
+        a checkpoint has for them.
+
+        Raises:
+            ConfigError: a callback would read or write parameters in a way that the plan does not allow.
+        """
         fits = trainer.state.fn == _states.TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if fits and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.model = adopt.shard(self.precision_plugin.convert_module(self.model), self.root_device, self._zero)
+        self.model = self.precision_plugin.convert_module(self.model)
+        with self._adapted.thawed():
+            self.model = adopt.shard(self.model, self.root_device, self._zero)
+        self._adapted.gather_for(trainer.callbacks, self.lightning_module)
         if fits:
             self.setup_optimizers(trainer)
+            for callback in trainer.callbacks:
+                if isinstance(callback, _callbacks.BaseFinetuning):
+                    callback.on_fit_start(trainer, self.lightning_module)  # restores the groups that it has added
         else:  # whatever training has left each rank
             for buffer in self.model.buffers():
                 torch.distributed.broadcast(buffer, 0)
         self.setup_precision_plugin()
+        self._load_weights(fits)
+        self._adapted.start_averages(self.lightning_module)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make optimizers and schedulers, and put the optimizers over the shards."""
@@ -127,6 +160,8 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
 
     def teardown(self) -> None:
         """End as Lightning does, and leave the module where it is: it cannot be moved."""
+        self._adapted.end()
+        self._weights = None
         module, self._lightning_module = self._lightning_module, None
         super().teardown()
         self._lightning_module = module
@@ -166,23 +201,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         with adopt.accumulating(self.model):
             yield
 
-    def _clip(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip the gradients of the optimizer's parameters, in place of the precision plugin."""
-        if clip_val <= 0:
-            return
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            scaler.unscale_(optimizer)  # else the plugin has: it thinks that such an optimizer does it itself
-        kind = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-        clip: Callable[..., object] = clip_grad_value_ if kind == "value" else clip_grad_norm_
-        clip((parameter for group in optimizer.param_groups for parameter in group["params"]), clip_val)
-
     # -- checkpoints -----------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Return True: what is loaded goes into shards."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return unsharded tensors on rank 0 for one file; {} for a folder, into which each rank writes its own."""
@@ -217,16 +236,25 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's weights, and from a folder what its optimizer has. Collective.
+        """Keep the weights of a checkpoint until the module is sharded: :meth:`setup` loads them, and from a folder
+        what its optimizer has.
+        """
+        weights = checkpoint["state_dict"] if self._shards is None or _CURRENT in checkpoint else {}
+        self._weights = weights, strict, "optimizer_states" in checkpoint
+
+    def _load_weights(self, fits: bool) -> None:
+        """Load what :meth:`load_model_state_dict` kept. Collective.
 
         Raises:
-            CheckpointError: they do not fit.
+            CheckpointError: it does not fit.
         """
-        if self._shards is None:
-            load_full_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+        if self._weights is None:
             return
-        with_states = self.optimizers and "optimizer_states" in checkpoint
-        adopt.load(self._shards, self.lightning_module, _only(self.optimizers) if with_states else None)
+        (weights, strict, with_states), self._weights = self._weights, None
+        if self._shards is not None:
+            adopt.load(self._shards, self.lightning_module, _only(self.optimizers) if fits and with_states else None)
+        if self._shards is None or weights:
+            load_full_state_dict(self.lightning_module, weights, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what optimizers have, unless it came with the weights."""
@@ -238,6 +266,166 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register "npuzero"."""
         strategy_registry.register("npuzero", cls, description="ZeRO stage 3, by npuzero", override=True)
+
+
+class _Adapted:
+    """Let Lightning's callbacks that read, write or freeze parameters do so where these are sharded.
+
+    Methods are replaced on the callbacks from :meth:`begin` to :meth:`end`.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[object, str]] = []
+        self._frozen: list[nn.Parameter] = []  # by callbacks that thaw them later
+        self._unaveraged: list[Any] = []  # callbacks whose checkpoint has no average
+
+    def begin(self, callbacks: list[Any], strategy: ZeroStrategy) -> None:
+        """Replace what ``callbacks`` do before a module is sharded, and when they thaw it."""
+        self.end()
+        for callback in callbacks:
+            if isinstance(callback, _callbacks.BaseFinetuning):
+                self._replace(callback, "setup", self._note_frozen)
+                self._replace(callback, "finetune_function", _compare_by_identity)
+            elif isinstance(callback, _callbacks.StochasticWeightAveraging):
+                self._replace(callback, "setup", _set_up_to_fit)
+            elif isinstance(callback, _WeightAveraging):
+                self._replace(callback, "on_load_checkpoint", partial(self._load_average, callback, strategy))
+
+    def gather_for(self, callbacks: list[Any], module: nn.Module) -> None:
+        """Have ``callbacks`` that average parameters find those of ``module``, which is sharded, unsharded.
+
+        Raises:
+            ConfigError: they would find or leave rounded values.
+        """
+        inside = partial(_gathered, module)
+        for callback in callbacks:
+            if isinstance(callback, _callbacks.StochasticWeightAveraging):
+                _check_averaged(callback, module, swapped=False)
+                self._replace(callback, "update_parameters", inside)
+                self._replace(callback, "transfer_weights", inside)
+            elif isinstance(callback, _WeightAveraging) and callback._average_model is not None:
+                _check_averaged(callback, module, swapped=True)
+                self._replace(callback._average_model, "update_parameters", inside)
+                self._replace(callback, "_swap_models", inside)
+                self._replace(callback, "_copy_average_to_current", inside)
+
+    @contextlib.contextmanager
+    def thawed(self) -> Iterator[None]:
+        """Let parameters that a callback has frozen, and will thaw, train inside: so they get room for gradients."""
+        frozen, self._frozen = self._frozen, []
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+    def start_averages(self, module: nn.Module) -> None:
+        """Have averages that a checkpoint did not have begin with the weights it had, as Lightning does. Collective."""
+        for callback in self._unaveraged:
+            callback._average_model.update_parameters(module)
+            callback._average_model.n_averaged.zero_()
+        self._unaveraged = []
+
+    def end(self) -> None:
+        """Give the callbacks their own methods again."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name)
+        self._replaced, self._frozen, self._unaveraged = [], [], []
+
+    def _replace(self, owner: object, name: str, around: Callable[..., Any]) -> None:
+        vars(owner)[name] = partial(around, getattr(owner, name))
+        self._replaced.append((owner, name))
+
+    def _note_frozen(self, setup: Callable[..., None], trainer: Any, module: nn.Module, **stage: Any) -> None:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        setup(trainer, module, **stage)
+        if not adopt.is_sharded(module):
+            self._frozen += [parameter for parameter in trained if not parameter.requires_grad]
+
+    def _load_average(
+        self,
+        callback: Any,
+        strategy: ZeroStrategy,
+        load: Callable[..., None],
+        trainer: Any,
+        _: nn.Module,
+        checkpoint: dict[str, Any],
+    ) -> None:
+        """Let WeightAveraging load the average, and have ``strategy`` keep what it would load into the module."""
+        strict = strategy.lightning_module.strict_loading
+        keep = partial(strategy.load_model_state_dict, strict=strict)
+        load(
+            trainer,
+            SimpleNamespace(load_state_dict=lambda state: keep({**checkpoint, "state_dict": state})),
+            checkpoint,
+        )
+        if callback._average_model is not None and _CURRENT not in checkpoint:
+            self._unaveraged.append(callback)
+
+
+class _CompareByIdentity(TorchFunctionMode):
+    """Let ``torch.equal`` tell whether two parameters of a sharded model are the same one."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.equal and all(isinstance(each, nn.Parameter) and owned(each) for each in args):
+            return args[0] is args[1]
+        return func(*args, **(kwargs or {}))
+
+
+def _compare_by_identity(finetune: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Let BaseFinetuning add to an optimizer what it does not have yet, which it finds by ``torch.equal``."""
+    with _CompareByIdentity():
+        finetune(*args, **kwargs)
+
+
+def _gathered(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    with gathered(module) if adopt.is_sharded(module) else contextlib.nullcontext():
+        method(*args, **kwargs)
+
+
+def _set_up_to_fit(setup: Callable[..., None], trainer: Any, module: nn.Module, **stage: Any) -> None:
+    """Copy the module only for training, which averages: a sharded one cannot be copied."""
+    if trainer.state.fn == _states.TrainerFn.FITTING:
+        setup(trainer, module, **stage)
+
+
+def _check_averaged(callback: object, module: nn.Module, swapped: bool) -> None:
+    """Check that a callback may average the parameters of ``module``, and write them.
+
+    Args:
+        swapped: whether the average is swapped with the parameters, and back.
+
+    Raises:
+        ConfigError: the plan sends rounded parameters, updates them late, or has masters that swapping would round.
+    """
+    if not adopt.is_sharded(module):
+        return
+    flats = list(engine_of(module).flats())
+    why = {
+        "lag=1: an update is pending while they are averaged": any(flat.plan.lag for flat in flats),
+        "gathers that round them (precision.gathers)": any(flat.plan.precision.gathers for flat in flats),
+        "masters beside rounded parameters, which a swap would round": swapped and any(flat.exact for flat in flats),
+    }
+    for got in (text for text, found in why.items() if found):
+        raise ConfigError(
+            type(callback).__name__,
+            expected="parameters that it can read and write as they are",
+            got=f"a plan with {got}",
+            do='Take such a plan without it, e.g. zero={"stage": 3} and Trainer(precision="bf16-mixed"), or train '
+            "without this callback.",
+        )
+
+
+def _clip(plugin: Any, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    """Clip the gradients of the optimizer's parameters, in place of the precision plugin."""
+    if clip_val <= 0:
+        return
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        scaler.unscale_(optimizer)  # else the plugin has: it thinks that such an optimizer does it itself
+    kind = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+    clip: Callable[..., object] = clip_grad_value_ if kind == "value" else clip_grad_norm_
+    clip((parameter for group in optimizer.param_groups for parameter in group["params"]), clip_val)
 
 
 def _only(optimizers: list[Any]) -> Any:
