@@ -102,6 +102,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         self._shards: Path | None = None  # of the checkpoint that is being loaded
         self._weights: tuple[Mapping[str, Any], bool, bool] | None = None  # what setup is to load, and how
         self._adapted = _Adapted()
+        self._ready = False  # set up: what is loaded need not wait
 
     # -- the module and its optimizers -----------------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     def setup_environment(self) -> None:
         """Start the ranks, and adapt the trainer's callbacks, which are set up next."""
         super().setup_environment()
+        self._ready = False
         self._adapted.begin(self.lightning_module.trainer.callbacks, self)
 
     def setup(self, trainer: Any) -> None:
@@ -150,6 +152,7 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         self.setup_precision_plugin()
         self._load_weights(fits)
         self._adapted.start_averages(self.lightning_module)
+        self._ready = True
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make optimizers and schedulers, and put the optimizers over the shards."""
@@ -241,6 +244,8 @@ class ZeroStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
         """
         weights = checkpoint["state_dict"] if self._shards is None or _CURRENT in checkpoint else {}
         self._weights = weights, strict, "optimizer_states" in checkpoint
+        if self._ready:  # in the midst of a run, as LearningRateFinder does
+            self._load_weights(bool(self.optimizers))
 
     def _load_weights(self, fits: bool) -> None:
         """Load what :meth:`load_model_state_dict` kept. Collective.
