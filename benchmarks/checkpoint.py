@@ -25,7 +25,7 @@ from benchmarks.step.workload import HYPER, Workload, loss_of
 from npuzero import checkpoint
 from npuzero.bench import Benchmark, Contender, Effort, Record, check_equal, fingerprint, local, run
 from npuzero.checkpoint.saving import saver_of
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 PLAIN, DCP, OURS, BESIDE = "plain file", "torch.distributed.checkpoint", "npuzero", "npuzero, beside training"
 _BLOCK_BYTES = 8 << 20

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import plot, tiers
+from benchmarks.contenders import called, measured_on
 from benchmarks.goals import COMPUTE, FIGURES, GROUPS, IN_PLACE, OWN, Figure, Results
 from npuzero.bench import Record, Result
 from npuzero.cli.table import table
@@ -24,21 +26,6 @@ ROOT = Path(__file__).resolve().parents[1]
 README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures.png"
 DISK_PICTURE = ROOT / "docs" / "nvme.png"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-
-#: Contenders by the names that their own users know.
-_CALLED = {
-    "ddp": "DDP",
-    "ddp-autocast": "DDP under autocast",
-    "ddp-shm": 'DDP on the backend "shm"',
-    "fsdp2": "FSDP2",
-    "fsdp2-keep": "FSDP2, reshard_after_forward=False",
-    "fsdp2-shm": 'FSDP2 on the backend "shm"',
-    "zero-redundancy": "ZeroRedundancyOptimizer",
-    "torch passes": "torch's passes",
-    "deepspeed-1": "DeepSpeed, stage 1",
-    "deepspeed-2": "DeepSpeed, stage 2",
-    "deepspeed-3": "DeepSpeed, stage 3",
-}
 
 
 def _time(over: str) -> Callable[[Result, str], str]:
@@ -143,12 +130,6 @@ def text(results: Results) -> str:
     return "\n\n".join(blocks) or "no figures among these records"
 
 
-def called(contender: str) -> str:
-    """Return what a reader calls a contender, and could type: a preset, and where it is not bf16 the precision."""
-    preset, split, _ = contender.partition("-split")
-    return f"{preset}, bf16-split" if split else _CALLED.get(contender, contender)
-
-
 def headlines(records: Sequence[Record], results: Results) -> str:
     """Return what README has: the figures that matter most, and the picture."""
     lines = [headline.line(results[headline.benchmark]) for headline in HEADLINES if headline.benchmark in results]
@@ -191,20 +172,6 @@ def tabular(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" if line else "|---" * len(header) + "|" for line in (header, [], *lines))
 
 
-def measured_on(records: Sequence[Record], names: set[str]) -> str:
-    """Return machine, software, dates and commits of the records that hold one of the benchmarks, in a sentence."""
-    held = [record for record in records if any(result.name in names for result in record.results)]
-    machines = {(m["cpu"], m["cores"], m["isa"], m["torch"]) for m in (record.machine for record in held)}
-    where = "; ".join(f"{cpu}, {cores} cores, {isa}, torch {torch}" for cpu, cores, isa, torch in sorted(machines))
-    days = sorted({record.date[:10] for record in held})
-    return f"Measured on {where}; {', '.join(days)}; commit {', '.join(commits(held))}."
-
-
-def commits(records: Sequence[Record]) -> list[str]:
-    """Return the commits that records were taken at, with a + where sources had changed since."""
-    return sorted({record.machine["commit"] or "a release" for record in records})
-
-
 def put(document: str, block: str) -> str:
     """``document`` with ``block`` between its markers."""
     before, _, rest = document.partition(BEGIN)
@@ -222,9 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     records, results = read(options.folder)
     if options.readme and any(record.quick for record in records):
         raise SystemExit("figures: README takes none of a quick run; measure without --quick")
-    from benchmarks.plot import plot, tiers  # matplotlib is needed for the pictures alone
-
-    plot(results, PICTURE if options.readme else options.folder / "figures.png", measured_on(records, set(results)))
+    plot.plot(
+        results, PICTURE if options.readme else options.folder / "figures.png", measured_on(records, set(results))
+    )
     far = {name: result for name, result in results.items() if name.startswith("nvme/") or name == "highwater"}
     if far:
         picture = DISK_PICTURE if options.readme else options.folder / DISK_PICTURE.name

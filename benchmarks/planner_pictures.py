@@ -22,7 +22,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from benchmarks.figures import measured_on
+from benchmarks.contenders import measured_on
 from benchmarks.plot import Axes, Figure, plt  # first: it chooses matplotlib's backend
 from npuzero.bench import Record, Result
 from npuzero.cli.palette import (

@@ -20,7 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from benchmarks import figures, tiers
+from benchmarks import tiers
+from benchmarks.contenders import called, measured_on
+from benchmarks.goals import FIGURES
 from npuzero.bench import Record, Result
 from npuzero.cli.palette import FAINT, GOAL, OTHER, OWN, PAPER, STYLE, TEXT, caption
 
@@ -134,7 +136,7 @@ def kernels(results: Mapping[str, Result]) -> list[Panel]:
 def figure_rows(results: Mapping[str, Result], group: str) -> list[Row]:
     """Return a row for each ratio of ``group`` that there is; both ways of a collective in one."""
     found: dict[str, Row] = {}
-    for figure in figures.FIGURES:
+    for figure in FIGURES:
         timed = figure.group == group and (figure.presets or group != "step")  # not what a step holds
         values = figure.measured(results) if timed else []
         if not values:
@@ -154,7 +156,7 @@ def peers(results: Mapping[str, Result]) -> list[Panel]:
             slow = _slow(result)
             rows = [
                 Row(
-                    figures.called(who),
+                    called(who),
                     {slow[who][1]: [slow[who][0]]},
                     note=f"{slow[who][0]:.2f}   {_megabytes(result, who)}",
                 )
@@ -238,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     records = [Record.read(path) for path in options.records]
     results = {result.name: result for record in records for result in record.results}
-    tiers.plot(results, options.out, figures.measured_on(records, set(results)))
+    tiers.plot(results, options.out, measured_on(records, set(results)))
 
 
 if __name__ == "__main__":

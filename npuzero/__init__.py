@@ -20,6 +20,7 @@ from npuzero.api import (
     Lion,
     LossScaler,
     ZeroOptimizer,
+    apply_pending,
     clip_grad_norm_,
     clip_grad_value_,
     export,
@@ -30,6 +31,7 @@ from npuzero.api import (
     init,
     load_full_state_dict,
     no_sync,
+    offloaded,
     pipeline,
     predict,
     register_forward_method,
@@ -59,8 +61,6 @@ from npuzero.info import info
 from npuzero.parallel.batches import GlobalBatch
 from npuzero.parallel.mesh import mesh
 from npuzero.plan import OFFLOADED, PRECISIONS, PRESETS, THINNED, Memory, MeshShape, Placement, Plan, Precision, Report
-from npuzero.shard.absence import offloaded
-from npuzero.shard.pending import apply_pending
 from npuzero.shard.tiles import tiled
 
 if TYPE_CHECKING:

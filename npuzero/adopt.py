@@ -27,7 +27,7 @@ from npuzero.optim.fused import Fused
 from npuzero.optim.optimizer import shard_in_place
 from npuzero.optim.wrapped import Wrapped
 from npuzero.shard.everyone import agree
-from npuzero.shard.ownership import engine_of, owners
+from npuzero.shard.find_engine import engine_of, owners
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.ticker import NullLocator
 
-from benchmarks.figures import measured_on
+from benchmarks.contenders import measured_on
 from benchmarks.plot import Axes, Figure, Line2D, plt  # first: it chooses matplotlib's backend
 from npuzero.bench import Record, Result
 from npuzero.cli.palette import CURVES, FAINT, OTHER, STYLE, caption

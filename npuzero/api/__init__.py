@@ -1,10 +1,11 @@
 """The composition root: the only place that knows every part."""
 
 from npuzero.api.gradients import clip_grad_norm_, clip_grad_value_, full_gradient, grad_norms, skip_nonfinite_
-from npuzero.api.model import gathered, init, no_sync, predict, register_forward_method, report, zero
+from npuzero.api.model import apply_pending, gathered, init, no_sync, predict, register_forward_method, report, zero
 from npuzero.api.pipeline import pipeline
 from npuzero.checkpoint.export import export
 from npuzero.optim import Adam, AdamW, FiniteGuard, Lion, LossScaler, ZeroOptimizer
+from npuzero.shard.absence import offloaded
 from npuzero.shard.state_dict import full_state_dict, load_full_state_dict
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Lion",
     "LossScaler",
     "ZeroOptimizer",
+    "apply_pending",
     "clip_grad_norm_",
     "clip_grad_value_",
     "export",
@@ -24,6 +26,7 @@ __all__ = [
     "init",
     "load_full_state_dict",
     "no_sync",
+    "offloaded",
     "pipeline",
     "predict",
     "register_forward_method",

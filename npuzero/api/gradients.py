@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from npuzero.arguments import as_number, describe
 from npuzero.errors import StateError
 from npuzero.shard.clipping import clip_norm, clip_values, skip_nonfinite
-from npuzero.shard.ownership import engine_behind, given_to
+from npuzero.shard.find_engine import engine_behind, given_to
 
 
 def clip_grad_norm_(

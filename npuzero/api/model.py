@@ -22,8 +22,8 @@ from npuzero.shard import build
 from npuzero.shard.buffers import BUFFER_RULES
 from npuzero.shard.discover import UnitRule
 from npuzero.shard.engine import Engine
+from npuzero.shard.find_engine import engine_of, not_cut, owners
 from npuzero.shard.origin import Origin
-from npuzero.shard.ownership import engine_of, not_cut, owners
 from npuzero.shard.plans import Plans
 from npuzero.shard.state_dict import attach
 
@@ -331,3 +331,24 @@ def checked_settings(settings: Settings | None) -> Settings:
 def _check_kind(subject: str, value: object, kind: type, do: str) -> None:
     if not isinstance(value, kind):
         raise ConfigError(subject, expected=f"a {public_name(kind)}", got=describe(value), do=do)
+
+
+def apply_pending(model: nn.Module) -> None:
+    """Let the parameters be what the last ``step()`` makes of them, where a plan with ``lag=1`` would leave that to the
+    next one. Collective.
+
+    Call it when training ends, and before parameters are written. Elsewhere, and where nothing is pending, it does
+    nothing.
+
+    Raises:
+        NpuZeroError: the update has failed.
+
+    Example::
+
+        model = npuzero.zero(net, plan="delayed")
+        optimizer = npuzero.AdamW(model.parameters(), lr=1e-3)
+        model(x).mean().backward()
+        optimizer.step()  # changes nothing yet
+        npuzero.apply_pending(model)  # now it has
+    """
+    engine_of(model).apply_pending()

@@ -20,9 +20,9 @@ from npuzero.errors import CheckpointError, StateError
 from npuzero.plan import STAGE
 from npuzero.shard.engine import Engine
 from npuzero.shard.everyone import of_stages
+from npuzero.shard.find_engine import engine_of
 from npuzero.shard.flat import Flat
 from npuzero.shard.lag import LAGGING, warn_of_lag
-from npuzero.shard.ownership import engine_of
 from npuzero.shard.snapshot import NOW, Later, Snapshot
 from npuzero.shard.tiles import Rows, rows_of
 

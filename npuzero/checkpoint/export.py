@@ -31,9 +31,9 @@ from npuzero.shard.cuts import PIECE, joined, whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.everyone import Line, agree, in_order, of_stages
 from npuzero.shard.extra import is_extra
+from npuzero.shard.find_engine import engine_of
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
-from npuzero.shard.ownership import engine_of
 from npuzero.shard.repeated import check_repeated
 from npuzero.shard.rest import Rest
 from npuzero.shard.tiles import TiledTensor

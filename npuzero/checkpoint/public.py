@@ -28,7 +28,7 @@ from npuzero.errors import CheckpointError, keywords
 from npuzero.plan import DATA, STAGE
 from npuzero.shard import everyone
 from npuzero.shard.engine import Engine
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from npuzero.shard.repeated import check_repeated
 
 PathLike = str | os.PathLike[str]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,25 +45,6 @@ class Segment:
     stream: int = 0
     place: int | None = None
     bias_correction: bool = True
-
-
-class Coefficients(NamedTuple):
-    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatAdamGroup's."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    eps: float
-    weight_decay: float
-    decay: float
-    step_size: float
-    bias2_sqrt: float
-    l2: bool
-    maximize: bool
-    amsgrad: bool
-    step: int
-    row: int
 
 
 #: What a row of `dynamic` holds, see :func:`flat_adam`.
@@ -117,7 +98,7 @@ def flat_adam(  # noqa: PLR0913 - the contract's buffers, a name each
     line.update(grad, segments, grad_scale, skip, dynamic)
 
 
-def coefficients(segment: Segment) -> Coefficients:
+def coefficients(segment: Segment) -> reference.AdamCoefficients:
     """Return the float32 constants of one update."""
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
@@ -125,7 +106,7 @@ def coefficients(segment: Segment) -> Coefficients:
     bias1, bias2 = (
         1 - beta**segment.step if segment.bias_correction else 1.0 for beta in (segment.beta1, segment.beta2)
     )
-    return Coefficients(
+    return reference.AdamCoefficients(
         *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
         eps=float32(segment.eps),
         weight_decay=float32(segment.weight_decay),

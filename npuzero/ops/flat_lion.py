@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,20 +37,6 @@ class Segment:
     row: int | None = None
     stream: int = 0
     place: int | None = None
-
-
-class Coefficients(NamedTuple):
-    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatLionGroup's."""
-
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    decay: float
-    step_size: float
-    maximize: bool
-    step: int
-    row: int
 
 
 #: What a row of `dynamic` holds, see :func:`flat_lion`.
@@ -94,11 +80,11 @@ def flat_lion(  # noqa: PLR0913 - the contract's buffers, a name each
     Line(master, exp_avg, low=low, remainder=remainder, seed=seed).update(grad, segments, grad_scale, skip, dynamic)
 
 
-def coefficients(segment: Segment) -> Coefficients:
+def coefficients(segment: Segment) -> reference.LionCoefficients:
     """Return the float32 constants of one update."""
     if segment.row is not None:
         segment = replace(segment, lr=0.0, step=1)
-    return Coefficients(
+    return reference.LionCoefficients(
         *(float32(segment.beta1), float32(1 - segment.beta1), float32(segment.beta2), float32(1 - segment.beta2)),
         decay=float32(1 - segment.lr * segment.weight_decay),
         step_size=float32(segment.lr),

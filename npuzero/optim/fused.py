@@ -20,8 +20,8 @@ from npuzero.optim.worker import Worker, refuse_differentiable
 from npuzero.plan import DTYPES, MASTERS
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
+from npuzero.shard.find_engine import owners
 from npuzero.shard.flat import Flat
-from npuzero.shard.ownership import owners
 from npuzero.shard.snapshot import Later, Snapshot
 
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from torch import Tensor, nn
 
 from npuzero.optim.scaler import LossScaler
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 
 class FiniteGuard:

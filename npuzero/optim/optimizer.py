@@ -23,9 +23,10 @@ from npuzero.optim.worker import Worker
 from npuzero.optim.wrapped import Wrapped
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
+from npuzero.shard.find_engine import engine_behind, owners
 from npuzero.shard.flat import Flat
 from npuzero.shard.lag import LAGGING
-from npuzero.shard.ownership import engine_behind, owners, uncopied
+from npuzero.shard.ownership import uncopied
 from npuzero.shard.snapshot import Later, Snapshot
 
 

@@ -15,7 +15,7 @@ from npuzero.arguments import as_number
 from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
 from npuzero.optim.loss_scale import KeptScale, LossScale
 from npuzero.shard.engine import Engine
-from npuzero.shard.ownership import engine_behind
+from npuzero.shard.find_engine import engine_behind
 
 
 class _Stage(enum.Enum):

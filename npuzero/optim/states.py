@@ -18,9 +18,9 @@ from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker
 from npuzero.shard.cuts import whole_shape
 from npuzero.shard.engine import Engine
+from npuzero.shard.find_engine import engine_behind, owners
 from npuzero.shard.flat import AHEAD, Flat, masters_later
 from npuzero.shard.lag import warn_of_lag
-from npuzero.shard.ownership import engine_behind, owners
 from npuzero.shard.snapshot import NOW
 
 

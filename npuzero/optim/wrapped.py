@@ -19,9 +19,9 @@ from npuzero.optim.worker import Worker, refuse_differentiable
 from npuzero.plan import Precision
 from npuzero.shard.accord import Words
 from npuzero.shard.engine import Engine
+from npuzero.shard.find_engine import engine_behind, owners
 from npuzero.shard.flat import Flat
 from npuzero.shard.layout import overlap
-from npuzero.shard.ownership import engine_behind, owners
 from npuzero.shard.snapshot import Later, Snapshot
 
 

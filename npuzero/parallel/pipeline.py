@@ -34,8 +34,8 @@ from npuzero.parallel.split_backward import input_gradients, weight_gradients
 from npuzero.parallel.stages import Division, Stages
 from npuzero.plan import AXES, DIGEST_BITS, PIPE, TENSOR, Report, ring_bytes
 from npuzero.shard.engine import Engine
+from npuzero.shard.find_engine import engine_of
 from npuzero.shard.inputs import SharedInputs
-from npuzero.shard.ownership import engine_of
 
 #: Called with what the last stage returned for a micro-batch, and its targets; returns () float, the mean over it.
 Loss = Callable[..., Tensor]

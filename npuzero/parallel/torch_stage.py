@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from npuzero.comm.calls import collective
 from npuzero.errors import ConfigError
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 
 class TorchStage(PipelineStage):

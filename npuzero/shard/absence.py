@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from npuzero.comm.calls import collective, here
 from npuzero.errors import StateError
 from npuzero.memory import Evacuation, Spaces, foreign_blocks
+from npuzero.shard.find_engine import engine_of
 from npuzero.shard.flat import Flat
 from npuzero.shard.guard import in_backward
-from npuzero.shard.ownership import engine_of
 from npuzero.shard.passes import Passes
 from npuzero.shard.reduce import Reducer
 from npuzero.shard.restore import Restorer

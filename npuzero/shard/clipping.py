@@ -18,8 +18,8 @@ from npuzero.comm.calls import collective
 from npuzero.errors import StateError
 from npuzero.plan import AXES
 from npuzero.shard.accord import Words
+from npuzero.shard.find_engine import Given
 from npuzero.shard.gradients import Chosen
-from npuzero.shard.ownership import Given
 
 if TYPE_CHECKING:
     from npuzero.shard.engine import Engine

@@ -20,7 +20,7 @@ from npuzero.shard.cuts import assembled, portion_of, whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.everyone import Line, agree, in_order, of_stages
 from npuzero.shard.extra import is_extra, set_extra
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from npuzero.shard.repeated import check_repeated
 from npuzero.shard.tiles import TiledTensor
 

@@ -17,7 +17,7 @@ from npuzero.comm import World
 from npuzero.errors import NpuZeroError, OutOfSpace, StorageError
 from npuzero.memory.file import FileStore
 from npuzero.shard.extents import Extents
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.test_optimizers import optimizer_state
 from world.test_tiers import NVME, PRECISIONS, folders, placed
 from world.toy import build

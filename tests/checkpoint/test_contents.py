@@ -21,7 +21,7 @@ from npuzero import checkpoint, comm
 from npuzero.checkpoint import files
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError, StateError
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.toy import build
 from world.train import State, assert_same_bits
 

@@ -19,7 +19,7 @@ from npuzero import checkpoint, comm
 from npuzero.checkpoint import files, saving
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.toy import build
 from world.train import assert_same_bits
 

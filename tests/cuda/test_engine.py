@@ -13,7 +13,7 @@ from torch import nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import process_group
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as schedulers
 import npuzero
 from frameworks.toys import BOUND, distance, net, rows
 from npuzero import adopt
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 CPU = torch.device("cpu")
 INPUTS, TARGETS = (tensor[:16] for tensor in rows().tensors)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import npuzero
 from frameworks.toys import BOUND, ROOT, distance, launch
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -25,7 +25,7 @@ from npuzero.checkpoint import latest, save
 from npuzero.cli import main
 from npuzero.comm import World
 from npuzero.errors import ConfigError, StateError, StorageError
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.test_modules import TiedBlocksGPT
 from world.test_state import Normalized
 from world.toy import ToyGPT, build, loss_of, tokens_of

@@ -17,7 +17,7 @@ from models.training import Loop, stirred
 from models.zoo import ZOO, batch_of
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.toy import build
 from world.train import CutSession, State, assert_same_bits, check, run_cut, run_plain, worst
 

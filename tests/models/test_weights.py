@@ -23,7 +23,7 @@ from npuzero import comm, observe
 from npuzero.checkpoint.weights import Weights, stored
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, ConfigError
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.test_modules import TiedBlocksGPT
 from world.test_state import Normalized, bits_of_plain
 from world.toy import ToyGPT, build

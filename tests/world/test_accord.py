@@ -13,7 +13,7 @@ from torch import nn
 import npuzero
 from npuzero import ConfigError, comm
 from npuzero.comm import World
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.toy import Recipe, build, groups_of
 from world.train import CutSession, State, assert_same_bits
 

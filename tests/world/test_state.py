@@ -17,7 +17,7 @@ import npuzero
 from npuzero import comm
 from npuzero.comm import World
 from npuzero.errors import CheckpointError, StateError
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.test_modules import TiedBlocksGPT
 from world.toy import Recipe, ToyGPT, build, loss_of, tokens_of
 from world.train import CutSession, PlainSession, State, assert_close, assert_same_bits, train

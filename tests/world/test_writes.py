@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import npuzero
 from npuzero import comm
 from npuzero.comm import World
-from npuzero.shard.ownership import engine_behind
+from npuzero.shard.find_engine import engine_behind
 from world.toy import VOCABULARY, Block, ToyGPT, build
 from world.train import CutSession, Session, State, assert_same_bits, check
 

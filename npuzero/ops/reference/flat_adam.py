@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,11 +8,27 @@ from torch import Tensor
 from npuzero.ops.reference import _flat
 from npuzero.ops.reference._flat import f32
 
-if TYPE_CHECKING:
-    from npuzero.ops.flat_adam import Coefficients
-
 # exp_avg, exp_avg_sq, max_exp_avg_sq: whether with a sign, whether rounded by chance.
 _KINDS = ((True, False), (False, True), (False, False))
+
+
+class AdamCoefficients(NamedTuple):
+    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatAdamGroup's."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    weight_decay: float
+    decay: float
+    step_size: float
+    bias2_sqrt: float
+    l2: bool
+    maximize: bool
+    amsgrad: bool
+    step: int
+    row: int
 
 
 def flat_adam(*arguments: Any) -> None:
@@ -20,16 +36,16 @@ def flat_adam(*arguments: Any) -> None:
     _flat.update(_update, _KINDS, _used, _with_row, *arguments)
 
 
-def _used(k: Coefficients) -> int:
+def _used(k: AdamCoefficients) -> int:
     return 3 if k.amsgrad else 2
 
 
-def _with_row(k: Coefficients, row: list[Any]) -> Coefficients:
+def _with_row(k: AdamCoefficients, row: list[Any]) -> AdamCoefficients:
     step_size, bias2_sqrt, decay, step = row
     return k._replace(step_size=step_size, bias2_sqrt=bias2_sqrt, decay=decay, step=int(step))
 
 
-def _update(p: Tensor, g: Tensor, k: Coefficients, m: Tensor, v: Tensor, top: Tensor | None = None) -> None:
+def _update(p: Tensor, g: Tensor, k: AdamCoefficients, m: Tensor, v: Tensor, top: Tensor | None = None) -> None:
     """Apply the formula, in place."""
     if k.maximize:
         g = -g

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,11 +8,22 @@ from torch import Tensor
 from npuzero.ops.reference import _flat
 from npuzero.ops.reference._flat import f32
 
-if TYPE_CHECKING:
-    from npuzero.ops.flat_lion import Coefficients
-
 # exp_avg: whether with a sign, whether rounded by chance.
 _KINDS = ((True, True),)
+
+
+class LionCoefficients(NamedTuple):
+    """Hold what kernel and reference are handed: float64, rounded once to float32. Order: FlatLionGroup's."""
+
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    decay: float
+    step_size: float
+    maximize: bool
+    step: int
+    row: int
 
 
 def flat_lion(*arguments: Any) -> None:
@@ -20,12 +31,12 @@ def flat_lion(*arguments: Any) -> None:
     _flat.update(_update, _KINDS, lambda k: 1, _with_row, *arguments)
 
 
-def _with_row(k: Coefficients, row: list[Any]) -> Coefficients:
+def _with_row(k: LionCoefficients, row: list[Any]) -> LionCoefficients:
     step_size, decay, step = row
     return k._replace(step_size=step_size, decay=decay, step=int(step))
 
 
-def _update(p: Tensor, g: Tensor, k: Coefficients, m: Tensor) -> None:
+def _update(p: Tensor, g: Tensor, k: LionCoefficients, m: Tensor) -> None:
     """Apply the formula, in place."""
     if k.maximize:
         g = -g

@@ -14,7 +14,7 @@ from npuzero import comm
 from npuzero.comm import World
 from npuzero.compat.deepspeed import Engine
 from npuzero.ops import storage
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 from world.toy import VOCABULARY, ToyGPT, build, loss_of, tokens_of
 
 State = dict[str, Tensor]

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from benchmarks import figures
+from benchmarks.contenders import called, commits, measured_on
 from npuzero.bench import Result, comm, ops
 from npuzero.cli import palette
 from npuzero.errors import ConfigError
@@ -46,11 +47,11 @@ def test_readme_has_five_figures():
 def test_who_is_measured_has_a_name_that_can_be_typed():
     _, results = figures.read(RESULTS)
     contenders = [name for result in results.values() if result.name.startswith("peers/") for name in result.seconds]
-    own = [figures.called(name).split(", ") for name in contenders if name.startswith("npuzero ")]
+    own = [called(name).split(", ") for name in contenders if name.startswith("npuzero ")]
     assert ["npuzero zero3", "bf16-split"] in own
     for preset, *precision in own:
         assert preset.removeprefix("npuzero ") in PRESETS and set(precision) <= set(PRECISIONS)
-    assert figures.called("fsdp2-keep") == "FSDP2, reshard_after_forward=False"
+    assert called("fsdp2-keep") == "FSDP2, reshard_after_forward=False"
 
 
 def test_the_figures_of_one_table_are_of_one_clean_commit():
@@ -58,7 +59,7 @@ def test_the_figures_of_one_table_are_of_one_clean_commit():
     groups = figures.rows(results)  # those of which there are records
     tables = [{headline.benchmark for headline in figures.HEADLINES}, *map(figures.names_of, groups)]
     for names in [*tables, *({name} for name in results if name.startswith("peers/"))]:
-        found = figures.commits([record for record in records if any(item.name in names for item in record.results)])
+        found = commits([record for record in records if any(item.name in names for item in record.results)])
         assert len(found) == 1 and not found[0].endswith("+"), f"{sorted(names)}: {found}"
 
 
@@ -67,8 +68,8 @@ def test_a_table_names_the_records_that_it_is_from():
     for record, name, commit in zip(records, ("pack", "peers/x"), ("aaaa", "bbbb+"), strict=True):
         record.results.append(result(name, a=[1.0, 2.0], b=[1.0, 2.0]))
         record.machine.update(cpu="cpu", cores=2, isa="avx2", torch="2.13", commit=commit)
-    assert figures.measured_on(records, {"pack"}).endswith("commit aaaa.")
-    assert figures.measured_on(records, {"pack", "peers/x"}).endswith("commit aaaa, bbbb+.")
+    assert measured_on(records, {"pack"}).endswith("commit aaaa.")
+    assert measured_on(records, {"pack", "peers/x"}).endswith("commit aaaa, bbbb+.")
 
 
 def test_every_figure_names_benchmarks_of_its_suite():

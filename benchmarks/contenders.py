@@ -1,0 +1,42 @@
+"""Contenders by the names their users know, and where and when records were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from npuzero.bench import Record
+
+#: Contenders by the names that their own users know.
+_CALLED = {
+    "ddp": "DDP",
+    "ddp-autocast": "DDP under autocast",
+    "ddp-shm": 'DDP on the backend "shm"',
+    "fsdp2": "FSDP2",
+    "fsdp2-keep": "FSDP2, reshard_after_forward=False",
+    "fsdp2-shm": 'FSDP2 on the backend "shm"',
+    "zero-redundancy": "ZeroRedundancyOptimizer",
+    "torch passes": "torch's passes",
+    "deepspeed-1": "DeepSpeed, stage 1",
+    "deepspeed-2": "DeepSpeed, stage 2",
+    "deepspeed-3": "DeepSpeed, stage 3",
+}
+
+
+def called(contender: str) -> str:
+    """Return what a reader calls a contender, and could type: a preset, and where it is not bf16 the precision."""
+    preset, split, _ = contender.partition("-split")
+    return f"{preset}, bf16-split" if split else _CALLED.get(contender, contender)
+
+
+def measured_on(records: Sequence[Record], names: set[str]) -> str:
+    """Return machine, software, dates and commits of the records that hold one of the benchmarks, in a sentence."""
+    held = [record for record in records if any(result.name in names for result in record.results)]
+    machines = {(m["cpu"], m["cores"], m["isa"], m["torch"]) for m in (record.machine for record in held)}
+    where = "; ".join(f"{cpu}, {cores} cores, {isa}, torch {torch}" for cpu, cores, isa, torch in sorted(machines))
+    days = sorted({record.date[:10] for record in held})
+    return f"Measured on {where}; {', '.join(days)}; commit {', '.join(commits(held))}."
+
+
+def commits(records: Sequence[Record]) -> list[str]:
+    """Return the commits that records were taken at, with a + where sources had changed since."""
+    return sorted({record.machine["commit"] or "a release" for record in records})
