@@ -216,6 +216,9 @@ class Loader:
 
     def load(self) -> None:
         """Load masters, frozen parameters, buffers and optimizer states; what other ranks keep follows by R4."""
+        if self._optimizer is not None:
+            saved = {name for state in self._names.states.values() for name in state}
+            self._optimizer.check_rule(saved, self._names.groups)
         self._engine.lag.forget()
         for flat in self._engine.flats():
             forget_lost(flat.gradient)

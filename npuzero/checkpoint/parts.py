@@ -7,7 +7,7 @@ writes one N-th of every flat, whatever the plan, and where everything goes foll
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -51,6 +51,9 @@ class CutOptimizer(Protocol):
 
     def state_names(self) -> tuple[str, ...]:
         """Return what the state of every parameter will consist of, as far as the class says it beforehand."""
+
+    def check_rule(self, saved: Collection[str], groups: Sequence[dict[str, Any]]) -> None:
+        """Warn where states of these names, and groups of these options, are another rule's."""
 
     def load_cut_state(self, engine: Engine, flat: Flat, slots: SlotStates) -> Collection[str]:
         """Begin to load what :meth:`cut_state` has given; return the names that :meth:`write_cut_buffer` waits for."""

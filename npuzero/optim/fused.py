@@ -122,6 +122,10 @@ class Fused(Worker):
     def state_names(self, groups: list[Options]) -> tuple[str, ...]:
         return ("step", *self._shards.kept(groups))
 
+    def kept_names(self, groups: list[Options], saved: Collection[str]) -> Collection[str]:
+        states.check_names("optimizer state", dict.fromkeys(saved), needs := self.state_names(groups))
+        return needs
+
     def slot_state(self, flat: Flat, i: int) -> Options:
         return self._shards.slot_state(flat, i)
 

@@ -154,7 +154,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: beside sharded parameters there are plain ones, whose gradients nobody reduces.
         """
-        engines, plain = self._owners()
+        engines, plain = _owners(self)
         if plain and not all(engine.alone for engine in engines):
             raise StateError(
                 type(self).__name__,
@@ -165,9 +165,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         return engines
 
-    def _owners(self) -> tuple[list[Engine], list[nn.Parameter]]:
-        return owners(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tell torch.amp.GradScaler, which asks for it, what may stay on the device."""
@@ -176,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or with ``set_to_none=False`` let those that are there be zeros, which update, too."""
-        engines, _ = self._owners()
+        engines, _ = _owners(self)
         for engine in engines:
             engine.early.keep()
         with torch._C.DisableTorchFunctionSubclass():
@@ -204,7 +201,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = states.unshard(self._worker, self, self._engines(), self._owners()[1])
+        found = states.unshard(self._worker, self, self._engines(), _owners(self)[1])
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, found)
             found = found if replaced is None else replaced
@@ -273,10 +270,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Return the names that a parameter's state must have; the others are the class's own business."""
         return self._worker.state_names(self.param_groups)
 
+    def check_rule(self, saved: Collection[str], groups: Sequence[Options]) -> None:
+        """Warn where an optimizer of another rule has saved a state, which is about to be loaded.
+
+        Args:
+            saved: the names that it has for any parameter.
+            groups: the saved options of each group.
+
+        Raises:
+            CheckpointError: this rule cannot go on from such a state.
+        """
+        states.check_rule(self._worker, self, saved, groups)
+
+
+def _owners(optimizer: ZeroOptimizer) -> tuple[list[Engine], list[nn.Parameter]]:
+    """Return the engines of the models whose parameters these are, and the plain parameters."""
+    return owners(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
 
 def _propose(optimizer: ZeroOptimizer) -> None:
     """Tell the models whose parameters these are by which rules they will be updated."""
-    for engine in optimizer._owners()[0]:
+    for engine in _owners(optimizer)[0]:
         engine.boundary.accord.propose(optimizer._terms_for(engine))
         promise = optimizer._worker.promise(optimizer, engine)
         if promise is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,38 @@ def check_elementwise(
         )
     passed[kind] = numbers
     return numbers
+
+
+def state_names(
+    optimizer_class: type[torch.optim.Optimizer], options: Options, given: Collection[str]
+) -> tuple[set[str], bool] | None:
+    """Return the names of the states that a step makes, and whether the class goes on with those ``given`` alone.
+
+    Args:
+        options: keyword arguments of the class.
+
+    Returns:
+        None where the class refuses ``options``, or to step.
+    """
+    trial = {**options, "capturable": False} if "capturable" in options else options
+    tensors = _tensors(torch.device("cpu"))
+    with torch.random.fork_rng([]), torch.no_grad():
+        try:
+            optimizer = optimizer_class(tensors, **trial)
+            for tensor, gradient in zip(tensors, _gradients(0, torch.device("cpu")), strict=True):
+                tensor.grad = gradient
+            _step(optimizer)
+        except Exception:
+            return None
+        kept = {name for state in optimizer.state.values() for name, value in state.items() if value is not None}
+        for state in optimizer.state.values():
+            for name in kept - {*given}:
+                state.pop(name, None)
+        try:
+            _step(optimizer)
+        except Exception:
+            return kept, False
+    return kept, True
 
 
 def _difference(make: Make, device: torch.device) -> tuple[str | None, frozenset[str]]:

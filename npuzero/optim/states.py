@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from npuzero import observe
 from npuzero.errors import CheckpointError, StateError
 from npuzero.optim.rule import Options
 from npuzero.optim.worker import Worker
@@ -20,8 +22,20 @@ from npuzero.shard.cuts import whole_shape
 from npuzero.shard.engine import Engine
 from npuzero.shard.find_engine import engine_behind, owners
 from npuzero.shard.flat import AHEAD, Flat, masters_later
-from npuzero.shard.lag import warn_of_lag
+from npuzero.shard.lag import LAGGING, warn_of_lag
 from npuzero.shard.snapshot import NOW
+
+#: Which rules keep states of these names: saved states do not say of which class they are.
+_RULES = {
+    frozenset({"exp_avg", "exp_avg_sq"}): "Adam or AdamW",
+    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): "Adam or AdamW with amsgrad",
+    frozenset({"exp_avg"}): "Lion",
+    frozenset({"momentum_buffer"}): "SGD with momentum",
+    frozenset({"square_avg"}): "RMSprop",
+    frozenset({"sum"}): "Adagrad",
+}
+#: Names that say nothing of the rule: a count of steps, and what delayed plans add.
+_OF_ALL_RULES = frozenset({"step", AHEAD, LAGGING})
 
 
 def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
@@ -129,6 +143,9 @@ def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) 
     check(state_dict, groups)
     for owner in owners(parameter for _, parameter in members(groups))[0]:
         owner.values.check_here()
+    saved = [state for state in state_dict["state"].values() if isinstance(state, Mapping)]
+    names = {name for state in saved for name, value in state.items() if value is not None}
+    check_rule(worker, optimizer, names, state_dict["param_groups"])
     for group, loaded in zip(groups, state_dict["param_groups"], strict=True):
         group.update((key, copy.deepcopy(value)) for key, value in loaded.items() if key != "params")
     order = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -155,6 +172,41 @@ def load(worker: Worker, optimizer: torch.optim.Optimizer, state_dict: Options) 
         for engine in took:
             warn_of_lag(state_dict["state"].values(), engine.lag)
             engine.values.restore_parameters()
+
+
+def check_rule(
+    worker: Worker, optimizer: torch.optim.Optimizer, saved: Collection[str], groups: Sequence[Options]
+) -> None:
+    """Warn on rank 0 where a state that is about to be loaded is of another rule than the optimizer's.
+
+    torch loads it without a word: a moment of the same name is taken as it is, and others are dropped.
+
+    Args:
+        saved: the names that the state of any parameter has.
+        groups: the saved options of each group, which replace those of the optimizer.
+
+    Raises:
+        CheckpointError: the optimizer's rule cannot go on from such a state.
+    """
+    theirs = frozenset(saved) - _OF_ALL_RULES
+    if not theirs:  # no step was saved
+        return
+    pairs = zip(optimizer.param_groups, groups, strict=True)
+    kept = worker.kept_names([{**group, **loaded, "params": group["params"]} for group, loaded in pairs], saved)
+    ours = frozenset(kept) - _OF_ALL_RULES
+    if theirs == ours or observe.current_rank() != 0:
+        return
+    fates = {"taken as they are": theirs & ours, "dropped": theirs - ours, "begun anew": ours - theirs}
+    told = "; ".join(f"{fate}: {', '.join(sorted(names))}" for fate, names in fates.items() if names)
+    warnings.warn(
+        f"Optimizer state of another rule: it has {', '.join(sorted(theirs))}, "
+        f"as {_RULES.get(theirs, 'another class')} keeps, and is loaded into {worker.kind(type(optimizer).__name__)}, "
+        f"which keeps {', '.join(sorted(ours)) or 'no moments'}. Moments {told}. The saved options (lr, betas, ...) "
+        "replace those of the groups, too. Load it into an optimizer of the class that saved it; or load the model "
+        "alone, and begin with a new optimizer.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def cut(flat: Flat, i: int, state: Mapping[str, Any], numbers: frozenset[str]) -> Options:

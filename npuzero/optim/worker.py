@@ -71,6 +71,14 @@ class Worker(ABC):
         """Return the names that a parameter's state must have; others are the optimizer's own business."""
 
     @abstractmethod
+    def kept_names(self, groups: list[Options], saved: Collection[str]) -> Collection[str]:
+        """Return the names that a parameter's state has after a step with these groups; ``saved`` if nobody can say.
+
+        Raises:
+            CheckpointError: no step can be taken from a state of the names ``saved``.
+        """
+
+    @abstractmethod
     def slot_state(self, flat: Flat, i: int) -> Options:
         """Return the state of slot ``i``, as it lies here: numbers, and tensors, of which names and dimensions are
         told.

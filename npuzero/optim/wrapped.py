@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from npuzero.errors import ConfigError
 from npuzero.optim.aside import Aside
-from npuzero.optim.probe import check_elementwise
+from npuzero.optim.probe import check_elementwise, state_names
 from npuzero.optim.rule import Options
+from npuzero.optim.states import check_names
 from npuzero.optim.worker import Worker, refuse_differentiable
 from npuzero.plan import Precision
 from npuzero.shard.accord import Words
@@ -65,12 +66,16 @@ class Wrapped(Worker):
         return self._class([torch.zeros(1, 1)], **options).defaults
 
     def check_group(self, name: str, group: Options) -> None:
-        arguments = inspect.signature(self._class).parameters.keys() - {"params"}
-        options = self._options | {key: value for key, value in group.items() if key in arguments}
+        options = self._arguments(group)
         self._class([torch.zeros(1, 1)], **options)
         refuse_differentiable(name, group)
         device = next((p.device for p in group["params"]), torch.device("cpu"))
         self.numbers |= check_elementwise(self._class, options, device)
+
+    def _arguments(self, group: Options) -> Options:
+        """Return the keyword arguments of the class that make such a group."""
+        arguments = inspect.signature(self._class).parameters.keys() - {"params"}
+        return self._options | {key: value for key, value in group.items() if key in arguments}
 
     def decides_on_device(self, groups: list[Options]) -> bool:
         return False
@@ -172,6 +177,18 @@ class Wrapped(Worker):
 
     def state_names(self, groups: list[Options]) -> tuple[str, ...]:
         return ()
+
+    def kept_names(self, groups: list[Options], saved: Collection[str]) -> Collection[str]:
+        names: set[str] = set()
+        for group in groups:
+            found = state_names(self._class, self._arguments(group), saved)
+            if found is None:  # nobody can say
+                return saved
+            kept, goes_on = found
+            if not goes_on:
+                check_names("optimizer state", dict.fromkeys(saved), tuple(kept))
+            names |= kept
+        return names
 
     def slot_state(self, flat: Flat, i: int) -> Options:
         stand_in = self._stand_ins.get(id(flat.parameters[i]))

@@ -386,6 +386,7 @@ class Runner:
 
     def _agree(self) -> bool:
         """Raise on every rank where any has failed, or has another batch; return whether there is a loss."""
+        self._inputs.begin_vote()
         ballot = [self._failure is not None, self._losses, *self._inputs.ballot()]
         flags = torch.tensor(ballot, dtype=torch.float32)
         self._engine.mesh.communicator(AXES, HOST_CHANNEL).all_reduce(flags, tag="pipeline step").wait()

@@ -291,8 +291,9 @@ class _Rank:
         self._reductions.reduce_tied(self._units[0])
         owners = dict.fromkeys(kind.plan.owners for unit in self._units for kind, _ in unit.trainable)
         if self._step.trainable_parameters:
-            # Beside the parameters: whether a program dropped gradients, or wrote into parameters, and the digest.
-            votes = self._step.trainable_parameters + 2 + DIGEST_BITS
+            # Beside the parameters: whether a program dropped gradients, or wrote into parameters, whether data ranks
+            # have one batch, and the digest.
+            votes = self._step.trainable_parameters + 3 + DIGEST_BITS
             self._control(Purpose.VOTE, STAGE, 4 * votes)
         if self._step.tied_parameters:
             self._control(Purpose.VOTE, (ENDS,), 4 * self._step.tied_parameters)

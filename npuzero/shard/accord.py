@@ -111,6 +111,7 @@ class Accord:
     def begin_vote(self) -> None:
         """Take the calls noted so far for those that the votes to come are about."""
         self._said, self._calls = self._calls, {}
+        self.inputs.begin_vote()
 
     def ballot(self, present: Mapping[Flat, list[bool]]) -> list[int]:
         """Return the bits that this rank puts into the vote.

@@ -259,11 +259,13 @@ class Boundary:
         if not present or self._mesh.size(STAGE) == 1:
             return {flat: [*map(int, here)] for flat, here in present.items()}
         flags = [flag for flat in self._flats for flag in present[flat]]
-        ballot = [*flags, self._dropped, self._values.written, *self.accord.ballot(present)]
+        said = (self._dropped, self._values.written, self.accord.inputs.ballot_of_data())
+        ballot = [*flags, *said, *self.accord.ballot(present)]
         votes = torch.tensor(ballot, dtype=torch.float32)
         self._mesh.host().all_reduce(votes, tag="parameters in use").wait()
-        *used, dropped, written = (sums := votes.tolist())[:-DIGEST_BITS]
+        *used, dropped, written, repeated = (sums := votes.tolist())[:-DIGEST_BITS]
         self.accord.look(sums[-DIGEST_BITS:])
+        self.accord.inputs.look_at_data(repeated)
         if written:
             self._values.compare_written()
         votes_of = map(int, used)

@@ -33,7 +33,7 @@ from npuzero.shard.gather import Gatherer
 from npuzero.shard.gradients import Gradients
 from npuzero.shard.guard import in_backward
 from npuzero.shard.hooks import Hooks
-from npuzero.shard.inputs import SharedInputs
+from npuzero.shard.inputs import RepeatedBatch, SharedInputs
 from npuzero.shard.origin import Origin
 from npuzero.shard.ownership import EngineReference, claim, uncopied
 from npuzero.shard.passes import Passes
@@ -119,7 +119,7 @@ class Engine:
         pipe = Pipe(self._flats, self.mesh, mesh.part((PIPE,)))
         self.boundary = Boundary(
             *(self.units, world, self.mesh, pipe, reducer, self.update, self.early, self.values, census),
-            SharedInputs(mesh, shared_inputs(model, specs, mesh.shape)),
+            SharedInputs(mesh, shared_inputs(model, specs, mesh.shape), RepeatedBatch(mesh)),
             ignore_unused=settings.ignore_unused_parameters,
         )
         self.gradients = Gradients(self.units, world, pipe, self.boundary, self.values, self.alone)
@@ -206,6 +206,7 @@ class Engine:
                 self.values.look_at_whole()
             some = self.boundary.finish()
         if some:
+            self.gradients.warn_unscaled()
             self.boundary.begin_update(members)
             self.update.begin(members, self.boundary.used_slots)
         else:

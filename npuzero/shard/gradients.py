@@ -6,6 +6,7 @@ Everything here is collective but :meth:`Gradients.read`, and has the ranks agre
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Collection, Container, Sequence
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from npuzero import observe
 from npuzero.comm import World
 from npuzero.comm.calls import collective, torchs
 from npuzero.config import strict_word
@@ -45,6 +47,8 @@ class Gradients:
         self._pipe = pipe
         self._values = values
         self._alone = alone  # no other rank need be waited for
+        # Until a scaler has been here, or a step has been told.
+        self._unscaled = observe.current_rank() == 0 and any(flat.dtype is torch.float16 for flat in self._flats)
 
     def choose(self, call: str, words: Words, parameters: Sequence[Tensor] | None) -> Chosen:
         """Return the present gradients that ``call`` is about, once the ranks agree on them. Collective.
@@ -154,6 +158,7 @@ class Gradients:
             where no rank has any.
         """
         boundary = self.boundary
+        self._unscaled = False
         boundary.early.refuse("LossScaler.unscale_")
         boundary.accord.call("LossScaler", rules)
         if not boundary.finish():
@@ -172,6 +177,19 @@ class Gradients:
         bad = part.nonfinite()
         part.scale(inverse)
         return bad.float()
+
+    def warn_unscaled(self) -> None:
+        """Warn once, on rank 0, of a step by float16 gradients that no loss scaler has seen."""
+        if self._unscaled:
+            self._unscaled = False
+            warnings.warn(
+                "float16 gradients without a loss scaler: those below 6e-8 vanish, and one that overflows makes every "
+                "parameter NaN. Scale the loss by npuzero.LossScaler (scaler.scale(loss).backward(); "
+                "scaler.step(optimizer); scaler.update()), or take bfloat16, which needs none. Where it is meant: "
+                "warnings.filterwarnings('ignore', message='float16 gradients').",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Chosen:

@@ -31,6 +31,7 @@ from . import (
     tensor,
     thin,
     tiers,
+    warned,
     wire_ops,
     wires,
 )
@@ -46,6 +47,7 @@ PARTS = (
     cuts,
     activations,
     tiers,
+    warned,
     checkpoint,
     clipping,
     optim,

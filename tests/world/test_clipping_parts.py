@@ -91,6 +91,7 @@ def test_frozen_for_the_moment_and_given_twice(plan: str) -> None:
             seen[f"{step} trained"] = clip(session, trained, 1e-2)
             seen[f"{step} frozen"] = clip(session, vectors, 1e-2 if step else 1e2)
             seen[f"{step} twice"] = clip(session, [*matrices, *matrices], 1e-3)
+            seen[f"{step} all, and some twice"] = clip(session, [*session.model.parameters(), *matrices], 1e-4)
             for parameter in frozen:
                 parameter.requires_grad_(True)
             seen |= prefixed(step, gradients_of(session))
