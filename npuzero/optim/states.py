@@ -34,8 +34,8 @@ _RULES = {
     frozenset({"square_avg"}): "RMSprop",
     frozenset({"sum"}): "Adagrad",
 }
-#: Names that say nothing of the rule: a count of steps, and what delayed plans add.
-_OF_ALL_RULES = frozenset({"step", AHEAD, LAGGING})
+#: Names that say nothing of the rule: a count of steps, masters, and what delayed plans add.
+_OF_ALL_RULES = frozenset({"step", "master", AHEAD, LAGGING})
 
 
 def members(groups: list[Options]) -> Iterator[tuple[Options, nn.Parameter]]:
