@@ -58,11 +58,11 @@ class Worker(ABC):
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         """Update plain parameters, and those of models whose gradients are ready."""
 
-    @abstractmethod
     def decides_on_device(self, groups: list[Options]) -> bool:
         """Tell whether torch.amp.GradScaler may leave ``grad_scale`` and ``found_inf`` on the device,
         for the update.
         """
+        return False
 
     # -- states: of sharded parameters by flat and slot, of plain ones by themselves ----------------------------------
 

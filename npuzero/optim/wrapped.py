@@ -66,19 +66,11 @@ class Wrapped(Worker):
         return self._class([torch.zeros(1, 1)], **options).defaults
 
     def check_group(self, name: str, group: Options) -> None:
-        options = self._arguments(group)
+        options = self._options | _arguments(self._class, group)
         self._class([torch.zeros(1, 1)], **options)
         refuse_differentiable(name, group)
         device = next((p.device for p in group["params"]), torch.device("cpu"))
         self.numbers |= check_elementwise(self._class, options, device)
-
-    def _arguments(self, group: Options) -> Options:
-        """Return the keyword arguments of the class that make such a group."""
-        arguments = inspect.signature(self._class).parameters.keys() - {"params"}
-        return self._options | {key: value for key, value in group.items() if key in arguments}
-
-    def decides_on_device(self, groups: list[Options]) -> bool:
-        return False
 
     def update(self, optimizer: torch.optim.Optimizer, ready: list[Engine]) -> None:
         """Update in one chunk: what the optimizer does, and in which order, is its own business."""
@@ -181,7 +173,7 @@ class Wrapped(Worker):
     def kept_names(self, groups: list[Options], saved: Collection[str]) -> Collection[str]:
         names: set[str] = set()
         for group in groups:
-            found = state_names(self._class, self._arguments(group), saved)
+            found = state_names(self._class, self._options | _arguments(self._class, group), saved)
             if found is None:  # nobody can say
                 return saved
             kept, goes_on = found
@@ -248,6 +240,12 @@ class Wrapped(Worker):
         self._state.pop(parameter, None)
         if state:
             self._state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def _arguments(cls: type[torch.optim.Optimizer], group: Options) -> Options:
+    """Return what of ``group`` is a keyword argument of ``cls``."""
+    arguments = inspect.signature(cls).parameters.keys() - {"params"}
+    return {key: value for key, value in group.items() if key in arguments}
 
 
 def _step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., object]:

@@ -124,7 +124,7 @@ class SharedInputs:
         """Take the digest of ``inputs``, nested as a forward takes them, if they are the first since the last vote."""
         wanted = self.many or (self._repeated is not None and self._repeated.watching)
         if wanted and self._now is None and not device.get(self._device).capturing():
-            self._now = _begin_digest(inputs, self._votes, self._device)
+            self._now = begin_digest(inputs, self._votes, self._device)
 
     def begin_vote(self) -> None:
         """Take the digest that the vote to come is about: on an accelerator that of the step before."""
@@ -198,7 +198,7 @@ class _Pending(NamedTuple):
     elements: bool
 
 
-def _begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
+def begin_digest(inputs: Any, step: int, where: torch.device) -> _Pending:
     """Begin the digest of all tensors in ``inputs``."""
     tensors = tensors_of(inputs)[0]
     shapes = zlib.crc32(repr([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode())

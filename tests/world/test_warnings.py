@@ -109,8 +109,8 @@ def test_pipelines_of_one_batch_are_told_once(alike: bool) -> None:
 
 def test_digests_are_of_the_first_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    begin = inputs._begin_digest
-    monkeypatch.setattr(inputs, "_begin_digest", lambda *of: made.append(of) or begin(*of))
+    begin = inputs.begin_digest
+    monkeypatch.setattr(inputs, "begin_digest", lambda *of: made.append(of) or begin(*of))
     repeated(2, lambda mesh, step: random(10 * step + mesh.world.rank), steps=10)
     assert 0 < len(made) <= 2 * 4
 
