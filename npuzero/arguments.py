@@ -52,6 +52,27 @@ def check_count(subject: str, value: object, do: str, *, least: int = 1) -> int:
     return value
 
 
+def check_flag(subject: str, value: object) -> bool:
+    """Return ``value`` as a bool: True, False, 1 or 0, of Python, numpy, or a tensor without dimensions.
+
+    Raises:
+        ConfigError: it is none of these, such as an array.
+    """
+    try:
+        found = value.item() if getattr(value, "shape", None) == () else value  # type: ignore[attr-defined]
+    except RuntimeError:  # of a tensor on meta
+        found = None
+    if not isinstance(found, int) or found not in {0, 1}:
+        raise ConfigError(subject, expected="True or False", got=describe(value), do="Pass a bool.")
+    return bool(found)
+
+
+def check_callable(subject: str, value: object, do: str) -> None:
+    """Raise ConfigError where ``value`` cannot be called."""
+    if not callable(value):
+        raise ConfigError(subject, expected="a callable", got=describe(value), do=do)
+
+
 def as_path(subject: str, value: object) -> Path:
     """Return ``value``, a path in text, as a Path.
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from npuzero.arguments import as_path, check_count
+from npuzero.arguments import as_path, check_callable, check_count
 from npuzero.checkpoint.parts import check_known
 from npuzero.checkpoint.safetensors import bytes_of, header_bytes
 from npuzero.checkpoint.weights import INDEX, SINGLE, read_index
@@ -250,6 +250,8 @@ def export(
     """
     engine = engine_of(model)
     check_count("npuzero.export: file_bytes", file_bytes, "Give a size in bytes, such as 5 * 10**9.")
+    if rename is not None:
+        check_callable("npuzero.export: rename", rename, "Pass a function of a tensor's name, or None.")
     target, wanted, line = as_path("npuzero.export: path", path), _dtype(dtype), Line(engine.mesh)
     check_repeated(engine, "npuzero.export")
     slots = {id(p): (flat, i) for unit in engine.units for flat in unit.flats for i, p in enumerate(flat.parameters)}

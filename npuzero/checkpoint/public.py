@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from npuzero.arguments import as_path, check_count
+from npuzero.arguments import as_path, check_count, check_flag
 from npuzero.checkpoint import files, loading, parts
 from npuzero.checkpoint import folder as folders
 from npuzero.checkpoint import rng as generators
@@ -92,6 +92,7 @@ def save(  # noqa: PLR0913 - what is to be saved, by name
         npuzero.checkpoint.save("run", model, optimizer, step=100, keep_last=3)  # writes run/step-100
     """
     _check_count("step", step, 0)
+    asynchronous = check_flag("save: asynchronous", asynchronous)
     if keep_last is not None:
         _check_count("keep_last", keep_last, 1)
     engine = engine_of(model)
@@ -264,6 +265,7 @@ class Checkpointer:
         _check_count("Checkpointer: every", every, 1)
         self._folder = as_path("Checkpointer: folder", folder)
         self._every = every
+        asynchronous = check_flag("Checkpointer: asynchronous", asynchronous)
         self._options: Mapping[str, Any] = {"keep_last": keep_last, "asynchronous": asynchronous}
         self._kept = kept
         self._last: Saving | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from npuzero.arguments import as_number
+from npuzero.arguments import as_number, check_flag
 from npuzero.errors import CheckpointError, ConfigError, StateError, keywords
 from npuzero.optim.loss_scale import KeptScale, LossScale
 from npuzero.shard.engine import Engine
@@ -99,7 +99,7 @@ class LossScaler:
         backoff_factor = _number("backoff_factor", backoff_factor, "between 0 and 1", lambda n: 0 < n < 1)
         growth_interval = _count("growth_interval", growth_interval, 1)
         hysteresis, growth_delay = _count("hysteresis", hysteresis, 1), _count("growth_delay", growth_delay, 0)
-        self._enabled = enabled
+        self._enabled = check_flag("LossScaler: enabled", enabled)
         settings = {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
@@ -107,7 +107,7 @@ class LossScaler:
             "hysteresis": hysteresis,
             "floor": floor,
             "ceiling": ceiling,
-            "consecutive_hysteresis": consecutive_hysteresis,
+            "consecutive_hysteresis": check_flag("LossScaler: consecutive_hysteresis", consecutive_hysteresis),
             "growth_delay": growth_delay,
         }
         begins = {"scale": init_scale, "window": -growth_delay, "patience": hysteresis, "skipped": 0}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from npuzero import device
-from npuzero.arguments import check_count
+from npuzero.arguments import check_count, check_flag
+from npuzero.arguments import describe as describe_value
 from npuzero.comm import Mesh, World
 from npuzero.config import Settings, nvme_folders
 from npuzero.errors import CheckpointError, ConfigError, NpuZeroError, StateError
@@ -161,6 +162,7 @@ def predict(
     """Return :func:`npuzero.plan.predict_bytes` for the flats that :func:`build_units` makes of ``model``; ``parts``:
     by modules or names, as :meth:`npuzero.shard.passes.Passes.divide` has them.
     """
+    _check_parts(parts)
     shape = shape_on(plans.model, ranks)
     specs = _checked(model, rule)
     _check_cuts(model, specs, shape)
@@ -254,6 +256,7 @@ def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
     Raises:
         ConfigError: no positive number of micro-batches; parts without acts, or an act of a part that there is not.
     """
+    clip = check_flag("predict: clip", clip)
     check_count("predict: moments", moments, "Give the number of an optimizer's moments: 2 of Adam.", least=0)
     _check_passes(micro_batches, parts, acts)
     # Blocks are mostly alike: those of the same shapes and plan have the same flats.
@@ -283,6 +286,18 @@ def steady_of(  # noqa: PLR0913 - the facts of a step, a name each
     return sizes, step
 
 
+def _check_parts(parts: object) -> None:
+    """Check that ``parts`` is a list of parts, each an iterable of modules or names."""
+    groups = parts if isinstance(parts, Sequence) and not isinstance(parts, str) else [None]
+    if any(isinstance(group, (str, torch.Tensor)) or not isinstance(group, Iterable) for group in groups):
+        raise ConfigError(
+            "predict: parts",
+            expected="a list of parts, each a list of modules or of their names",
+            got=describe_value(parts),
+            do='Pass such as [["0", "1"], ["2"]], or () for one part.',
+        )
+
+
 def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence[tuple[int, bool]]) -> None:
     """Check the numbers that say how many passes a step has, and of what."""
     check_count("predict: micro_batches", micro_batches, "Give the number of backward passes a step.")
@@ -295,7 +310,7 @@ def _check_passes(micro_batches: object, parts: Sequence[object], acts: Sequence
         raise ConfigError(
             "predict: acts",
             expected=f"passes of {count} parts, each (number of the part from 0, whether it is a backward pass)",
-            got=repr(acts),
+            got=describe_value(acts),
             do="Give parts and acts together, or neither of them.",
         )
 

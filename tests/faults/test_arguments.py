@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from npuzero.errors import NpuZeroError
 HUGE = 10**400
 NUMBERS = (math.nan, HUGE, -HUGE, "1", b"1", 1j, [1], {}, object(), torch.tensor([1.0, 2.0]))
 COUNTS = (*NUMBERS, True, -1, 0.5, math.inf)
+FLAGS = (np.array([True, False]), torch.ones(2), torch.empty((), device="meta"), "yes", None, 2, [1], object())
 PATHS = ("x\0y", "\ud800", "x" * 5000, None, 1, b"x", [1], object())
 
 
@@ -57,6 +59,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[[Any], object]]] = {
         f"LossScaler: {name}": (COUNTS, lambda value, name=name: npuzero.LossScaler(**{name: value}))
         for name in ("growth_interval", "hysteresis", "growth_delay")
     },
+    "LossScaler: enabled": (FLAGS, lambda value: npuzero.LossScaler(enabled=value)),
+    "LossScaler: consecutive_hysteresis": (FLAGS, lambda value: npuzero.LossScaler(consecutive_hysteresis=value)),
     "clip_grad_norm_": (NUMBERS, lambda value: npuzero.clip_grad_norm_(trained(), value)),
     "clip_grad_norm_: norm_type": (NUMBERS, lambda value: npuzero.clip_grad_norm_(trained(), 1.0, value)),
     "clip_grad_value_": (NUMBERS, lambda value: npuzero.clip_grad_value_(trained(), value)),
@@ -73,19 +77,27 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[[Any], object]]] = {
     "pipeline: settings": ((True, {}), lambda value: pipeline(settings=value)),
     "predict: micro_batches": (COUNTS, lambda value: predict(micro_batches=value)),
     "predict: moments": (COUNTS, lambda value: predict(moments=value)),
+    "predict: clip": (FLAGS, lambda value: predict(clip=value)),
+    "predict: parts": ((5, [5], [["0"], None], "ab", torch.ones(2)), lambda value: predict(parts=value)),
     "predict: acts": ((True, "1", [1], torch.ones(2)), lambda value: predict(acts=value)),
     "parallel.tensor: mesh": ((None, 1), lambda value: parallel.tensor(net(), value)),
     "ClassHead: mesh": ((None, 1), lambda value: parallel.ClassHead(4, 4, value)),
     "AdamW: moments": ((1, [1], torch.ones(2)), lambda value: npuzero.AdamW(net().parameters(), moments=value)),
     "weights": (PATHS[:-1][:3] + PATHS[4:], lambda value: npuzero.zero(net(), world=world(), weights=value)),
     "export: path": (PATHS, lambda value: npuzero.export(trained(), value)),
+    "export: rename": ((True, "x", 1, {}), lambda value: npuzero.export(trained(), "exported", rename=value)),
     "export: file_bytes": (COUNTS, lambda value: npuzero.export(trained(), "exported", file_bytes=value)),
     "save: folder": (PATHS, lambda value: checkpoint.save(value, trained(), step=1)),
+    "save: asynchronous": (FLAGS, lambda value: checkpoint.save("run", trained(), step=1, asynchronous=value)),
     "save: step": (COUNTS, lambda value: checkpoint.save("run", trained(), step=value)),
     "load": (PATHS, lambda value: checkpoint.load(value, trained())),
     "latest": (PATHS, checkpoint.latest),
     "verify": (PATHS, checkpoint.verify),
     "Checkpointer: folder": (PATHS[:2] + PATHS[3:], lambda value: checkpoint.Checkpointer(value, every=1)),
+    "Checkpointer: asynchronous": (
+        FLAGS,
+        lambda value: checkpoint.Checkpointer("run", every=1, asynchronous=value),
+    ),
     "configuration of DeepSpeed": (
         (HUGE, math.inf),
         lambda value: npuzero.initialize(
@@ -102,6 +114,11 @@ def test_an_argument_that_no_call_can_take(name: str, tmp_path: Path, monkeypatc
     for value in values:
         with pytest.raises(NpuZeroError):
             call(value)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.True_, torch.tensor(True)])
+def test_flags_of_each_library_are_taken(value: Any) -> None:
+    assert npuzero.LossScaler(enabled=value).is_enabled() is True
 
 
 def pipe_of(folder: Path) -> Path:

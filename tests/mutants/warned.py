@@ -73,7 +73,7 @@ MUTANTS = (
         "checkpoint/loading.py",
         "self._optimizer.check_rule(saved, self._names.groups)",
         "pass",
-        ("world/test_warnings.py::test_a_state_of_another_rule_is_told_once[checkpoint-Lion]",),
+        ("world/test_warnings.py::test_a_state_of_another_rule_is_told_once[Lion-checkpoint]",),
     ),
     Mutant(
         "each rank tells of a state of another rule",
