@@ -23,7 +23,7 @@ from npuzero import adopt
 from npuzero.api import LossScaler, clip_grad_norm_, clip_grad_value_, full_state_dict, gathered, load_full_state_dict
 from npuzero.errors import ConfigError
 from npuzero.shard.guard import owned
-from npuzero.shard.ownership import engine_of
+from npuzero.shard.find_engine import engine_of
 
 
 def _packages() -> tuple[Any, Any, Any]:
